@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 .PHONY: train test docs figures journeys bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
 	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
-	bench-makespan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu
+	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -101,6 +101,9 @@ bench-pipeline-gpu: .venv/test
 
 bench-makespan-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/makespan.py $(ONLY)
+
+bench-titan-gpu: .venv/test
+	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/titan.py
 
 bench-breakdown-gpu: .venv/test
 	RANKS=$(or $(RANKS),1) PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/breakdown.py $(ONLY)

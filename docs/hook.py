@@ -5,11 +5,12 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from generate.components import component_pages, settings_page
 from generate.front import root_page
 from generate.ports import port_pages
-from generate.reference import commands_page, python_page, recipes_page
+from generate.reference import python_page, recipes_page, with_help
 from generate.step import step_page
 
 
@@ -26,6 +27,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Called by mkdocs for each page: commands get their help, and the search ranks generated pages last."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
+    elif page.file.src_uri in pages():
+        page.meta["search"] = {"boost": 0.5}
+    return with_help(markdown) if page.file.src_uri == "commands.md" else markdown
+
+
 @cache
 def pages() -> dict[str, str]:
     """The text of all generated pages, by their names in the site."""
@@ -34,7 +44,6 @@ def pages() -> dict[str, str]:
         "contributing.md": root_page("CONTRIBUTING.md"),
         "changelog.md": root_page("CHANGELOG.md"),
         "step.md": step_page(),
-        "reference/commands.md": commands_page(),
         "reference/recipes.md": recipes_page(),
         "reference/python.md": python_page(),
         "reference/settings.md": settings_page(),

@@ -6,14 +6,17 @@ other: blocks whose ranges do not overlap have no document in common. The mask i
 sync.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_mask, flex_attention
 
-from drawloom.kernels.attention import AttentionImplementation, attention_eager, attention_on_meta
+from drawloom.kernels.attention import AttentionImplementation, attention_eager
+from drawloom.kernels.attention_meta import attention_and_lse_on_meta, attention_on_meta
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 BLOCK = 128
 """Tokens in a block, the default of flex_attention."""
@@ -22,23 +25,52 @@ MIN_HEAD_DIM = 16
 """The least head_dim for which torch's GPU kernel compiles."""
 
 
-def attention_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def attention_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    options: AttentionOptions = PLAIN_ATTENTION,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """
     Compute attention_eager with a mask from `block_mask`; the backward pass runs only on GPUs.
 
-    q (rows, length, heads, head_dim), k and v (rows, length, kv_heads, head_dim); returns
-    (rows, length, heads, head_dim). Heads below MIN_HEAD_DIM go to attention_eager. Returns a meta tensor for meta
-    tensors.
+    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
+    (rows, length, heads, v_dim), a meta tensor for meta tensors. Heads below MIN_HEAD_DIM go to attention_eager.
     """
+    if q.is_cuda and min(q.shape[-1], v.shape[-1]) < MIN_HEAD_DIM:
+        return attention_eager(q, k, v, _dense_mask(mask), options, sinks)
+    if sinks is None:
+        return attention_on_meta(q, k, v) if q.is_meta else _attend(q, k, v, mask, options).transpose(1, 2)
     if q.is_meta:
-        return attention_on_meta(q, k, v)
-    if q.is_cuda and q.shape[-1] < MIN_HEAD_DIM:
-        return attention_eager(q, k, v, _dense_mask(mask))
+        mixed, lse = attention_and_lse_on_meta(q, k, v)
+        mixed = mixed.transpose(1, 2)
+    else:
+        mixed, statistics = _attend(q, k, v, mask, options, return_aux=AuxRequest(lse=True))
+        lse = statistics.lse
+    # A sink is one more key, whose value is 0.
+    weights = (lse - sinks[:, None]).sigmoid()
+    return (mixed * weights[..., None].to(mixed.dtype)).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, options: AttentionOptions, **requests: Any) -> Any:
+    """Return flex_attention's result (rows, heads, length, v_dim), and statistics if `requests` ask for them."""
     grouped = q.shape[2] != k.shape[2]
     swapped = (x.transpose(1, 2) for x in (q, k, v))
     attend = _compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    mixed: Tensor = attend(*swapped, block_mask=mask, enable_gqa=grouped)
-    return mixed.transpose(1, 2)
+    score_mod = None if options.softcap is None else _soft_cap(options.softcap)
+    return attend(*swapped, score_mod=score_mod, block_mask=mask, scale=options.scale, enable_gqa=grouped, **requests)
+
+
+@cache
+def _soft_cap(limit: float) -> Callable[..., Tensor]:
+    """Return the function that caps scores; the same one for a limit, as each one is compiled."""
+
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return cap
 
 
 @cache

@@ -1,9 +1,9 @@
 """
-Costs of operations, for programs that plan a run on the meta device.
+Operation costs, for planning a run on the meta device.
 
-Each operation registers functions for the FLOPs of its matrix products and for its scratch memory. They take the
-operation's arguments by the names in its schema, so that a new argument changes no cost. FLOPs of torch's own
-operations are those of `torch.utils.flop_counter`.
+An operation registers functions for its matrix product FLOPs and its scratch memory. They take the operation's
+arguments by the names in its schema, so a new argument does not change a cost. FLOPs of torch's own operations come
+from `torch.utils.flop_counter`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ def no_scratch() -> int:
 
 @dataclass(frozen=True)
 class OperationCosts:
-    """FLOPs of matrix products, scratch memory in bytes, and whether the operation is attention."""
+    """Matrix product FLOPs, scratch memory in bytes, and whether the operation is attention."""
 
     flops: float = 0.0
     scratch: int = 0
@@ -42,7 +42,7 @@ class OperationCosts:
 
 @dataclass(frozen=True)
 class _Registration:
-    """Cost functions of an operation."""
+    """An operation's cost functions."""
 
     flops: Flops
     scratch: Scratch
@@ -57,7 +57,7 @@ _REGISTERED: dict[OpOverloadPacket, _Registration] = {}
 
 def register_costs(operation: OpOverloadPacket, *, flops: Flops, scratch: Scratch, is_attention: bool = False) -> None:
     """
-    Register the cost functions of an operation, whose parameters name some of the operation's arguments.
+    Register an operation's cost functions, whose parameters name some of the operation's arguments.
 
     Raises TypeError if a parameter is not an argument in the operation's schema.
     """
@@ -76,7 +76,7 @@ def has_costs(operation: OpOverloadPacket) -> bool:
 def operation_costs(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> OperationCosts:
-    """Return the costs of a call, as the operation registered them, or else the FLOPs that torch counts."""
+    """Return a call's costs, as registered by the operation, or else the FLOPs counted by torch."""
     registration = _REGISTERED.get(operator.overloadpacket)
     if registration is not None:
         return registration.costs(bind_arguments(operator, args, kwargs))
@@ -84,7 +84,7 @@ def operation_costs(
 
 
 def bind_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, and defaults that it omits, by their names in the operator's schema."""
+    """Return a call's arguments, and the omitted defaults, by their names in the operator's schema."""
     arguments = operator._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     positional = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
@@ -98,7 +98,7 @@ _ALLOCATIONS = frozenset(
 
 def moves_data(operator: OpOverload, allocates: bool) -> bool:
     """
-    Return whether an operator reads or writes elements of tensors.
+    Return whether an operator reads or writes tensor elements.
 
     `allocates` is whether any result has new memory. Other results, unless the operator changes an argument, are views
     or properties of shapes.

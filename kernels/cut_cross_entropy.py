@@ -1,10 +1,10 @@
 """
-Cross entropy of a linear layer's logits, cut into tiles that are computed twice and never kept.
+Cross entropy on a linear layer's logits, cut into tiles, which are computed twice and never kept.
 
 Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009. The forward pass keeps the
-log-sum-exp of each token's logits. The backward pass computes the gradients of logits again, some tokens at a time.
-With `filter_eps` it skips tiles in which all gradients are small; to this end the words of the vocabulary are first
-sorted by their mean logits, so that improbable words share tiles.
+tokens' log-sum-exp. The backward pass computes logit gradients again, some tokens at a time. With `filter_eps` it skips
+tiles in which all gradients are small; to this end the vocabulary's words are first sorted by their mean logits, so
+that improbable words share tiles.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ class LogitCut:
     Options for how logits are cut into tiles and chunks.
 
     The gradients skip a tile if every probability in it, less 1 at the target, is below `filter_eps` (0 skips none).
-    `tile` is in tokens and words of the vocabulary. At most `max_logits` gradients of logits exist together. With
-    `part`, the weight has some words of the vocabulary, and the other ranks of the part's group have the rest.
+    `tile` is in tokens and words. At most `max_logits` logit gradients exist together. With `part`, the weight has some
+    words, and the other ranks in the part's group have the rest.
     """
 
     ignore_index: int = -100
@@ -42,7 +42,7 @@ EXACT = LogitCut()
 
 
 class Needs(NamedTuple):
-    """Flags for the gradients that a backward pass computes."""
+    """Flags for a backward pass's gradients."""
 
     hidden: bool
     weight: bool
@@ -52,9 +52,9 @@ class CutCrossEntropyImplementation(NamedTuple):
     """
     Both passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 on other ranks.
 
-    `forward` returns each token's log-sum-exp and target logit, 0 where the target is -1, both float32 (tokens,).
-    `backward` takes the lse over the whole vocabulary and the two factors that `split_grads` returns, and returns the
-    gradients that are needed.
+    `forward` returns log-sum-exp and target logit by token, 0 where the target is -1, both float32 (tokens,).
+    `backward` accepts the lse over the whole vocabulary and the two factors from `split_grads`, and returns the
+    requested gradients.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, LogitCut], tuple[Tensor, Tensor]]
@@ -67,9 +67,9 @@ def cut_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Return each token's loss, -log softmax(hidden @ weight.T)[target], and the log-sum-exp of its logits.
+    Return by token the loss, -log softmax(hidden @ weight.T)[target], and the logits' log-sum-exp.
 
-    hidden (..., width) and weight (vocabulary, width) of one dtype, targets int64 (...), token_weights float32 (...),
+    hidden (..., width) and weight (vocabulary, width) with one dtype, targets int64 (...), token_weights float32 (...),
     the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
     `cut.ignore_index`. Both are differentiable in hidden and weight.
     """
@@ -92,7 +92,7 @@ def cross_entropy(
 
 
 def weigh_losses(losses: Tensor, token_weights: Tensor | None) -> Tensor:
-    """Multiply losses (...) by the weights (...) of their tokens, if there are any."""
+    """Multiply losses (...) by their tokens' weights (...), if any."""
     return losses if token_weights is None else losses * token_weights
 
 
@@ -100,19 +100,19 @@ def split_grads(
     grad_losses: Tensor | None, grad_lse: Tensor | None, learned: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Return two factors by token, (tokens,) of `dtype`, so that (softmax - onehot) * first + onehot * second is the
-    gradient of the logits.
+    Return two factors by token, (tokens,) in `dtype`, so that (softmax - onehot) * first + onehot * second is the
+    logits' gradient.
 
     With loss = lse - target_logit, the gradient is softmax * (grad_losses + grad_lse) - onehot * grad_losses. The
-    second factor is None if nothing depends on lse. `learned` (tokens,) is False for ignored targets, where the
-    gradient of the loss can be anything, even infinite, and counts as 0.
+    second factor is None if nothing depends on lse. `learned` (tokens,) is False for ignored targets, where the loss's
+    gradient can be anything, even infinite, and counts as 0.
     """
     grad = torch.zeros_like(learned, dtype=dtype) if grad_losses is None else grad_losses.where(learned, 0)
     return (grad, None) if grad_lse is None else (grad + grad_lse, grad_lse.contiguous())
 
 
 def skip_unused_grads(ctx: Any) -> None:
-    """Let the backward pass get None instead of zeros for an output that no loss depends on, so that it does less."""
+    """Let the backward pass get None instead of zeros for an output without a loss, to do less."""
     if not torch.compiler.is_compiling():  # torch 2.11's tracer does not know the call
         ctx.set_materialize_grads(False)
 
@@ -131,7 +131,7 @@ class _CutCrossEntropy(Function):
         implementation: CutCrossEntropyImplementation,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss and the log-sum-exp of each token, both (tokens,), at least float32."""
+        """Return loss and log-sum-exp by token, both (tokens,), at least float32."""
         local = local_targets(targets, len(weight), cut.ignore_index, cut.part)
         lse, target_logit = all_gather_lse(*implementation.forward(hidden, weight, local, cut), cut.part)
         ctx.save_for_backward(hidden, weight, targets, lse)
@@ -161,7 +161,7 @@ class _CutCrossEntropy(Function):
 
 @dataclass(frozen=True)
 class _DeferredWeightGradient:
-    """Function that computes a deferred weight gradient from the arguments of an implementation's `backward`."""
+    """Function for a deferred weight gradient, given an implementation's `backward` arguments."""
 
     implementation: CutCrossEntropyImplementation
     cut: LogitCut
@@ -181,13 +181,13 @@ class _DeferredWeightGradient:
 
 
 def chunks(tokens: int, vocab: int, cut: LogitCut) -> Iterator[slice]:
-    """Return slices of tokens in whole tiles, with as many logits as may exist together."""
+    """Return token slices in whole tiles, with at most the number of logits that may exist together."""
     size = max(1, cut.max_logits // (vocab * cut.tile[0])) * cut.tile[0]
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def logits_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
-    """Return how many bytes of logits exist together, for hidden (tokens, width) and weight (vocabulary, width)."""
+    """Return how many logit bytes exist together, for hidden (tokens, width) and weight (vocabulary, width)."""
     return min(len(hidden) * len(weight), max_logits) * hidden.dtype.itemsize
 
 
@@ -195,7 +195,7 @@ def order_of_vocab(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     Return the words of the vocabulary, int64 (vocabulary,), from the least to the greatest mean logit over the tokens.
 
-    hidden (tokens, width), weight (vocabulary, width). The mean logit of a word is its logit for the mean hidden state.
+    hidden (tokens, width), weight (vocabulary, width). A word's mean logit is its logit for the mean hidden state.
     """
     # The mean of many bfloat16 numbers would be too coarse to sort by.
     return (upcast(weight) @ upcast(hidden).mean(0)).argsort()
@@ -250,7 +250,7 @@ def _grad_logits(
     cut: LogitCut,
     order: Tensor | None,
 ) -> Tensor:
-    """Return the gradients of logits (tokens, vocabulary) in the dtype of the hidden states."""
+    """Return logit gradients (tokens, vocabulary) in the hidden states' dtype."""
     probs = _logits(hidden, weight).sub_(lse.unsqueeze(-1)).exp_()
     is_local = (targets >= 0).to(probs.dtype).unsqueeze(-1)
     indices = targets.clamp(min=0).unsqueeze(-1)
@@ -266,7 +266,7 @@ def _grad_logits(
 def _filter_mask(
     probs: Tensor, indices: Tensor, is_local: Tensor, uses_lse: bool, cut: LogitCut, order: Tensor
 ) -> Tensor:
-    """Return 1 for each word (tokens, vocabulary) in a tile that the filter keeps, else 0."""
+    """Return 1 for words (tokens, vocabulary) in a tile kept by the filter, else 0."""
     size = probs.scatter_add(1, indices, -is_local).abs_()
     if uses_lse:  # a target of probability 1 has no gradient of its loss, but one of its lse
         size = torch.maximum(size, probs)
@@ -274,7 +274,7 @@ def _filter_mask(
 
 
 def _active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
-    """Return 1 where the tile of a size (tokens, vocabulary) has one of at least `filter_eps`, else 0."""
+    """Return 1 where the tile around a size (tokens, vocabulary) has one not below `filter_eps`, else 0."""
     (tokens, vocab), (height, width) = sizes.shape, cut.tile
     padded = torch.nn.functional.pad(sizes, (0, -vocab % width, 0, -tokens % height))
     tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).amax((1, 3))

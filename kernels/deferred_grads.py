@@ -11,13 +11,12 @@ recorded under a deferral is an ordinary graph, except for backward passes withi
 Queued tensors are not copied. If one is changed in place before its gradient is computed, its version counter detects
 the change, as for tensors that autograd saves.
 
-Gradient accumulation: operations that ran within an `Accumulation` add gradients that are `Addable`, such as those of a
-linear layer, to the weight's `.grad` while they compute them, in the dtype of `.grad`. Autograd would write a product
-in the weight's dtype, cast it, and add it: with bfloat16 weights and float32 gradients that moves 20 bytes per element
-instead of 8.
+Gradient accumulation: operations that ran within an `Accumulation` add `Addable` gradients, such as a linear layer's,
+to the weight's `.grad` while computing them, in the dtype of `.grad`. Autograd would write a product in the weight's
+dtype, cast it, and add it: with bfloat16 weights and float32 gradients that moves 20 bytes per element instead of 8.
 
-The recording of a forward pass is the only ambient state, a context variable of the calling thread. The backward pass,
-which on an accelerator runs in autograd's threads, reads it from `ctx`; a recomputed forward pass needs none.
+The forward pass's recording is the only ambient state, a context variable in the calling thread. The backward pass (on
+an accelerator, in autograd's threads) reads it from `ctx`; a recomputed forward pass needs none.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +41,7 @@ class Addable(ABC):
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the summand (the weight's shape) in the dtype of the tensors."""
+        """Return the summand (the weight's shape) in the tensors' dtype."""
 
     @abstractmethod
     def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
@@ -50,17 +49,17 @@ class Addable(ABC):
 
     @abstractmethod
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
-        """Add the summand to a contiguous tensor of its shape, in a dtype at least as wide."""
+        """Add the summand to a contiguous tensor with its shape, in a dtype at least as wide."""
 
 
 @dataclass(frozen=True)
 class MatrixProduct(Addable):
-    """Matrix product (rows, columns) of two factors, which `factors` computes from the tensors."""
+    """Product (rows, columns) of two matrices, which `factors` computes from the tensors."""
 
     factors: Callable[..., tuple[Tensor, Tensor]]
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the product (rows, columns) in the dtype of the factors."""
+        """Return the product (rows, columns) in the factors' dtype."""
         return torch.mm(*self.factors(*tensors))
 
     def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ class MatrixProduct(Addable):
         return torch.mm(a.to(dtype), b.to(dtype))
 
     def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
-        """Add the product to `summed` (rows, columns) in the epilogue of the product."""
+        """Add the product to `summed` (rows, columns) in the matmul's epilogue."""
         a, b = self.factors(*tensors)
         if summed.dtype != a.dtype and _has_wide_product(a, summed.dtype):
             torch.addmm(summed, a, b, out_dtype=summed.dtype, out=summed)
@@ -84,8 +83,8 @@ FUSED = {"cuda"}
 
 
 @contextmanager
-def fused_on_meta() -> Iterator[None]:
-    """Add gradients of meta tensors as on GPUs, within this context; plans for GPUs use it."""
+def fuse_on_meta() -> Iterator[None]:
+    """Add meta tensors' gradients as on GPUs, within this context; plans for GPUs use it."""
     FUSED.add("meta")
     try:
         yield
@@ -95,9 +94,9 @@ def fused_on_meta() -> Iterator[None]:
 
 def add_to_grad(weight: Tensor, compute: Compute, *tensors: Tensor) -> Tensor | None:
     """
-    Add a summand to the gradient of a leaf of any shape if it is `Addable`, and return None; else return it.
+    Add a summand to a leaf's gradient (any shape) if it is `Addable`, and return None; else return it.
 
-    If `.grad` is None or the weight has hooks, it is also returned, in the dtype in which gradients are summed.
+    If `.grad` is None or the weight has hooks, it is also returned, in the gradient dtype.
     """
     if not isinstance(compute, Addable) or weight.device.type not in FUSED:
         return compute(*tensors)
@@ -113,7 +112,7 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def _has_wide_product(a: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether torch can write the product of such factors in this dtype."""
+    """Return whether torch can write such factors' product in this dtype."""
     return not a.is_cpu and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
 
 
@@ -128,7 +127,7 @@ class WeightGradient(Protocol):
 
 
 class ChangedInPlaceError(RuntimeError):
-    """Error for a tensor that was changed in place before a deferred weight gradient was computed from it."""
+    """Error for a tensor changed in place before its deferred weight gradient was computed."""
 
 
 VersionedTensors = tuple[tuple[Tensor, ...], list[int]]
@@ -141,7 +140,7 @@ def hold(*tensors: Tensor) -> VersionedTensors:
 
 
 class DeferredGrad:
-    """Weight gradient that can be deferred: a queue of its summands, in the order of the backward pass."""
+    """Deferrable weight gradient: a queue with its summands, in backward order."""
 
     __slots__ = ("_pending", "active", "weight")
 
@@ -162,7 +161,7 @@ class DeferredGrad:
         self._pending.append((compute, hold(*tensors)))
 
     def queue_held(self, compute: Compute, tensors: VersionedTensors) -> None:
-        """Queue a summand of tensors that other summands may share."""
+        """Queue a summand whose tensors other summands may share."""
         self._pending.append((compute, tensors))
 
     def add(self, part: Tensor | None) -> None:
@@ -217,7 +216,7 @@ class DeferredGrad:
 
 
 class Recording(ABC):
-    """Context manager whose `grad_for` decides how operations within it treat the gradients of their weights."""
+    """Context manager whose `grad_for` decides how operations within it treat their weights' gradients."""
 
     # A context manager from a generator function takes four times as long; each microbatch enters one.
 
@@ -225,7 +224,7 @@ class Recording(ABC):
 
     @abstractmethod
     def grad_for(self, weight: Tensor) -> WeightGradient:
-        """Return the function that an operation calls with the gradient of a weight (any shape)."""
+        """Return the function that accepts a weight's gradient (any shape) from an operation."""
 
     def __enter__(self) -> None:
         self._token: Token[Recording | None] = _recording.set(self)
@@ -239,7 +238,7 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 class Deferral(Recording):
     """
-    Deferrable weight gradients of the operations that run within it: one forward pass.
+    Deferrable weight gradients for the operations within it: one forward pass.
 
     Its backward pass, within `defer`, queues their summands.
     """
@@ -250,12 +249,12 @@ class Deferral(Recording):
         self._grads: dict[int, DeferredGrad] = {}  # by the weight's id: the hash of a tensor is slow
 
     def defer(self, except_for: Iterable[Tensor] = ()) -> "_Deferring":
-        """Return a context manager in which backward passes defer gradients of recorded weights, with exceptions."""
+        """Return a context manager for backward passes that defer recorded weights' gradients, with exceptions."""
         ids = set(map(id, except_for))
         return _Deferring([grad for key, grad in self._grads.items() if key not in ids])
 
     def grad_for(self, weight: Tensor) -> DeferredGrad:
-        """Return the deferrable gradient of a weight (any shape)."""
+        """Return a weight's deferrable gradient (any shape)."""
         if (grad := self._grads.get(id(weight))) is None:
             grad = self._grads[id(weight)] = DeferredGrad(weight)
         return grad
@@ -287,19 +286,19 @@ class Accumulation(Recording):
     """
     Gradient accumulation: operations within it have one backward pass, which adds gradients to `.grad` at once.
 
-    `torch.autograd.grad` cannot return gradients of their weights: it would return None.
+    `torch.autograd.grad` cannot return their weights' gradients: it would return None.
     """
 
     __slots__ = ()
 
     def grad_for(self, weight: Tensor) -> WeightGradient:
-        """Return the function that adds a summand to the gradient of a weight (any shape)."""
+        """Return the function that adds a summand to a weight's gradient (any shape)."""
         return partial(add_to_grad, weight)
 
 
 def deferring(function: type[Function]) -> type[Function]:
     """
-    Decorate an autograd Function that keeps the result of `weight_gradient_of` as `ctx.weight_gradient`.
+    Decorate an autograd Function that keeps `weight_gradient_of`'s result as `ctx.weight_gradient`.
 
     A node with a hook (`grad_fn.register_hook`) defers nothing, since the hook must see every gradient.
     """
@@ -315,7 +314,7 @@ def deferring(function: type[Function]) -> type[Function]:
 
 
 def weight_gradient_of(weight: Tensor) -> WeightGradient:
-    """Return the function that an operation calls in its backward pass with the gradient of a weight (any shape)."""
+    """Return the function that accepts a weight's gradient (any shape) in an operation's backward pass."""
     if torch.compiler.is_compiling():
         return _now  # a compiled backward pass cannot decide at run time
     recording = _recording.get()

@@ -1,7 +1,7 @@
 """
-Grouped GEMM: rows sorted by expert, each times its own expert's matrix.
+Grouped GEMM: rows sorted by expert, times their expert's matrix.
 
-Only the device knows where each expert's rows end (`offsets`). Rows past the last offset may hold any values, in inputs
+Only the device knows where an expert's rows end (`offsets`). Rows past the last offset may hold any values, in inputs
 and results; they contribute to no gradient.
 """
 
@@ -25,12 +25,12 @@ ALIGNMENT = 16
 
 class GroupedGemmImplementation(NamedTuple):
     """
-    Two products of an implementation, with `offsets` int32 (experts,).
+    An implementation's two products, with `offsets` int32 (experts,).
 
-    `rows` computes the result and the gradient of the inputs: it multiplies each row of (rows, inputs) by its expert's
-    matrix of (experts, inputs, outputs) and returns (rows, outputs). `matrices` computes the gradient of the weights:
-    a.T @ b over each expert's rows of a (rows, inputs) and b (rows, outputs), as (experts, inputs, outputs), zero for
-    an expert without rows.
+    `rows` computes the result and the inputs' gradient: it multiplies every row in (rows, inputs) by its expert's
+    matrix in (experts, inputs, outputs) and returns (rows, outputs). `matrices` computes the weights' gradient: a.T @ b
+    over every expert's rows in a (rows, inputs) and b (rows, outputs), as (experts, inputs, outputs), zero for an
+    expert without rows.
     """
 
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def grouped_gemm_eager(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
     Multiply x (rows, inputs) by weight (experts, inputs, outputs), or (experts, outputs, inputs) if `transposed`.
 
     offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Returns
-    (rows, outputs) in the dtype of x. Synchronizes with the device, as it computes one product per expert.
+    (rows, outputs) in x's dtype. Synchronizes with the device, as it computes one product per expert.
     """
     return grouped_gemm(EAGER, x, weight, offsets, transposed)
 
@@ -71,7 +71,7 @@ def grouped_gemm(
 
 @deferring
 class _GroupedGemm(Function):
-    """Grouped product, which can defer the gradient of its weight."""
+    """Grouped product, which can defer its weight's gradient."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class _GroupedGemm(Function):
         implementation: GroupedGemmImplementation,
         weight_gradient: WeightGradient,
     ) -> Tensor:
-        """Return (rows, outputs) in the dtype of x, for x (rows, inputs) and weight (experts, inputs, outputs)."""
+        """Return (rows, outputs) in x's dtype, for x (rows, inputs) and weight (experts, inputs, outputs)."""
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
         ctx.transposed, ctx.implementation, ctx.weight_gradient = transposed, implementation, weight_gradient
@@ -110,12 +110,12 @@ def _weight_gradient(
 
 
 def rows_flops(x: Tensor, weight: Tensor) -> float:
-    """Return the FLOPs of x (rows, inputs), each row times a matrix of weight (experts, inputs, outputs)."""
+    """Return the FLOPs for x (rows, inputs), every row times a matrix in weight (experts, inputs, outputs)."""
     return 2.0 * x.numel() * weight.shape[-1]
 
 
 def matrices_flops(a: Tensor, b: Tensor) -> float:
-    """Return the FLOPs of a.T @ b over the rows of each expert: a (rows, inputs), b (rows, outputs)."""
+    """Return the FLOPs for a.T @ b by expert: a (rows, inputs), b (rows, outputs)."""
     return 2.0 * a.numel() * b.shape[-1]
 
 
@@ -169,7 +169,7 @@ def _matrices_by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _pad(x: Tensor, dimension: int) -> Tensor:
-    """Append zeros to the last dimension of x, so that size `dimension` becomes a multiple of ALIGNMENT bytes."""
+    """Append zeros to the last dimension of x, so that size `dimension` is divisible by ALIGNMENT bytes."""
     multiple = ALIGNMENT // x.element_size()
     return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
 

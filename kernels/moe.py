@@ -14,12 +14,12 @@ DROPPED = -1
 
 class Routes(NamedTuple):
     """
-    Routing tables, int32. A choice is one of a token's `top_k` experts; each choice that is not dropped has a row.
+    Routing tables, int32. A choice is one of a token's `top_k` experts; every choice has a row unless it is dropped.
 
-    `dest_row` (tokens, top_k): the row of each choice, or -1. `source_choice` (tokens * top_k,): the choice of each
-    row, as token * top_k + the index among the token's choices, or -1. `offsets` (experts,): the end of each expert's
-    rows; expert 0 begins at row 0. If the host knows the number of rows, `source_choice` may be cut to that length: its
-    length is the number of rows that are made.
+    `dest_row` (tokens, top_k): the choice's row, or -1. `source_choice` (tokens * top_k,): the row's choice, as token *
+    top_k + the index among the token's choices, or -1. `offsets` (experts,): the end of the expert's rows; expert 0
+    begins at row 0. If the host knows the number of rows, `source_choice` may be cut to that length: its length is the
+    row count.
     """
 
     dest_row: Tensor
@@ -47,10 +47,10 @@ def moe_routes_eager(expert_indices: Tensor, num_experts: int) -> Routes:
 
 def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
     """
-    Copy tokens to the rows of their choices: x (tokens, hidden_size), probabilities (tokens, top_k).
+    Copy tokens to their choices' rows: x (tokens, hidden_size), probabilities (tokens, top_k).
 
-    Returns the rows (len(routes.source_choice), hidden_size) in the dtype of x and the probability of each row. Unused
-    rows come last and are zero.
+    Returns the rows (len(routes.source_choice), hidden_size) in x's dtype, and the rows' probabilities. Unused rows
+    come last and are zero.
     """
     permuted: tuple[Tensor, Tensor] = _Permute.apply(x, probabilities, *routes)  # type: ignore[no-untyped-call]
     return permuted
@@ -58,10 +58,10 @@ def moe_permute_eager(x: Tensor, probabilities: Tensor, routes: Routes) -> tuple
 
 def moe_unpermute_eager(rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
     """
-    Sum the rows of each token's choices, times their probabilities if any, in at least float32.
+    Sum the rows of a token's choices, times their probabilities if any, in at least float32.
 
     rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size) in the dtype of
-    rows, zero for a token whose choices are all dropped.
+    rows, zero for a token without a kept choice.
     """
     summed: Tensor = _Unpermute.apply(rows, probabilities, *routes)  # type: ignore[no-untyped-call]
     return summed
@@ -72,7 +72,7 @@ class _Permute(Function):
     def forward(
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, source_choice: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows (rows, hidden_size) of x (tokens, hidden_size), and their probabilities (rows,)."""
+        """Return rows (rows, hidden_size) from x (tokens, hidden_size), and their probabilities (rows,)."""
         ctx.save_for_backward(dest_row)
         per_token = max(dest_row.shape[1], 1)
         is_used = source_choice >= 0
@@ -116,7 +116,7 @@ class _Unpermute(Function):
 
 def gather_rows(rows: Tensor, dest_row: Tensor) -> Tensor:
     """
-    Return the row of each choice, (tokens, top_k, hidden_size) in at least float32, and zeros for dropped choices.
+    Return a row per choice, (tokens, top_k, hidden_size) in at least float32, and zeros for dropped choices.
 
     rows (rows, hidden_size), dest_row int32 (tokens, top_k).
     """

@@ -1,9 +1,9 @@
 """
-Expert parallelism by reading the memory of other ranks: copies of tokens to local experts, and sums of their outputs.
+Expert parallelism by reading other ranks' memory: tokens are copied to local experts, and outputs summed.
 
-All ranks of a group have the same number of slots for tokens, and the group's tokens are numbered by rank, then by
-slot. Plain torch reads the tensors of other ranks, Triton reads their addresses. No function is differentiable: copying
-tokens and summing by token are each other's backward passes.
+All ranks in a group have equally many token slots, and the group's tokens are numbered by rank, then by slot. Plain
+torch reads other ranks' tensors, Triton reads their addresses. No function is differentiable: copying tokens and
+summing by token are backward passes for one another.
 """
 
 import math
@@ -20,12 +20,12 @@ Peers = tuple[Sequence[Tensor], Tensor]
 
 
 class EagerPeerExchange:
-    """Operations of an exchange between ranks, in plain torch."""
+    """Operations for an exchange between ranks, in plain torch."""
 
     @staticmethod
     def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
         """
-        Write tensors (tokens, columns) of any dtypes to this rank's slots (slots, columns).
+        Write tensors (tokens, columns) with any dtypes to this rank's slots (slots, columns).
 
         The second and third tensors have few columns. The third has the choices; unused slots get -1.
         """
@@ -39,7 +39,7 @@ class EagerPeerExchange:
         """
         Return the local experts that the group's tokens chose, int32 (ranks * slots, top_k); -1 for other choices.
 
-        This rank has `experts` experts from `first` on. chosen: int32 (slots, top_k) of each rank, -1 in unused slots.
+        This rank has `experts` experts from `first` on. chosen: int32 (slots, top_k) by rank, -1 in unused slots.
         """
         local = torch.cat(list(chosen[0])) - first
         return local.where((local >= 0) & (local < experts), DROPPED)
@@ -61,10 +61,10 @@ class EagerPeerExchange:
     @staticmethod
     def rows(tokens: Peers, scalars: Peers | None, routes: Routes) -> tuple[Tensor, Tensor | None]:
         """
-        Copy tokens, (slots, hidden_size) of each rank, to the rows of their choices; return (rows, hidden_size).
+        Copy tokens, (slots, hidden_size) by rank, to their choices' rows; return (rows, hidden_size).
 
         There are len(source_choice) rows; unused rows have any values. Also returns the rows' scalars (rows,), from
-        scalars (slots, top_k) of each rank.
+        scalars (slots, top_k) by rank.
         """
         dest_row, source_choice, _ = routes
         choice = source_choice.where(source_choice >= 0, 0).to(torch.int64)
@@ -75,10 +75,9 @@ class EagerPeerExchange:
     @staticmethod
     def stage(rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None) -> None:
         """
-        Write the sum of each token's rows (rows, hidden_size) to sums (tokens, hidden_size).
+        Sum rows (rows, hidden_size) by token into sums (tokens, hidden_size).
 
-        Also writes the scalar of each choice's row, scalars (rows,), to by_choice (tokens, top_k). dest_row is int32
-        (tokens, top_k).
+        Also writes scalars (rows,) by choice to by_choice (tokens, top_k). dest_row is int32 (tokens, top_k).
         """
         sums.copy_(gather_rows(rows, dest_row).sum(1))
         if scalars is not None and by_choice is not None:
@@ -89,11 +88,11 @@ class EagerPeerExchange:
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
-        Sum each token over the ranks that have an expert of its choice, in the order of ranks, in at least float32.
+        Sum by token over the ranks with a chosen expert, in rank order, in at least float32.
 
-        staged: (ranks * slots, hidden_size) of each rank, where this rank's tokens begin at `first`; by_choice: (ranks
-        * slots, top_k) of each rank; chosen: experts (tokens, top_k), -1 for dropped choices; each rank has `experts`.
-        Returns (tokens, hidden_size) and the scalar of each choice, (tokens, top_k).
+        staged: (ranks * slots, hidden_size) by rank, where this rank's tokens begin at `first`; by_choice: (ranks *
+        slots, top_k) by rank; chosen: experts (tokens, top_k), -1 for dropped choices; every rank has `experts`.
+        Returns (tokens, hidden_size) and the choices' scalars, (tokens, top_k).
         """
         rank = chosen.div(experts, rounding_mode="floor").where(chosen >= 0, DROPPED)
         local = slice(first, first + len(chosen))

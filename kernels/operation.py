@@ -50,10 +50,10 @@ KernelFunction = Callable[..., Any]
 
 def once_differentiable(backward: KernelFunction) -> KernelFunction:
     """
-    Decorate the `backward` of an autograd Function, below `staticmethod`, like torch's decorator of this name.
+    Decorate an autograd Function's `backward`, below `staticmethod`, like torch's decorator of this name.
 
-    It takes less host time: torch's enters a no_grad context, in which a backward pass without `create_graph` already
-    runs.
+    It takes less host time: torch's enters a no_grad context, but a backward pass without `create_graph` already runs
+    in one.
     """
     checked: KernelFunction = differentiable_once(backward)
 
@@ -65,21 +65,21 @@ def once_differentiable(backward: KernelFunction) -> KernelFunction:
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to accumulate in for x of any shape: float32 for half precision, else the dtype of x."""
+    """Return the accumulation dtype for x (any shape): float32 for half precision, else x's dtype."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Cast x (any shape) to the dtype in which kernels accumulate."""
+    """Cast x (any shape) to the kernels' accumulation dtype."""
     return x.to(accumulation_dtype(x))
 
 
 def as_new_tensor(result: Tensor) -> Tensor:
     """
-    Return the result of an autograd Function (any shape and dtype) as a new tensor on the same storage.
+    Return an autograd Function's result (any shape and dtype) as a new tensor on the same storage.
 
     Without it, torch 2.11's compiler confuses the result of an in-place operation, or of `to` without a change, with
-    another tensor, and the gradients of the Function's inputs are zeros.
+    another tensor, and the Function's input gradients are zeros.
     """
     return result.detach()
 
@@ -88,10 +88,10 @@ def register_kernel(
     schema: str, *, fake: KernelFunction, flops: Flops, scratch: Scratch
 ) -> Callable[[KernelFunction], KernelFunction]:
     """
-    Register a function that launches kernels as the operator `drawloom::<name>`, which torch.compile does not trace.
+    Register a kernel launcher as the operator `drawloom::<name>`, which torch.compile does not trace.
 
     `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
-    arguments. `flops` and `scratch` return its costs, from the arguments that they name (`kernels/costs.py`). Under
+    arguments. `flops` and `scratch` return its costs, from the arguments they name (`kernels/costs.py`). Under
     torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls the
     function directly.
     """

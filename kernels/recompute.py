@@ -1,15 +1,14 @@
 """
-Activation checkpointing: the backward pass recomputes tensors that the forward pass does not keep.
+Activation checkpointing: the backward pass recomputes tensors not kept in the forward pass.
 
-`rerun` keeps only the arguments of a call, such as a block's, and repeats the call when the backward pass needs the
-first tensor that it saved (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). Within
-`Selective` the results of `cheap` operations, such as norms and gates, are recomputed from the operation's arguments,
-which it saves anyway; all other tensors are kept (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv
-2205.05198, section 5).
+`rerun` keeps only a call's arguments, such as a block's, and repeats the call when the backward pass needs its first
+saved tensor (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). Within `Selective`,
+results of `cheap` operations, such as norms and gates, are recomputed from the operation's arguments, saved anyway; all
+other tensors are kept (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section 5).
 
-torch.utils.checkpoint returns each recomputed tensor once, so that weight gradients of torch's matmuls can't be
-deferred, and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` for
-each tensor, which may be read any number of times.
+torch.utils.checkpoint returns a recomputed tensor only once, so weight gradients of torch's matmuls can't be deferred,
+and it selects operations in torch's dispatcher, which our kernels bypass. Here autograd saves a `Saved` per tensor,
+readable any number of times.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +26,7 @@ TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defi
 
 
 class Saved(ABC):
-    """Wrapper that autograd saves instead of a tensor."""
+    """Wrapper saved by autograd instead of a tensor."""
 
     __slots__ = ("__weakref__",)
 
@@ -37,17 +36,19 @@ class Saved(ABC):
 
 
 def unpack(saved: Saved) -> Tensor:
-    """Return the tensor (any shape) of a wrapper: autograd's unpack hook."""
+    """Return a wrapper's tensor (any shape): autograd's unpack hook."""
     return saved.value()
 
 
 def wrapper_of(variable: Any) -> Saved | None:
-    """Return our wrapper of a node's `_raw_saved_<name>`, or None if other hooks saved the tensor, or none did."""
+    """
+    Return our wrapper around a node's `_raw_saved_<name>`, or None if the tensor was saved by other hooks or none.
+    """
     return variable.data if variable.unpack_hook is unpack else None
 
 
 class Kept(Saved):
-    """Wrapper of a tensor that is kept: it shares memory, which must not change in place until it is read."""
+    """Wrapper around a kept tensor: it shares memory, which must not change in place until it is read."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -56,7 +57,7 @@ class Kept(Saved):
         self._version = tensor._version
 
     def value(self) -> Tensor:
-        """Return the tensor, of any shape and dtype; RuntimeError if it was changed in place."""
+        """Return the tensor, with any shape and dtype; RuntimeError if it was changed in place."""
         # torch does not check versions of tensors that hooks saved.
         if self._tensor._version != self._version:
             text = f"{str(self._tensor.dtype).removeprefix('torch.')} {tuple(self._tensor.shape)}"
@@ -68,7 +69,7 @@ class Kept(Saved):
 
 
 class _Repeatable(ABC):
-    """Call that can be repeated to compute its tensors; tensors that nothing refers to any more are skipped."""
+    """Call that can be repeated to compute its tensors; unreferenced tensors are skipped."""
 
     __slots__ = ("parts",)
 
@@ -76,13 +77,13 @@ class _Repeatable(ABC):
         self.parts: list[ref[_Part] | None] = []
 
     def add(self, tensor: Tensor) -> "_Part":
-        """Append a wrapper for the next tensor that the call computes (any shape)."""
+        """Append a wrapper for the call's next tensor (any shape)."""
         part = _Part(self, tensor)
         self.parts.append(ref(part))
         return part
 
     def fill(self, number: int, tensor: Tensor) -> None:
-        """Store the value of one part; RuntimeError if its layout differs from the first run's."""
+        """Store one part's value; RuntimeError if its layout differs from the first run's."""
         weak = self.parts[number]
         part = None if weak is None else weak()
         if part is None:
@@ -101,7 +102,7 @@ class _Repeatable(ABC):
 
 
 class _Part(Saved):
-    """Wrapper of a tensor that a repeated call computes; the tensor lives until autograd releases the wrapper."""
+    """Wrapper around a tensor that a repeated call computes; the tensor lives until autograd releases the wrapper."""
 
     __slots__ = ("call", "layout", "tensor")
 
@@ -134,8 +135,8 @@ def rerun(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """
     Call a function, and keep only weights and tensors among the arguments for the backward pass.
 
-    The function runs again in the backward pass, up to the last tensor that it saves, with the same random numbers and
-    the same autocast.
+    The function runs again in the backward pass, up to its last saved tensor, with the same random numbers and the same
+    autocast.
     """
     call = _Rerun(function, arguments, named)
     with saved_tensors_hooks(call.pack, unpack):
@@ -146,12 +147,12 @@ _repeating: ContextVar[bool] = ContextVar("repeating", default=False)
 
 
 def is_recomputing() -> bool:
-    """Return whether a call is repeated in this thread, or torch's engine runs, in which checkpoints recompute."""
+    """Return whether a call is repeated in this thread, or torch's engine runs, where checkpoints recompute."""
     return _repeating.get() or torch._C._current_graph_task_id() != -1
 
 
 class _Rerun(_Repeatable):
-    """Call of a function, whose parts are the tensors that it saves."""
+    """Function call, whose parts are its saved tensors."""
 
     __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random")
 
@@ -204,7 +205,7 @@ class _Rerun(_Repeatable):
 
 
 class _AllFilledError(Exception):
-    """Signal that all tensors are recomputed, so that the rest of the function need not run."""
+    """Signal that all tensors are recomputed, so the rest of the function need not run."""
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 class _Argument:
-    """Tensor among the arguments of a call."""
+    """Tensor among a call's arguments."""
 
     __slots__ = ("_kept", "_requires_grad")
 
@@ -221,7 +222,7 @@ class _Argument:
         self._requires_grad = tensor.requires_grad
 
     def restore(self) -> Tensor:
-        """Return the tensor (any shape) as the start of another graph."""
+        """Return the tensor (any shape) as another graph's start."""
         return self._kept.value().detach().requires_grad_(self._requires_grad)
 
 
@@ -242,7 +243,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 class _RandomState:
-    """States of torch's default generators for the CPU and a GPU."""
+    """States for torch's default generators for the CPU and a GPU."""
 
     __slots__ = ("_cpu", "_cuda", "device")
 
@@ -261,7 +262,7 @@ class _RandomState:
 
 
 class _Autocast:
-    """Autocast options of a call. drawloom uses no autocast, but a transform may."""
+    """A call's autocast options. drawloom uses no autocast, but a transform may."""
 
     __slots__ = ("_options",)
 
@@ -278,23 +279,23 @@ class _Autocast:
 
 
 def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operation that `Selective` recomputes, since it costs little time for the memory of its results."""
+    """Call an operation to be recomputed by `Selective`, since it costs little time for its results' memory."""
     results = function(*arguments)
     note(results, function, *arguments)
     return results
 
 
 def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
-    """Record that this call of a function returns these results, a tensor or a tuple of tensors."""
+    """Record that this function call returns these results, a tensor or a tuple of tensors."""
     if not torch.compiler.is_compiling() and (selective := _selective.get()) is not None:
         selective.note(results, function, arguments)
 
 
 class Selective:
     """
-    Context manager in which the results of cheap operations are not kept for the backward pass.
+    Context manager that drops the results of cheap operations until the backward pass recomputes them.
 
-    A saved tensor is recognized by its address, as long as the result with which it shares memory lives.
+    A saved tensor is recognized by its address, as long as the result with the same memory lives.
     """
 
     __slots__ = ("_hooks", "_results", "_token")
@@ -343,7 +344,7 @@ def _nothing() -> None:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor (any shape); 0 without elements."""
+    """Return a tensor's address (any shape); 0 without elements."""
     if tensor.is_meta:  # views share the storage, although it has no memory
         return tensor.untyped_storage()._cdata + tensor.storage_offset() if tensor.numel() else 0
     return tensor.data_ptr() if tensor.numel() else 0
@@ -355,7 +356,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 class _Repeated(_Repeatable):
-    """Call of a cheap operation, whose parts are its results."""
+    """Cheap operation's call, whose parts are its results."""
 
     __slots__ = ("_arguments", "_function")
 
@@ -373,7 +374,7 @@ class _Repeated(_Repeatable):
 
 
 class _View(Saved):
-    """Wrapper of a view of a result, from its first element."""
+    """Wrapper around a result's view, from its first element."""
 
     __slots__ = ("_part", "_shape", "_strides")
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the policy by which the backward pass of a stage recomputes activations."""
+"""Activation checkpointing: the policy for recomputed activations in a stage's backward pass."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ _every: ContextVar[int] = ContextVar("every", default=0)
 
 
 def make_recomputable(blocks: Sequence[nn.Module]) -> None:
-    """Let the forward passes of a stage's blocks follow the policy that `recomputing` sets."""
+    """Let a stage's blocks follow `recomputing`'s policy in their forward passes."""
     for number, block in enumerate(blocks):
         # This replaces `forward`, not `__call__`, so that hooks, such as FSDP's gathering of parameters, run once.
         block.forward = partial(_forward, number, block.forward)
@@ -39,7 +39,7 @@ def recomputing(policy: int | str) -> AbstractContextManager[Any]:
 
 
 class _Blocks:
-    """Context in which the first of every `count` blocks is recomputed."""
+    """Context to recompute the first of every `count` blocks."""
 
     __slots__ = ("_count", "_token")
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: rotate pairs of channels by a position's angles (Su et al. 2021, arXiv 2104.09864)."""
+"""Rotary position embedding: rotate channel pairs by a position's angles (Su et al. 2021, arXiv 2104.09864)."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ def rope_eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, i
     """
     Rotate x (rows, length, heads, head_dim) by angles with these cos and sin, (rows, length, rotary_dim // 2).
 
-    The first `rotary_dim` channels are rotated, and the others are copied. Channel i is paired with channel
-    i + rotary_dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1. Computed in the wider of the two dtypes and
-    rounded once to the dtype of x; the angles get no gradient. With `in_place`, x is changed and returned; autograd
-    raises an error if an earlier operation saved x for its backward pass.
+    The first `rotary_dim` channels are rotated, and the others are copied. Channel i is paired with channel i +
+    rotary_dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1. Computed in the wider of the two dtypes and rounded
+    once to x's dtype; the angles get no gradient. With `in_place`, x is changed and returned; autograd raises an error
+    if an earlier operation saved x for its backward pass.
     """
     return _Rope.apply(x, cos, sin, interleaved, in_place)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -41,7 +41,7 @@ class _Rope(Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x into a new tensor of its shape and dtype."""
+    """Rotate x into a new tensor with its shape and dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if torch.compiler.is_compiling():
         return _rotate_by_cat(x, cos, sin, interleaved)
@@ -64,7 +64,7 @@ def _rotate_by_cat(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Te
 
 
 def _parts(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first and the second channel of each pair, and the channels that are not rotated."""
+    """Return the pairs' first and second channels, and the channels without rotation."""
     rest = x[..., 2 * pairs :]
     if interleaved:
         return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2], rest
@@ -75,10 +75,10 @@ def qk_norm_rope_eager(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """
-    Return rope(rms_norm(q)) and rope(rms_norm(k)), with one norm weight for each.
+    Return rope(rms_norm(q)) and rope(rms_norm(k)), with two norm weights.
 
-    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,), cos and sin
-    (rows, length, head_dim // 2): all channels are rotated, channel i paired with i + head_dim // 2.
+    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), weights (head_dim,), cos and sin (rows,
+    length, head_dim // 2): all channels are rotated, channel i paired with i + head_dim // 2.
     """
     return rope_eager(rms_norm_eager(q, q_weight, eps), cos, sin), rope_eager(
         rms_norm_eager(k, k_weight, eps), cos, sin

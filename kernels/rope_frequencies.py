@@ -1,10 +1,10 @@
 """
-RoPE frequencies and RoPE scaling, which extends the context length that a model was trained on.
+RoPE frequencies and RoPE scaling, which extends a trained model's context length.
 
 Linear: Chen et al. 2023, arXiv 2306.15595. NTK: bloc97 2023, "NTK-aware scaled RoPE". YaRN: Peng et al. 2023, arXiv
-2309.00071: pairs of channels with many rotations within the original length keep their frequency, the frequency of
-pairs with few is divided by the factor, and pairs in between are interpolated; attention is scaled as well. Llama 3:
-Grattafiori et al. 2024, arXiv 2407.21783: like YaRN with other bounds, without scaling of attention.
+2309.00071: channel pairs with many rotations within the original length keep their frequency, pairs with few have it
+divided by the factor, and pairs in between are interpolated; attention is scaled as well. Llama 3: Grattafiori et al.
+2024, arXiv 2407.21783: like YaRN with other bounds, without scaled attention.
 """
 
 import math
@@ -26,7 +26,7 @@ class NtkScaling:
     """
     NTK scaling, whose base grows so that the lowest frequency is divided by `factor` and the highest does not change.
 
-    Hugging Face's dynamic scaling by f, at s tokens of a model trained on m, is NTK scaling by f s / m - f + 1.
+    Hugging Face's dynamic scaling by f, at s tokens for a model trained on m, is NTK scaling by f s / m - f + 1.
     """
 
     factor: float
@@ -35,11 +35,11 @@ class NtkScaling:
 @dataclass(frozen=True)
 class DynamicScaling:
     """
-    Dynamic NTK scaling of each row by its length; rows up to the original length are not scaled.
+    Dynamic NTK scaling for rows by their length; rows up to the original length are not scaled.
 
     A row of s tokens (its largest position plus 1) is scaled by f s / m - f + 1, where f is `factor` and m is
-    `original_max_position_embeddings`, in tokens. Cached keys keep the rotation of the s at which they were computed,
-    as in transformers.
+    `original_max_position_embeddings`, in tokens. Cached keys keep the rotation for the s at their computation, as in
+    transformers.
     """
 
     factor: float
@@ -51,9 +51,9 @@ class YarnScaling:
     """
     YaRN scaling: pairs with more than `beta_fast` rotations within the original length (tokens) keep their frequency.
 
-    The frequency of pairs with fewer than `beta_slow` rotations is divided by `factor`, and pairs in between are
-    interpolated linearly; `truncate` rounds the bounds of the interpolated range outwards to whole pairs.
-    `attention_factor` multiplies cos and sin; None is 0.1 ln(factor) + 1.
+    Pairs with fewer than `beta_slow` rotations have their frequency divided by `factor`, and pairs in between are
+    interpolated linearly; `truncate` rounds the interpolated range's bounds outwards to whole pairs. `attention_factor`
+    multiplies cos and sin; None is 0.1 ln(factor) + 1.
     """
 
     factor: float
@@ -67,7 +67,7 @@ class YarnScaling:
 @dataclass(frozen=True)
 class Llama3Scaling:
     """
-    Llama 3 scaling, which divides the frequency of pairs with fewer than `low_freq_factor` rotations by `factor`.
+    Llama 3 scaling: pairs with fewer than `low_freq_factor` rotations have their frequency divided by `factor`.
 
     Rotations are within the original length, in tokens. Pairs with more than `high_freq_factor` rotations keep their
     frequency, and pairs in between are interpolated.
@@ -86,12 +86,12 @@ def rope_frequencies(
     rotary_dim: int, base: float, scaling: Scaling = None, device: torch.device | str | None = None
 ) -> Tensor:
     """
-    Return the radians per position of each pair of channels: float32 (rotary_dim // 2,).
+    Return radians per position by channel pair: float32 (rotary_dim // 2,).
 
     For dynamic scaling, these are the frequencies up to the original length.
     """
     if isinstance(scaling, NtkScaling):
-        base = scaled_base(base, rotary_dim, scaling.factor)
+        base = scale_base(base, rotary_dim, scaling.factor)
     frequencies = 1.0 / base ** _exponents(rotary_dim, device)
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
@@ -106,13 +106,13 @@ def rope_frequencies(
     return frequencies
 
 
-def scaled_base(base: float, rotary_dim: int, factor: float) -> float:
+def scale_base(base: float, rotary_dim: int, factor: float) -> float:
     """Return the base whose unscaled frequencies equal NTK scaling by a factor."""
     return float(base * factor ** (rotary_dim / (rotary_dim - 2)))
 
 
 def attention_scaling(scaling: Scaling) -> float:
-    """Return the factor of cos and sin: YaRN's attention_factor, or 1 for other methods."""
+    """Return the factor for cos and sin: YaRN's attention_factor, or 1 for other methods."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
     if scaling.attention_factor is not None:
@@ -136,7 +136,7 @@ def _exponents(rotary_dim: int, device: torch.device | str | None) -> Tensor:
 
 
 def _dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float, dynamic: DynamicScaling) -> Tensor:
-    """Return the frequencies of each row, (..., 1, rotary_dim // 2), which depend on its length."""
+    """Return frequencies by row, (..., 1, rotary_dim // 2), which depend on the row's length."""
     # The code computes with tensors: only the device knows the positions, and reading them would synchronize.
     original_length = dynamic.original_max_position_embeddings
     length = (positions.amax(-1, keepdim=True) + 1).clamp(min=original_length)
@@ -146,7 +146,7 @@ def _dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float, dynami
 
 
 def _yarn_weights(rotary_dim: int, base: float, yarn: YarnScaling, device: torch.device | str | None) -> Tensor:
-    """Return the weight of the divided frequency for each pair, 0 to 1: (rotary_dim // 2,)."""
+    """Return the divided frequency's weight by pair, 0 to 1: (rotary_dim // 2,)."""
     first, last = (
         _pair_with_rotations(rotations, rotary_dim, base, yarn.original_max_position_embeddings)
         for rotations in (yarn.beta_fast, yarn.beta_slow)
@@ -160,5 +160,5 @@ def _yarn_weights(rotary_dim: int, base: float, yarn: YarnScaling, device: torch
 
 
 def _pair_with_rotations(rotations: float, rotary_dim: int, base: float, length: int) -> float:
-    """Return the index, not rounded, of the pair with so many rotations within a length."""
+    """Return the unrounded index of the pair with so many rotations within a length."""
     return rotary_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))

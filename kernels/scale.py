@@ -11,10 +11,10 @@ from drawloom.kernels.operation import why_no_triton
 
 def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = ()) -> Tensor:
     """
-    Multiply tensors, of any shapes and float dtypes, in place by a factor, float64 () on their device.
+    Multiply tensors (any shapes and float dtypes) in place by a factor, float64 () on their device.
 
-    Each product is rounded once. Returns the sum of the squares of the products, float64 () on the device, over the
-    tensors whose flag in `counted` is True; without flags, no tensor is counted.
+    Every product is rounded once. Returns the products' sum of squares, float64 () on the device, over the tensors
+    whose flag in `counted` is True; without flags, no tensor is counted.
     """
     counted = counted or [False] * len(tensors)
     total = torch.zeros_like(factor)
@@ -38,7 +38,9 @@ def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tupl
 
 
 def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool]) -> Tensor:
-    """Compute `scale` for tensors of one dtype and one flag per tensor; products of 16-bit numbers are in float32."""
+    """
+    Compute `scale` for tensors with one dtype and one flag per tensor; products with 16-bit numbers are in float32.
+    """
     if tensors and tensors[0].dtype.itemsize >= 4:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].dtype))
     else:

@@ -1,8 +1,8 @@
 """
-Stochastic rounding of float32 to bfloat16, unbiased (Gupta et al. 2015, arXiv 1502.02551).
+Stochastic rounding from float32 to bfloat16, unbiased (Gupta et al. 2015, arXiv 1502.02551).
 
-The probability of rounding away from zero is the value of the lower 16 bits, which bfloat16 lacks, as a fraction. So
-16 random bits are added to the lower bits, and the sum is truncated to its upper half.
+The probability of rounding away from zero is the lower 16 bits, which bfloat16 lacks, as a fraction. So 16 random bits
+are added to the lower bits, and the sum is truncated to its upper half.
 """
 
 import torch
@@ -17,7 +17,7 @@ ROUNDS = 7
 
 
 def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four words of 32 random bits per index, each int64 (draws,) like index; key and counter have 64 bits."""
+    """Return four words with 32 random bits per index, all int64 (draws,) like index; key and counter have 64 bits."""
     a, b = index & WORD, (index >> 32) & WORD
     c, d = torch.full_like(index, counter & WORD), torch.full_like(index, counter >> 32 & WORD)
     first, second = key & WORD, key >> 32 & WORD
@@ -43,11 +43,11 @@ CHUNK = 2**20
 
 def stochastic_copy_eager(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
     """
-    Copy `source`, float32 of any shape, into `target`, bfloat16 of the same shape, with stochastic rounding.
+    Copy `source`, float32 (any shape), into `target`, bfloat16 (same shape), with stochastic rounding.
 
-    Infinities, NaN, signs and values that bfloat16 represents are preserved; values beyond its largest number may
-    become infinite. The noise depends only on key, counter and `first` + the element's index. Raises ValueError if
-    `first` is not a multiple of 8.
+    Infinities, NaN, signs and exact bfloat16 values are preserved; values beyond its largest number may become
+    infinite. The noise depends only on key, counter and `first` + the element's index. Raises ValueError if `first` is
+    not divisible by 8.
     """
     if first % PER_DRAW:
         raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
@@ -63,12 +63,12 @@ def _round(x: Tensor, key: int, counter: int, first: int) -> Tensor:
 
 
 def halves(words: Tensor) -> Tensor:
-    """Return the lower, then the upper 16 bits of each word, (2 * n,), from n words in an int64 tensor of any shape."""
+    """Return the words' lower, then their upper 16 bits, (2 * n,), from n words in an int64 tensor (any shape)."""
     return torch.stack((words & 0xFFFF, words >> 16), -1).flatten()
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """Round x, float32 (n,), to bfloat16 (n,), with noise of 16 bits per element in any integer dtype (n,)."""
+    """Round x, float32 (n,), to bfloat16 (n,), with 16 noise bits per element in any integer dtype (n,)."""
     bits = x.contiguous().view(torch.int32)
     # Noise added to a NaN whose bits are all ones would overflow into the sign and make it zero. So NaN is truncated,
     # and made quiet by 0x40, or a payload that is only in the lower half would become infinity.

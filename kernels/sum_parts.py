@@ -1,4 +1,4 @@
-"""Sum of a few rows of 16-bit numbers, rounded once: the parts of a gradient that other ranks sent."""
+"""Sum over a few rows with 16-bit numbers, rounded once: a gradient's parts from other ranks."""
 
 from torch import Tensor
 
@@ -7,9 +7,9 @@ from drawloom.kernels.operation import why_no_triton
 
 def sum_parts(own: Tensor, others: Tensor, out: Tensor) -> None:
     """
-    Write the float32 sum of own (n,) and the rows of others (rows, n) to out (n,), rounded.
+    Write the float32 sum of own (n,) and others' rows (rows, n) to out (n,), rounded.
 
-    All are bfloat16, or all are float16; each row is contiguous, but rows may be apart.
+    All are bfloat16, or all are float16; a row is contiguous, but rows may be apart.
     """
     if own.device.type == "cpu" or why_no_triton(own.device):  # on a CPU, Triton would be interpreted
         return sum_parts_eager(own, others, out)

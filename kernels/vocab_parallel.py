@@ -1,4 +1,6 @@
-"""Vocabulary-parallel cross entropy: each rank computes with its rows of the output weight; one exchange joins them."""
+"""
+Vocabulary-parallel cross entropy: every rank computes with its rows of the output weight; one exchange joins them.
+"""
 
 from typing import Protocol
 
@@ -10,33 +12,33 @@ NOT_HERE = -1
 
 
 class VocabularyGroup(Protocol):
-    """Collectives of a process group that a split vocabulary uses."""
+    """Process group collectives for a split vocabulary."""
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor of any shape over the ranks, in place (all-reduce)."""
+        """Sum a tensor (any shape) over the ranks, in place (all-reduce)."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors (...) of all ranks as (ranks, ...) (all-gather)."""
+        """Return all ranks' tensors (...) as (ranks, ...) (all-gather)."""
         ...
 
 
 class SplitVocabulary(Protocol):
-    """Rows of the output weight on this rank, from `first` on; the ranks of the group have all rows together."""
+    """Rows of the output weight on this rank, from `first` on; the group's ranks together have all rows."""
 
     @property
     def first(self) -> int:
-        """Return the index of this rank's first row."""
+        """Return this rank's first row index."""
         ...
 
     @property
     def group(self) -> VocabularyGroup:
-        """Return the group of ranks that have all rows together."""
+        """Return the rank group with all rows."""
         ...
 
 
 def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
-    """Return the local row of each target, int64 (tokens,), or -1 if it is on another rank or ignored."""
+    """Return the targets' local rows, int64 (tokens,), or -1 if they are on another rank or ignored."""
     is_learned = targets != ignore_index
     if part is None:
         return targets.where(is_learned, NOT_HERE)
@@ -46,9 +48,10 @@ def local_targets(targets: Tensor, rows: int, ignore_index: int, part: SplitVoca
 
 def all_gather_lse(lse: Tensor, target_logit: Tensor, part: SplitVocabulary | None) -> tuple[Tensor, Tensor]:
     """
-    Return each token's log-sum-exp and the logit of its target over the whole vocabulary.
+    Return log-sum-exp and target logit by token over the whole vocabulary.
 
-    All are float32 (tokens,). `lse` and `target_logit` are of this rank's part; a target on another rank has logit 0.
+    All are float32 (tokens,). `lse` and `target_logit` come from this rank's part; a target on another rank has logit
+    0.
     """
     if part is None:
         return lse, target_logit
@@ -58,7 +61,7 @@ def all_gather_lse(lse: Tensor, target_logit: Tensor, part: SplitVocabulary | No
 
 
 def all_reduce(gradient: Tensor, part: SplitVocabulary | None) -> Tensor:
-    """Sum the gradient of a replicated tensor of any shape over all parts, in place."""
+    """Sum a replicated tensor's gradient (any shape) over all parts, in place."""
     if part is not None:
         part.group.sum(gradient)
     return gradient

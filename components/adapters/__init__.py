@@ -1,1 +1,1 @@
-"""Adapters of frozen models: LoRA, and full fine-tuning of named parts."""
+"""Adapters for frozen models: LoRA, and full fine-tuning of named parts."""

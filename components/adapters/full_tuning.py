@@ -1,4 +1,4 @@
-"""Full fine-tuning of named parts of an otherwise frozen model."""
+"""Full fine-tuning for named parts in an otherwise frozen model."""
 
 from collections.abc import Collection, Iterator
 from typing import ClassVar
@@ -14,19 +14,21 @@ from drawloom.graph import UserError, component, setting
 
 @component
 class FullTuning:
-    """Full fine-tuning of some of the model's parameters, alone or together with other adapters."""
+    """Full fine-tuning for some model parameters, alone or together with other adapters."""
 
     thaws: ClassVar[bool] = True
 
     targets: list[str] = setting(
         check=no_pattern,
         impact="incompatible",
-        doc='patterns of module or parameter names in transformers, or of their ends: "norm", "layers.0", '
-        '"*layernorm.weight"',
+        doc=(
+            'patterns for module or parameter names in transformers, or their ends: "norm", "layers.0", '
+            '"*layernorm.weight"'
+        ),
     )
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Thaw the parameters that match a pattern. Raises UserError for a parameter of a layer with an adapter."""
+        """Thaw the parameters matching a pattern. Raises UserError for a parameter in a layer with an adapter."""
         matched: set[str] = set()
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, AdaptedLayer)}
         # An adapter of a tied head adapts the embedding's table.
@@ -44,7 +46,7 @@ class FullTuning:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield the name of a parameter and the names of all modules that contain it."""
+    """Yield a parameter's name and the names of all modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -24,38 +24,42 @@ class Lora:
     """
     LoRA: low-rank factors beside frozen weights. A weight W computes as W + scale * B A; B begins as zeros.
 
-    LoRA adapts linear layers, the embedding, the head and experts. With dropout, losses depend on the partition of rows
-    over ranks. PEFT loads the files that `export.adapter` writes.
+    LoRA adapts linear layers, the embedding, the head and experts. With dropout, losses depend on the row partition
+    over ranks. PEFT loads files from `export.adapter`.
     """
 
     targets: list[str] = setting(
         check=no_pattern,
         impact="incompatible",
-        doc='patterns of module names in transformers, or of their ends: "q_proj", "layers.[0-3].mlp.*"; '
-        'for experts "experts", "experts.gate_up_proj" or "experts.down_proj"',
+        doc=(
+            'patterns for module names in transformers, or their ends: "q_proj", "layers.[0-3].mlp.*"; for '
+            'experts "experts", "experts.gate_up_proj" or "experts.down_proj"'
+        ),
     )
     rank: int = setting(
-        check=between(1, 100_001), impact="incompatible", doc="rank of the factors: rows of A and columns of B"
+        check=between(1, 100_001),
+        impact="incompatible",
+        doc=("rank of the factors: A has so many rows, B so many columns"),
     )
     alpha: float = setting(
-        check=above(0), doc="numerator of the scale, which is alpha / rank, or with rslora alpha / sqrt(rank)"
+        check=above(0), doc=("numerator of the scale: alpha / rank, or with rslora alpha / sqrt(rank)")
     )
     rslora: bool = setting(default=False, doc="divide alpha by sqrt(rank), for high ranks (arXiv 2312.03732)")
     dora: bool = setting(
         default=False,
         impact="incompatible",
-        doc="train the norms of the rows of W + scale * B A separately (DoRA, arXiv 2402.09353)",
+        doc="train the row norms of W + scale * B A separately (DoRA, arXiv 2402.09353)",
     )
-    dropout: float = setting(default=0.0, check=_dropout, doc="dropout probability of the inputs of A")
+    dropout: float = setting(default=0.0, check=_dropout, doc="dropout probability for A's inputs")
 
     @property
     def form(self) -> LoraForm:
-        """The options of the adapted layers."""
+        """The adapted layers' options."""
         scale = self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
         return LoraForm(self.rank, scale, self.dropout, self.dora)
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Replace the layers that match a pattern. Raises UserError for a layer that is trained already."""
+        """Replace the layers matching a pattern. Raises UserError for a layer that is trained already."""
         matched: set[str] = set()
         for name, layer in list(module.named_modules()):
             targets_by_name = {target_name: matching(target_name, self.targets) for target_name in _names(name, layer)}
@@ -65,11 +69,11 @@ class Lora:
                 setattr(module.get_submodule(owner), leaf, self._adapt(name, layer, adapted))
         if isinstance(module, CausalLM) and module.tied and module.span.head and matching("lm_head", self.targets):
             matched.update(matching("lm_head", self.targets))
-            module.add_module("lm_head", self._tied_head(module))
+            module.add_module("lm_head", self._adapt_tied_head(module))
         return matched
 
-    def _tied_head(self, module: CausalLM) -> LoraTiedHead:
-        """Return the adapter of a head that shares the embedding's weight."""
+    def _adapt_tied_head(self, module: CausalLM) -> LoraTiedHead:
+        """Return the adapter for a head with the embedding's weight."""
         table = module.model.embed_tokens
         if module.lm_head is not None:
             raise UserError("adapters: lm_head is named by two adapters; name it in one of them", exit_code=2)
@@ -97,7 +101,7 @@ class Lora:
 
 
 def _names(name: str, layer: nn.Module) -> list[str]:
-    """Return the names by which patterns can match a layer; [] for kinds of layers that LoRA does not adapt."""
+    """Return the names by which patterns can match a layer; [] for layers unsupported in LoRA."""
     if isinstance(layer, Experts):
         return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
     return [name] if type(layer) in (Linear, Embedding) or isinstance(layer, AdaptedLayer) else []

@@ -2,8 +2,8 @@
 Layers with low-rank adapters: linear layers and heads, embeddings, and experts.
 
 Hu et al. 2021, "LoRA", arXiv 2106.09685, section 4.1: a frozen weight W computes as W + scale * B A. The factors are
-parameters of the layer that replaces the frozen one, so that all other parameters keep their names. Names and shapes in
-files are those of PEFT.
+parameters in the layer that replaces the frozen one, so all other parameters keep their names. Names and shapes in
+files are PEFT's.
 """
 
 import math
@@ -31,7 +31,7 @@ PEFT = "base_model.model."
 
 @attrs.frozen
 class LoraForm:
-    """Options of a layer's factors: rank, scale of their product, dropout of their inputs, and DoRA."""
+    """Options for a layer's factors: rank, the product's scale, the inputs' dropout, and DoRA."""
 
     rank: int
     scale: float
@@ -39,21 +39,21 @@ class LoraForm:
     dora: bool = False
 
     def low_rank(self, target: str, fused: bool = False) -> LowRank:
-        """Return the description of the factors of a module, or if `fused` of a parameter."""
+        """Return a description of a module's factors, or if `fused` a parameter's."""
         return LowRank(target, self.rank, self.scale, self.dropout, self.dora, fused)
 
     def drop(self, x: Tensor) -> Tensor:
-        """Apply dropout to inputs of any shape in passes with gradients, but not in evaluation and sampling."""
+        """Apply dropout to inputs (any shape) in passes with gradients, but not in evaluation and sampling."""
         return F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
 
 
 def factor(*shape: int, like: Tensor) -> nn.Parameter:
-    """Return an uninitialized factor of this shape, with the dtype and device of a weight."""
+    """Return an uninitialized factor with this shape, with a weight's dtype and device."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
 def initial_std(inputs: int) -> float:
-    """Return the standard deviation of PEFT's kaiming_uniform_(a=sqrt(5)): uniform up to 1 / sqrt(inputs)."""
+    """Return the standard deviation in PEFT's kaiming_uniform_(a=sqrt(5)): uniform up to 1 / sqrt(inputs)."""
     return 1 / math.sqrt(3 * inputs)
 
 
@@ -61,8 +61,8 @@ class LoraLinear(Linear, AdaptedLayer):
     """
     Linear layer with `lora_A` (rank, inputs) and `lora_B` (outputs, rank).
 
-    With DoRA, `lora_magnitude` (outputs,) are the norms of the rows of W + scale * B A, so that B A changes only the
-    directions of the rows (Liu et al. 2024, "DoRA", arXiv 2402.09353, section 4).
+    With DoRA, `lora_magnitude` (outputs,) are the row norms of W + scale * B A, so B A changes only the rows'
+    directions (Liu et al. 2024, "DoRA", arXiv 2402.09353, section 4).
     """
 
     def __init__(self, base: Linear, form: LoraForm) -> None:
@@ -84,7 +84,7 @@ class LoraLinear(Linear, AdaptedLayer):
             self.lora_magnitude = factor(outputs, like=base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
+        """Map (..., inputs), in any floating dtype, to (..., outputs), in the weight's dtype."""
         x = x.to(self.weight.dtype)
         y = super().forward(x)
         if not self.active:
@@ -101,16 +101,16 @@ class LoraLinear(Linear, AdaptedLayer):
         return y + change.to(y.dtype)
 
     def head(self) -> Head:
-        """Return the layer as the head of a model."""
+        """Return the layer as a model's head."""
         return ChunkedHead(self, self.out_features, self.ranks)
 
     @property
     def _row_ranks(self) -> TensorRanks:
-        """The ranks that split the rows of the weight."""
+        """Ranks that split the weight's rows."""
         return self.ranks if self.style == "rowwise" else ALONE
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """Split the factor that has the split dimension of the weight."""
+        """Split the factor with the weight's split dimension."""
         dims = super().split_dims()
         if self.style == "rowwise":
             return {**dims, "lora_A": dims["weight"]}
@@ -121,7 +121,7 @@ class LoraLinear(Linear, AdaptedLayer):
         return ["lora_A", "lora_B", *(["lora_magnitude"] if self.form.dora else [])]
 
     def fill_adapter(self, name: str, fill: Fill) -> None:
-        """Fill A with random numbers and B with zeros, so that the layer begins like the frozen layer."""
+        """Fill A with random numbers and B with zeros, so the layer begins like the frozen layer."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, initial_std(self.in_features))
             self.lora_B.zero_()
@@ -157,7 +157,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
     """
     Embedding with `lora_A` (vocab_size, rank), a second table, and `lora_B` (hidden_size, rank).
 
-    A head that is tied to the embedding uses the frozen table.
+    A head tied to the embedding uses the frozen table.
     """
 
     def __init__(self, base: Embedding, form: LoraForm) -> None:
@@ -203,7 +203,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         return Mapper((TensorGroup(inputs, (weight, *([base] if base else [])), merge),))
 
     def peft_mapper(self, name: str) -> Mapper:
-        """Transpose A, which is (rank, vocab_size) in PEFT."""
+        """Transpose A, because it is (rank, vocab_size) in PEFT."""
 
         def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return [tensors[0].T.contiguous()]
@@ -224,7 +224,7 @@ class LoraExperts(Experts, AdaptedLayer):
     """
     Experts with a pair of factors per expert for one or both parameters.
 
-    The factors of `down_proj` are `down_proj_lora_A` (experts, rank, inputs) and `down_proj_lora_B` (experts, outputs,
+    `down_proj` has the factors `down_proj_lora_A` (experts, rank, inputs) and `down_proj_lora_B` (experts, outputs,
     rank).
     """
 
@@ -280,7 +280,7 @@ class LoraExperts(Experts, AdaptedLayer):
         """
         Reshape the factors for PEFT: A is (experts * rank, inputs), expert by expert, B (outputs, rank * experts).
 
-        PEFT wraps the module once per parameter, so that the factors of the first parameter belong to `base_layer`.
+        PEFT wraps the module once per parameter, so the first parameter's factors belong to `base_layer`.
         """
 
         def first(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -312,7 +312,7 @@ def dora_scale(
     Return magnitude / |row of W + scale * B A| for every row, at least float32 (outputs,).
 
     weight (outputs, inputs), first = A (rank, inputs), second = B (outputs, rank); several `ranks` split the inputs.
-    Only the magnitude has a gradient: the norm counts as a constant, as in section 4.3 of the paper.
+    Only the magnitude has a gradient: the norm counts as a constant, as in the paper's section 4.3.
     """
     with torch.no_grad():
         # |w|² + 2 scale w·(bA) + scale² |bA|² needs no second matrix of the weight's size.

@@ -1,4 +1,4 @@
-"""Patterns of module and parameter names."""
+"""Patterns for module and parameter names."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def matching(name: str, patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match a name."""
+    """Return the patterns matching a name."""
     return [pattern for pattern in patterns if matches(name, pattern)]
 
 

@@ -1,4 +1,4 @@
-"""LoRA of a head that is tied to the embedding; the factors change only the head."""
+"""LoRA for a head tied to the embedding; the factors change only the head."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     """
     Head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
 
-    The table remains the embedding's parameter. Merged factors make the head differ from the table, so that an export
+    The table remains the embedding's parameter. Merged factors make the head differ from the table, so an export
     contains a separate head.
     """
 
@@ -34,7 +34,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         self.lora_B = factor(vocab_size, form.rank, like=embedding.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., hidden_size), of any floating dtype, to (..., vocab_size), in the table's dtype."""
+        """Map (..., hidden_size), in any floating dtype, to (..., vocab_size), in the table's dtype."""
         (embedding,) = self._embedding
         kernels, table = embedding.kernels, embedding.weight
         x = x.to(table.dtype)
@@ -45,7 +45,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return y + (kernels.linear(low, self.lora_B) * self.form.scale).to(y.dtype)
 
     def head(self) -> Head:
-        """Return the layer as the head of a model."""
+        """Return the layer as a model's head."""
         return ChunkedHead(self, self.vocab_size, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
@@ -57,7 +57,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         return ["lora_A", "lora_B"]
 
     def fill_adapter(self, name: str, fill: Fill) -> None:
-        """Fill A with random numbers and B with zeros, so that the layer begins like the tied head."""
+        """Fill A with random numbers and B with zeros, so the layer begins like the tied head."""
         with torch.no_grad():
             fill(f"{name}.lora_A", self.lora_A, initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()

@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or absent, verified when they are read, and free of pickle."""
+"""Checkpoints: atomic, verified when read, and without pickle."""

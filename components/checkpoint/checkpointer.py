@@ -12,13 +12,19 @@ import torch
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.io_errors import check_space, describe_io_error
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, committed, quick_check, step_of
+from drawloom.components.checkpoint.manifest import (
+    FOLDER,
+    CorruptCheckpointError,
+    list_checkpoints,
+    quick_check,
+    step_of,
+)
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
-from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes
 from drawloom.components.ports.run import (
     Cadence,
@@ -44,7 +50,7 @@ run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 @attrs.define
 class PendingSave:
-    """Background save of a step, with its bytes on all ranks."""
+    """Background save for a step, with its bytes on all ranks."""
 
     step: int
     bytes: int
@@ -54,7 +60,7 @@ class PendingSave:
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
 class Checkpointer:
     """
-    Checkpointer of every stateful node at a cadence and after the last step; restores the newest valid checkpoint.
+    Checkpointer for all stateful nodes at a cadence and after the last step; restores the newest valid checkpoint.
 
     With `staging`, a copy is written while training continues; otherwise training waits for the disk. Training
     continues after an I/O error, up to `failures` consecutive failed saves.
@@ -73,12 +79,12 @@ class Checkpointer:
     every: Cadence = setting(
         default="last", check=check_cadence, doc="steps between checkpoints; the last step is always saved"
     )
-    keep: int = setting(default=3, check=at_least(1), doc="number of newest checkpoints to keep")
+    keep: int = setting(default=3, check=at_least(1), doc="how many of the newest checkpoints to keep")
     keep_every: int | None = setting(
-        default=None, check=at_least(1), doc="multiple of steps whose checkpoints never expire"
+        default=None, check=at_least(1), doc="keep checkpoints permanently at multiples of this step number"
     )
     best: str | None = setting(default=None, doc="metric whose best checkpoint is kept too, such as validation_loss")
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="best value of the metric `best`")
+    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `best`: low or high")
     failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
 
     _saved: int = attrs.field(init=False, default=0)  # the step of the newest successful or pending save
@@ -93,7 +99,7 @@ class Checkpointer:
         run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
 
     def close(self) -> None:
-        """Wait up to CLOSE_TIMEOUT for the pending save, and free the memory of copies."""
+        """Wait up to CLOSE_TIMEOUT for the pending save, and free the copies' memory."""
         if self._pending is not None:
             wait([self._pending.done], CLOSE_TIMEOUT)
             self._pending = None
@@ -115,7 +121,7 @@ class Checkpointer:
 
     def save(self, step: Step) -> None:
         """
-        Commit a checkpoint of a step, unless it is already committed, and wait for it. All ranks call this.
+        Commit a step's checkpoint, unless it is already committed, and wait for it. All ranks call this.
 
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
@@ -123,7 +129,7 @@ class Checkpointer:
         self._finish(required=True)
 
     def wait_until_staged(self) -> None:
-        """Wait until the stager has copied the state, so that the state may change."""
+        """Wait until the stager has copied the state, which may change from then on."""
         if self.staging is not None:
             self.staging.synchronize_staging()
 
@@ -143,8 +149,8 @@ class Checkpointer:
         return self._saved
 
     def known_steps(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
-        """Yield the steps of the checkpoints with a valid manifest, with the metrics in it."""
-        for checkpoint in committed(self._checkpoints):
+        """Yield the steps with a valid manifest, with the metrics in it."""
+        for checkpoint in list_checkpoints(self._checkpoints):
             if (manifest := quick_check(checkpoint)) is not None:
                 yield manifest.step, manifest.values
 
@@ -165,7 +171,7 @@ class Checkpointer:
         return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
 
     def _start(self, step: Step) -> None:
-        """Stage and write a snapshot of a step that is not saved yet, in the background if staging copies."""
+        """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
         if step.index == self._saved:
             return
         self._finish()  # the pending save first: two copies of the state may not fit into memory
@@ -190,7 +196,7 @@ class Checkpointer:
             self._remove_expired(checkpoint)
 
     def _flush_logs(self) -> None:
-        """Flush metric logs before the commit, so that a checkpoint does not silently outlive its logs."""
+        """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
         errors = {}  # by text, because a report flushes its trackers, which are records themselves
         for name, record in self.records.items():
             try:
@@ -202,7 +208,7 @@ class Checkpointer:
 
     def _remove_expired(self, saved: Path) -> None:
         try:
-            commit.discard(self._retention.expired(self._checkpoints, saved))
+            commit.discard(self._retention.select_expired(self._checkpoints, saved))
         except OSError as error:  # the new checkpoint is committed, and the next save tries again
             log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints, error)
 
@@ -227,7 +233,7 @@ class Checkpointer:
             pending.done.result()
             self._failed = 0
         except UserError as error:
-            if not isinstance(error, Agreed) or error.errno is None:
+            if not isinstance(error, RankError) or error.errno is None:
                 text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
@@ -242,9 +248,11 @@ class Checkpointer:
             log.warning("checkpoint %d skipped: %s", pending.step, why)
 
     def _load_newest(self) -> LoadedCheckpoint | None:
-        """Return the newest checkpoint that is valid on all ranks; each rank has read its states."""
+        """Return the newest checkpoint that is valid on all ranks, with this rank's states."""
         world, corrupt = self._world, dict[Path, str]()
-        for step in reversed(run_on_rank0(world, lambda: [step_of(path) for path in committed(self._checkpoints)])):
+        for step in reversed(
+            run_on_rank0(world, lambda: [step_of(path) for path in list_checkpoints(self._checkpoints)])
+        ):
             checkpoint = self._checkpoints / f"step-{step}"
             loaded, faults = self._read_on_all_ranks(checkpoint)
             if loaded is not None:
@@ -259,7 +267,7 @@ class Checkpointer:
 
     def _read_on_all_ranks(self, checkpoint: Path) -> tuple[LoadedCheckpoint | None, list[str]]:
         """
-        Read the states of this rank, and verify a checkpoint on all ranks. Returns None, and the faults, if it
+        Read this rank's states, and verify a checkpoint on all ranks. Returns None, and the faults, if it
         is corrupt.
         """
         world = self._world
@@ -283,7 +291,7 @@ class Checkpointer:
         log.info("restored %s", loaded.checkpoint)
 
     def _find_changed_nodes(self, checkpoint: Path) -> set[str]:
-        """Return the nodes whose recipe differs from that of the checkpoint."""
+        """Return the nodes that the checkpoint's recipe configures differently."""
         try:
             text = read_file(checkpoint / LOCK, MAX_RECIPE_SIZE).decode()
             return {change.node for change in self.recipe.changes(text)}
@@ -291,13 +299,13 @@ class Checkpointer:
             return set()  # an unreadable recipe of an older version: the nodes must be the same
 
     def _check_space(self, last: int) -> None:
-        """Check the free disk space; `last` is the size of the newest checkpoint in bytes, or 0."""
+        """Check the free disk space; `last` is the newest checkpoint's size in bytes, or 0."""
         own_bytes = self._protocol.plan.forecast_bytes(self.states, self.growing)
         check_space(self._world, self._checkpoints, own_bytes, last)
 
 
 def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpointError:
-    """Return the states of a rank, or the error, so that the ranks can exchange it."""
+    """Return a rank's states, or the error, which the ranks exchange."""
     try:
         return read_states(checkpoint, states, rank)
     except CorruptCheckpointError as error:
@@ -305,7 +313,7 @@ def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> Lo
 
 
 def _outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
-    """Return the outcome of reading on this rank, for the other ranks."""
+    """Return this rank's reading outcome, for the other ranks."""
     if isinstance(loaded, CorruptCheckpointError):
         return {"fault": str(loaded), "verified": {}}
     return {"fault": "", "verified": loaded.verified}

@@ -40,7 +40,7 @@ WRITERS = 2  # files to write in parallel, which keeps a disk busy while hashes 
 @attrs.frozen
 class CommitProtocol:
     """
-    Writer of checkpoints: every rank writes its part, then rank 0 the recipe and the manifest.
+    Checkpoint writer: every rank writes its part, then rank 0 the recipe and the manifest.
 
     Every rank calls `save` for the same checkpoints in the same order. It may run in a background thread, so
     nothing else may use `group`.
@@ -54,7 +54,7 @@ class CommitProtocol:
         """
         Write and commit a checkpoint.
 
-        Raises Agreed on every rank if an I/O error occurs on any rank; earlier checkpoints are unchanged.
+        Raises RankError on every rank if an I/O error occurs on any rank; earlier checkpoints are unchanged.
         """
         temp = checkpoint.with_name(TEMP + checkpoint.name)
         rank = self.group.rank
@@ -94,14 +94,14 @@ def prepare(checkpoints: Path) -> None:
 
 
 def begin(temp: Path) -> None:
-    """Create an empty folder for a checkpoint, and remove leftovers of failed saves and removals."""
+    """Create an empty folder for a checkpoint, and remove leftovers from failed saves and removals."""
     _remove_leftovers(temp.parent)
     temp.mkdir(exist_ok=True)
 
 
 def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """
-    Write the part of a rank; return the fields of each file's Content, by name, as JSON.
+    Write a rank's part; return Content fields by file name, as JSON.
 
     tensors: any shape, dtype and device, unchanged until the function returns. A tensor is copied only if it is not
     contiguous or not on the CPU, one at a time in each of the WRITERS threads.
@@ -116,13 +116,13 @@ def write_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]) 
 
 
 def tree_file(rank: int) -> str:
-    """Return the name of the file with a rank's tree, which also lists the tensors in its other files."""
+    """Return the file name for a rank's tree, which also lists the tensors in its other files."""
     return f"rank-{rank}.json"
 
 
 def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """
-    Group tensors, of any shape and dtype, into files of about SHARD bytes; return the tensors of each file, by
+    Group tensors, any shape and dtype, into files with about SHARD bytes; return the tensors by file, by
     name.
 
     There is at least one file. Files are written and read in parallel.
@@ -140,7 +140,7 @@ def tensor_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
 
 
 def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
-    """Write the manifest, and rename the folder. A corrupt checkpoint of the same step is kept under another name."""
+    """Write the manifest, and rename the folder. A corrupt checkpoint for the same step is kept under another name."""
     durable_files.write_file(temp / MANIFEST, manifest.write())
     durable_files.sync(temp)
     if os.path.lexists(checkpoint):
@@ -149,7 +149,7 @@ def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
-    """Remove checkpoints. After a crash each one is complete, or has no valid name."""
+    """Remove checkpoints. After a crash every checkpoint is complete, or has no valid name."""
     for checkpoint in checkpoints:
         trash = checkpoint.with_name(TRASH + checkpoint.name)
         durable_files.remove_folder(trash)

@@ -1,10 +1,10 @@
-"""I/O errors of saves in one log line, and the check for free disk space."""
+"""I/O errors from saves in one log line, and the check for free disk space."""
 
 import errno
 import logging
 from pathlib import Path
 
-from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import byte_size
@@ -15,7 +15,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def describe_io_error(error: Agreed, checkpoints: Path, need: int) -> str:
+def describe_io_error(error: RankError, checkpoints: Path, need: int) -> str:
     """Describe an I/O error in one line; for a full disk with the bytes needed and free."""
     if error.errno == errno.EFBIG:
         return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"
@@ -32,8 +32,8 @@ def check_space(world: Group, checkpoints: Path, expected: int, last: int) -> No
     """
     Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
 
-    `expected` is the size in bytes of this rank's part once all state exists. `last` is the size of the newest
-    checkpoint over all ranks, or 0: a state may exceed its forecast.
+    `expected` is this rank's part in bytes once all state exists. `last` is the newest checkpoint's size over all
+    ranks, or 0: a state may exceed its forecast.
     """
     total = sum(world.gather_json(expected))
     run_on_rank0(world, lambda: _check_space(checkpoints, total, max(total, last)))

@@ -1,5 +1,5 @@
 """
-Manifest of a checkpoint, which is written last and verified first.
+Checkpoint manifest, written last and verified first.
 
 It lists every file with its size and block digests (SHA-256), and contains its own checksum.
 """
@@ -17,7 +17,7 @@ import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import names
-from drawloom.components.storage.regular_file import ContentMismatchError, read_file, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_verified, read_file
 from drawloom.components.storage.sha256_stream import Content, count_blocks
 from drawloom.components.storage.strict_json import checksum, parse
 from drawloom.graph import UserError
@@ -34,17 +34,17 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CorruptCheckpointError(Exception):
-    """A checkpoint that differs from what was committed; the message has the files and their faults."""
+    """A checkpoint that differs from its committed content; the message has the files and their faults."""
 
 
 @attrs.frozen
 class Manifest:
     """
-    Content of a checkpoint: its step, recipe hash, rank count, and every file.
+    Checkpoint content: step, recipe hash, rank count, and all files.
 
-    `replicated` names the nodes whose state is equal on all ranks and saved by rank 0, `local` those with a
-    separate state on each rank, and `sharded` those whose entries are sharded over ranks. `values` are the metrics
-    of the step, such as the loss, from which retention chooses the best; None for a value that is not finite.
+    `replicated` names the nodes with equal state on all ranks, saved by rank 0, `local` the nodes with separate states
+    by rank, and `sharded` the nodes with entries sharded over ranks. `values` are the step's metrics, such as the
+    loss, from which retention chooses the best; None for a value that is not finite.
     """
 
     step: int
@@ -57,29 +57,29 @@ class Manifest:
     values: dict[str, float | None] = attrs.field(factory=dict)
 
     def write(self) -> bytes:
-        """Return the content of `manifest.json`."""
+        """Return the text for `manifest.json`."""
         content = {"format": FORMAT, **attrs.asdict(self)}
         return json.dumps({**content, "digest": checksum(content)}, indent=1).encode() + b"\n"
 
     @property
     def bytes(self) -> int:
-        """The total size of all files."""
+        """Total file size."""
         return sum(content.size for content in self.files.values())
 
 
-def committed(checkpoints: Path) -> list[Path]:
-    """Return the folders of committed checkpoints, valid or not, ordered by step."""
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return all committed checkpoint folders, valid or not, ordered by step."""
     return sorted((checkpoints / name for name in names(checkpoints) if STEP.fullmatch(name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint, from its name."""
+    """Return a checkpoint's step, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """
-    Return the manifest of a checkpoint.
+    Return a checkpoint's manifest.
 
     Raises CorruptCheckpointError if it is invalid, UserError if another version of drawloom wrote it.
     """
@@ -113,18 +113,18 @@ def all_blocks(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
-    """Describe the missing files, and the files that the manifest does not list."""
+    """Describe missing files, and files missing from the manifest."""
     present, listed = set(names(checkpoint)), {*manifest.files, MANIFEST}
     yield from (f"{name} is missing" for name in sorted(listed - present))
     yield from (f"{name} is not in the manifest" for name in sorted(present - listed))
 
 
 def faults_of_files(checkpoint: Path, manifest: Manifest, blocks: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Describe the differences of these blocks from what was committed; READERS files are read in parallel."""
+    """Describe how these blocks differ from the committed blocks; READERS files are read in parallel."""
 
     def fault(name: str) -> str:
         try:
-            with verified_file(checkpoint / name, manifest.files[name]) as file:
+            with open_verified(checkpoint / name, manifest.files[name]) as file:
                 file.verify(blocks[name])
         except FileNotFoundError:
             return ""  # faults_of_folder reports it
@@ -148,7 +148,7 @@ def quick_check(checkpoint: Path) -> Manifest | None:
 
 
 def _read_content(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of the manifest without its checksum, which is verified."""
+    """Return the manifest's content without its checksum, which is verified."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         raise CorruptCheckpointError("it is a symbolic link, or not a folder")
     try:

@@ -18,14 +18,14 @@ from drawloom.components.checkpoint.manifest import (
     READERS,
     CorruptCheckpointError,
     Manifest,
-    committed,
+    list_checkpoints,
     read_manifest,
     verify,
 )
 from drawloom.components.checkpoint.snapshot import assemble, is_needed, needed_rows
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_verified_header
 from drawloom.components.storage.state_tree import Tree, entries, leaves, narrow_tree, unpack
@@ -51,12 +51,12 @@ log = logging.getLogger("drawloom.checkpoint")
 
 def newest(run_folder: Path) -> Path | None:
     """
-    Return the newest valid checkpoint of a run, with every file hashed; None if the run has no checkpoint.
+    Return a run's newest valid checkpoint, with every file hashed; None if the run has no checkpoint.
 
     Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt.
     """
     corrupt = {}
-    for path in reversed(committed(run_folder / FOLDER)):
+    for path in reversed(list_checkpoints(run_folder / FOLDER)):
         try:
             verify(path)
             return path
@@ -71,7 +71,7 @@ def newest(run_folder: Path) -> Path | None:
 
 
 def no_valid_checkpoint(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserError:
-    """Return the error for a run whose checkpoints are all corrupt, with the faults of each."""
+    """Return the error for a run with only corrupt checkpoints, with their faults."""
     lines = [f"no checkpoint in {checkpoints} is valid:"]
     lines += [f"  {path}: {fault}" for path, fault in corrupt.items()]
     return UserError("\n".join([*lines, "restore one from a backup, or remove them all to start from step 0"]))
@@ -79,7 +79,7 @@ def no_valid_checkpoint(checkpoints: Path, corrupt: Mapping[Path, str]) -> UserE
 
 def load_node(checkpoint: Path, node: str) -> dict[str, Any]:
     """
-    Return the saved state of one node; for a local state, that of rank 0.
+    Return one node's saved state; for a local state, rank 0's.
 
     Raises UserError if there is none, or if the checkpoint is corrupt.
     """
@@ -106,7 +106,7 @@ class Reader:
     _files: dict[int, dict[str, list[str]]] = attrs.field(init=False, factory=dict)
 
     def tree(self, rank: int) -> dict[str, Tree]:
-        """Return the trees that a rank wrote, by node. Raises CorruptCheckpointError."""
+        """Return a rank's trees, by node. Raises CorruptCheckpointError."""
         if rank not in self._trees:
             name = tree_file(rank)
             with self._open_file(name) as file:
@@ -125,7 +125,7 @@ class Reader:
 
     def join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
         """
-        Return the picked states that several ranks wrote, by node, with slices assembled. Raises
+        Return the picked states from several ranks, by node, with slices assembled. Raises
         CorruptCheckpointError.
         """
         pieces: dict[str, dict[str, list[Any]]] = {}
@@ -144,9 +144,9 @@ class Reader:
 
     def states(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
         """
-        Return the picked states that one rank wrote, by node. Raises CorruptCheckpointError.
+        Return the picked states from one rank, by node. Raises CorruptCheckpointError.
 
-        Reads only the necessary rows of tensors that are, or may be, cut for the picked entries.
+        Reads only the necessary rows from tensors that are, or may be, cut for the picked entries.
         """
         tree = self.tree(rank)
         try:
@@ -166,7 +166,7 @@ class Reader:
         return states
 
     def _read_tensors(self, rank: int, uses: Uses) -> Parts:
-        """Read the used tensors of a rank, from several files in parallel."""
+        """Read a rank's used tensors, from several files in parallel."""
         listed = self._files[rank].items()
         files = {file: names for file, stored in listed if (names := uses.keys() & set(stored))}
         jobs = [partial(self._read_tensors_of_file, file, names, uses) for file, names in files.items()]
@@ -185,11 +185,11 @@ class Reader:
 
     @contextmanager
     def _open_file(self, name: str) -> Iterator[VerifiedFile]:
-        """Open a file of the checkpoint. Its faults are raised as CorruptCheckpointError."""
+        """Open a checkpoint file. Its faults are raised as CorruptCheckpointError."""
         if name not in self.manifest.files:
             raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
         try:
-            with verified_file(self.checkpoint / name, self.manifest.files[name]) as file:
+            with open_verified(self.checkpoint / name, self.manifest.files[name]) as file:
                 yield file
                 self.verified.setdefault(name, set()).update(file.verified)
         except OSError as error:
@@ -201,7 +201,7 @@ class Reader:
 
 
 def _names_by_file(content: Any) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file. Raises ValueError for other content."""
+    """Return tensor names by file. Raises ValueError for other content."""
     if not isinstance(content, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in content.values()
     ):
@@ -210,7 +210,7 @@ def _names_by_file(content: Any) -> dict[str, list[str]]:
 
 
 def _pick_entries(tree: Tree, wanted: Slices | bool) -> Tree | None:
-    """Return the wanted part of a node's tree, or None if nothing is wanted."""
+    """Return the wanted part from a node's tree, or None if nothing is wanted."""
     if isinstance(wanted, bool):
         return tree if wanted else None
     picked = {name: part for name, part in entries(tree).items() if name in wanted}
@@ -222,6 +222,6 @@ def _slices_in(tree: Tree) -> list[TensorSlice]:
 
 
 def _slice_to_read(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:
-    """Return the wanted slice of an entry, or None for the whole entry."""
+    """Return an entry's wanted slice, or None for the whole entry."""
     wanted = pick(rank, node)
     return None if isinstance(wanted, bool) else wanted.get(entry)

@@ -28,9 +28,9 @@ log = logging.getLogger("drawloom.checkpoint")
 @attrs.frozen
 class LoadedCheckpoint:
     """
-    States that a rank has read, by node, and the names of all saved entries by sharded node.
+    States read by a rank, by node, and all saved entry names by sharded node.
 
-    `verified` has the blocks of each file that the rank has read.
+    `verified` has the rank's read blocks by file.
     """
 
     checkpoint: Path
@@ -41,7 +41,7 @@ class LoadedCheckpoint:
 
 
 def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint:
-    """Read and verify only the states that a rank needs. Raises CorruptCheckpointError."""
+    """Read and verify only a rank's own states. Raises CorruptCheckpointError."""
     manifest = read_manifest(checkpoint)
     if faults := list(faults_of_folder(checkpoint, manifest)):
         raise CorruptCheckpointError("; ".join(faults))
@@ -63,9 +63,9 @@ def verify_rest(
     checkpoint: Path, manifest: Manifest, verified: Iterable[Mapping[str, Sequence[int]]], rank: int, size: int
 ) -> str:
     """
-    Verify this rank's share of the blocks that no rank has read (`verified`, by rank); return the faults.
+    Verify this rank's share of the unread blocks (`verified` has the read ones, by rank); return the faults.
 
-    If no rank reports a fault, every file of the checkpoint is as committed.
+    If no rank reports a fault, every checkpoint file is as committed.
     """
     known = {(name, block) for by_file in verified for name, blocks in by_file.items() for block in blocks}
     every_block = [(name, block) for name, blocks in all_blocks(manifest).items() for block in blocks]
@@ -83,7 +83,7 @@ def compare(
     changed: Collection[str],
 ) -> None:
     """
-    Check that a checkpoint fits the nodes of the run.
+    Check if a checkpoint fits the run's nodes.
 
     Raises UserError if it has other nodes than `states`, except for `changed` nodes, which the recipe may add or
     remove; or if a sharded node has other entries than all ranks together (`entries_by_rank`).

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: which are kept, and which have expired."""
+"""Checkpoint retention: the choice between keeping and expiring."""
 
 import logging
 from collections.abc import Mapping
@@ -7,7 +7,13 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, committed, quick_check, step_of, verify
+from drawloom.components.checkpoint.manifest import (
+    CorruptCheckpointError,
+    list_checkpoints,
+    quick_check,
+    step_of,
+    verify,
+)
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -18,7 +24,7 @@ Values = Mapping[str, float | None]
 @attrs.frozen
 class RetentionPolicy:
     """
-    Policy that keeps the newest `keep`, multiples of `every`, and the one with the lowest or highest metric `best`.
+    Retention policy: keep the newest `keep`, multiples of `every`, and the lowest or highest metric `best`.
     """
 
     keep: int
@@ -31,7 +37,7 @@ class RetentionPolicy:
         Return the steps to keep until better or newer ones exist: the newest, the best, and the newest with a
         finite loss.
 
-        Each of them must be verified: for a corrupt one among them, a valid one would be removed.
+        All must be verified: in exchange for a corrupt checkpoint, a valid one would be removed.
         """
         steps = sorted(candidates)
         finite = [step for step in steps if candidates[step].get("loss", 0.0) is not None]
@@ -42,7 +48,7 @@ class RetentionPolicy:
         return {step for step in candidates if self.every is not None and step % self.every == 0}
 
     def _best(self, candidates: Mapping[int, Values]) -> list[int]:
-        """Return the best step as a list, the newest of equal ones; empty if no step has the metric."""
+        """Return the best step as a list, the newest among equals; empty if no step has the metric."""
         sign = -1 if self.best_is == "lowest" else 1
         numbers = {step: None if self.best is None else values.get(self.best) for step, values in candidates.items()}
         known = [(sign * number, step) for step, number in numbers.items() if number is not None]
@@ -51,10 +57,10 @@ class RetentionPolicy:
 
 class Retention:
     """
-    Finder of expired checkpoints.
+    Finder for expired checkpoints.
 
     A corrupt checkpoint neither counts nor expires: a checkpoint expires only if this process has committed or
-    verified the newer or better ones that replace it.
+    verified its newer or better replacements.
     """
 
     def __init__(self, policy: RetentionPolicy) -> None:
@@ -63,17 +69,17 @@ class Retention:
         self._corrupt: set[Path] = set()
 
     def mark_valid(self, checkpoint: Path, values: Values) -> None:
-        """Record that a checkpoint is valid."""
+        """Record a valid checkpoint."""
         self._valid[checkpoint] = values
         self._corrupt.discard(checkpoint)
 
     def mark_invalid(self, checkpoint: Path) -> None:
-        """Record that a checkpoint is corrupt."""
+        """Record a corrupt checkpoint."""
         self._corrupt.add(checkpoint)
         self._valid.pop(checkpoint, None)
 
-    def expired(self, checkpoints: Path, saved: Path) -> list[Path]:
-        """Return the expired checkpoints up to the one that was just saved, oldest first."""
+    def select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
+        """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
             values = self._candidates(checkpoints, saved)
             temporary = self._policy.temporary(values)
@@ -88,9 +94,9 @@ class Retention:
                 self._verify(path)
 
     def _candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
-        """Return the metrics of the checkpoints that are not known to be corrupt, by step."""
+        """Return metrics by step, without known corrupt checkpoints."""
         candidates: dict[int, Values] = {}
-        for path in committed(checkpoints):
+        for path in list_checkpoints(checkpoints):
             if path in self._valid:
                 candidates[step_of(path)] = self._valid[path]
             elif path not in self._corrupt and (manifest := quick_check(path)):

@@ -1,5 +1,5 @@
 """
-Snapshot of the state after a step: the part of every stateful node that this rank saves.
+Snapshot after a step: this rank's part of the state, from all stateful nodes.
 
 Tensors of sharded nodes are saved as slices, one per rank, and assembled again for any layout of ranks.
 """
@@ -23,18 +23,18 @@ from drawloom.components.storage.state_tree import Packed, Tree, pack
 
 
 def is_local(node: Stateful) -> bool:
-    """Return whether each rank has a separate state."""
+    """Return whether ranks have separate states."""
     return isinstance(node, LocalState) and node.state_is_local
 
 
 def slices_of(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
-    """Return the entries of a sharded state on this rank with their slices; None if the state is not sharded."""
+    """Return a sharded state's entries on this rank with their slices; None if the state is not sharded."""
     return node.state_slices() if isinstance(node, SlicedState) else None
 
 
 @attrs.frozen
 class Snapshot:
-    """One rank's part of a checkpoint: a tree, the tensors that it names, their bytes, and the step's metrics."""
+    """One rank's part of a checkpoint: a tree, its named tensors, their bytes, and the step's metrics."""
 
     tree: Tree
     tensors: dict[str, Tensor] | Future[dict[str, Tensor]]
@@ -42,17 +42,17 @@ class Snapshot:
     values: dict[str, float | None]
 
     def ready(self) -> dict[str, Tensor]:
-        """Return the tensors by name, of any shape and dtype, after waiting for all copies."""
+        """Return the tensors by name, any shape and dtype, after waiting for all copies."""
         return self.tensors.result() if isinstance(self.tensors, Future) else self.tensors
 
 
 @attrs.frozen
 class ShardPlan:
     """
-    Part of the state that this rank saves: rank 0 saves replicated state, each rank its local state.
+    This rank's part of the state: rank 0 saves replicated state, every rank its local state.
 
-    `sharded` has the sharded nodes, each with the entries to save and their slices. If several ranks have the same
-    slice of an entry, the lowest of them saves it.
+    `sharded` has the sharded nodes, with the entries to save and their slices. If several ranks have the same slice of
+    an entry, the lowest rank saves it.
     """
 
     replicated: list[str]
@@ -62,7 +62,7 @@ class ShardPlan:
 
     @classmethod
     def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
-        """Compare the nodes of all ranks. A collective of all ranks."""
+        """Compare all ranks' nodes. A collective over all ranks."""
         slices = {name: entries for name, node in states.items() if (entries := slices_of(node)) is not None}
         own = {name: {entry: _as_json(part) for entry, part in entries.items()} for name, entries in slices.items()}
         local = [name for name, node in states.items() if is_local(node)]
@@ -79,7 +79,7 @@ class ShardPlan:
 
     def take(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
         """
-        Return this rank's part of the state; a stager copies it, so that the state may change while it is
+        Return this rank's part of the state; a stager copies it, so the state may change while it is
         written.
         """
         tree, tensors = self._pack({name: node.state_dict for name, node in states.items()})
@@ -87,14 +87,14 @@ class ShardPlan:
         return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _values(step))
 
     def forecast_bytes(self, states: Mapping[str, Stateful], growing: Mapping[str, GrowingState]) -> int:
-        """Estimate the bytes that this rank writes into a checkpoint once all state exists."""
+        """Estimate this rank's checkpoint bytes once all state exists."""
         sources = {name: node.state_dict for name, node in states.items()}
         tree, tensors = self._pack(sources | {name: node.forecast_state for name, node in growing.items()})
         # twice the tree: it is a file, and headers of tensor files repeat its names, with shapes, dtypes and offsets
         return sum(tensor.nbytes for tensor in tensors.values()) + 2 * len(json.dumps(tree))
 
     def _pack(self, sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Packed:
-        """Pack this rank's part of the states that the functions return."""
+        """Pack this rank's part of the functions' states."""
         own_part: dict[str, dict[str, Any]] = {}
         for name, source in sources.items():
             if name in self.sharded:
@@ -105,78 +105,77 @@ class ShardPlan:
         return pack(own_part)
 
 
-def _as_json(place: TensorSlice | None) -> list[list[int]] | None:
-    return None if place is None else [[*place.offsets], [*place.size]]
+def _as_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
+    return None if tensor_slice is None else [[*tensor_slice.offsets], [*tensor_slice.size]]
 
 
 def _has_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
-    """Return whether another rank has the same slice of an entry."""
+    """Return whether another rank has an entry's same slice."""
     return entry in other.get(node, {}) and other[node][entry] == part
 
 
 def _values(step: Step) -> dict[str, float | None]:
-    """Return the metrics of a step by name, with None for values that are not finite; a skipped step has no loss."""
+    """Return a step's metrics by name, with None for non-finite values; a skipped step has no loss."""
     values = {name: number if math.isfinite(number) else None for name, number in step.state.numbers().items()}
     return values | {"loss": None} if values.get("skip") else values
 
 
-def mark(state: Any, place: TensorSlice | None) -> Any:
+def mark(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
-    Mark the tensors of an entry, which have the shape of the slice, as slices; without a slice, return the state
+    Mark an entry's tensors, which have the slice's shape, as slices; without a slice, return the state
     unchanged.
     """
-    if place is None:
+    if tensor_slice is None:
         return state
-    return transform(lambda leaf: SlicedTensor(leaf, place) if _is_sliced(leaf, place) else leaf, state)
+    return transform(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
 
 
-def assemble(pieces: Sequence[Any], place: TensorSlice | None) -> Any:
+def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
     """
-    Assemble the state of an entry from the pieces that ranks have saved: its tensors are the slice `place`, or
-    whole.
+    Assemble an entry's state from the pieces saved by ranks: its tensors cover `tensor_slice`, or are whole.
 
-    Cuts tensors that were saved whole. A tensor whose shape differs from that of `place` stays whole, so that its
-    node can report the difference. Raises ValueError if the pieces do not cover a slice.
+    Tensors saved whole are cut. A tensor with another shape than `tensor_slice` stays whole, so its node can report
+    the difference. Raises ValueError if the pieces do not cover a slice.
     """
     leaves = [dict(_with_paths(piece)) for piece in pieces]
 
     def assemble_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, SlicedTensor):
             parts = [part for piece in leaves if isinstance(part := piece.get(path), SlicedTensor)]
-            return _join_slices(parts, place)
-        if place is not None and _is_sliced(leaf, place) and tuple(leaf.shape) == place.shape:
-            return leaf[place.index()].clone()
+            return _join_slices(parts, tensor_slice)
+        if tensor_slice is not None and _is_sliced(leaf, tensor_slice) and tuple(leaf.shape) == tensor_slice.shape:
+            return leaf[tensor_slice.index()].clone()
         return leaf
 
     return transform_with_path(assemble_leaf, pieces[0])
 
 
-def is_needed(saved: Sequence[TensorSlice], place: TensorSlice | None) -> bool:
+def is_needed(saved: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
     """
-    Return whether a piece with these slices is needed for the slice `place`; a piece without slices is, for its
+    Return whether a piece with these slices is needed for the slice `tensor_slice`; a piece without slices is, for its
     structure.
     """
-    if not saved or place is None or not place.numel:
+    if not saved or tensor_slice is None or not tensor_slice.numel:
         return True
-    return any(part.shape != place.shape or part.overlap(place) for part in saved)
+    return any(part.shape != tensor_slice.shape or part.overlap(tensor_slice) for part in saved)
 
 
 def needed_rows(
     shape: tuple[int, ...], uses: Iterable[tuple[TensorSlice | None, TensorSlice | None]]
 ) -> TensorSlice | None:
     """
-    Return the necessary rows of a saved tensor of this shape, as a slice of it; None for all rows.
+    Return the necessary rows in a saved tensor with this shape, as a slice; None for all rows.
 
-    Each use is a pair of the slice that the saved tensor is (None for a whole tensor) and the slice to read. Rows
-    are in the first dimension, so a range of them is contiguous in the file.
+    A use is a pair: the saved tensor's slice (None for a whole tensor) and the slice to read. Rows are in the first
+    dimension, so a row range is contiguous in the file.
     """
     spans: list[tuple[int, int]] = []
     for saved, wanted in uses:
-        place = saved or TensorSlice.whole(shape)
-        if wanted is None or not shape or place.size != shape or place.shape != wanted.shape:
+        piece = saved or TensorSlice.whole(shape)
+        if wanted is None or not shape or piece.size != shape or piece.shape != wanted.shape:
             return None
-        if common := place.overlap(wanted):
-            first = common.offsets[0] - place.offsets[0]
+        if common := piece.overlap(wanted):
+            first = common.offsets[0] - piece.offsets[0]
             spans.append((first, first + common.size[0]))
     start, end = min((first for first, _ in spans), default=0), max((last for _, last in spans), default=0)
     if end - start == shape[0]:
@@ -184,22 +183,22 @@ def needed_rows(
     return TensorSlice(shape, (start, *[0] * (len(shape) - 1)), (end - start, *shape[1:]))
 
 
-def _is_sliced(leaf: Any, place: TensorSlice) -> bool:
+def _is_sliced(leaf: Any, tensor_slice: TensorSlice) -> bool:
     # other tensors, such as a step counter without dimensions, are not sliced
-    return isinstance(leaf, Tensor) and leaf.ndim == len(place.shape) > 0
+    return isinstance(leaf, Tensor) and leaf.ndim == len(tensor_slice.shape) > 0
 
 
-def _join_slices(parts: Sequence[SlicedTensor], place: TensorSlice | None) -> Tensor:
-    shape = parts[0].place.shape
-    wanted = place if place is not None and place.shape == shape else TensorSlice.whole(shape)
+def _join_slices(parts: Sequence[SlicedTensor], tensor_slice: TensorSlice | None) -> Tensor:
+    shape = parts[0].tensor_slice.shape
+    wanted = tensor_slice if tensor_slice is not None and tensor_slice.shape == shape else TensorSlice.whole(shape)
     for part in parts:
-        if part.place == wanted:
+        if part.tensor_slice == wanted:
             return part.tensor
     joined = torch.empty(wanted.size, dtype=parts[0].tensor.dtype)
     count = 0
     for part in parts:
-        if common := part.place.overlap(wanted):
-            joined[common.index(wanted)] = part.tensor[common.index(part.place)]
+        if common := part.tensor_slice.overlap(wanted):
+            joined[common.index(wanted)] = part.tensor[common.index(part.tensor_slice)]
             count += common.numel
     if count != wanted.numel:
         raise ValueError(f"the checkpoint has {count} of the {wanted.numel} elements of a slice")

@@ -1,4 +1,4 @@
-"""Hashes of every tensor after each step, to find the first step and tensor in which two runs differ."""
+"""Hashes for every tensor after every step, to find the first difference between two runs."""
 
 import hashlib
 import json
@@ -20,9 +20,9 @@ DIGITS = 16  # hexadecimal digits of a SHA-256, enough to distinguish tensors
 @component(reads=("weights",), impact="safe")
 class StateHashes:
     """
-    Writer of `digests/rank-N.jsonl` in the run folder: an object per step, with `step` and `digests`.
+    Writer for `digests/rank-N.jsonl` in the run folder: an object per step, with `step` and `digests`.
 
-    Every tensor has a digest, and so have all other values of a node together. The phase reads the whole state at
+    Every tensor has a digest; a node's other values have one digest together. The phase reads the whole state at
     every step; it is for comparing runs, and must be last in a step.
     """
 
@@ -35,7 +35,7 @@ class StateHashes:
     )
 
     def run_phase(self, step: Step) -> None:
-        """Append the hashes of a step. Removes later lines of a process that was killed or went back."""
+        """Append a step's hashes. Removes later lines from a process that was killed or went back."""
         hashes = state_hashes({name: node.state_dict() for name, node in self.states.items()})
         self._log.append({"step": step.index, "digests": hashes})
 
@@ -54,7 +54,7 @@ class StateHashes:
 
 
 def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
-    """Return tensor digests by path, and the digests of a node's other values by its name."""
+    """Return tensor digests by path, and digests for the nodes' other values by node name."""
     tree, tensors = pack(states)
     tensor_hashes = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
     return tensor_hashes | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}

@@ -1,4 +1,4 @@
-"""Functions that run in threads, with results and errors in futures."""
+"""Functions run in threads, with results and errors in futures."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def submit(name: str, work: Callable[[], T]) -> Future[T]:
 
 def map_parallel(name: str, works: Sequence[Callable[[], T]], most: int) -> list[T]:
     """
-    Return the results of all works, in order, from up to `most` threads; raise the first error after all have
+    Return all works' results, in order, from up to `most` threads; raise the first error after all have
     ended.
     """
     if len(works) < 2:

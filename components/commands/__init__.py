@@ -1,1 +1,1 @@
-"""Commands of training runs; each is imported only when it is called."""
+"""Command-line commands for training runs, imported when called."""

@@ -1,4 +1,4 @@
-"""Costs of stages, from the options of `drawloom schedule`."""
+"""Stage costs from the options of `drawloom schedule`."""
 
 import argparse
 from collections.abc import Container
@@ -24,7 +24,7 @@ Given = dict[str, float] | Literal["plan"] | Path
 
 
 def parse(text: str) -> Given:
-    """Parse `plan`, the path of a run folder, or F=1,I=1. Raises ArgumentTypeError for argparse."""
+    """Parse `plan`, a run folder's path, or F=1,I=1. Raises ArgumentTypeError for argparse."""
     if text == "plan":
         return "plan"
     if "=" not in text and Path(text).is_dir():
@@ -44,7 +44,7 @@ def parse(text: str) -> Given:
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source of `--costs`. Raises UserError for a plan without a recipe."""
+    """Return the cost source that `--costs` selects. Raises UserError for a plan without a recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
@@ -55,13 +55,13 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
 
 
 def of_run(folder: Path, project: Project) -> TracedStep:
-    """Return the step that a run has traced, with the program of the run's recipe."""
+    """Read a run's traced step, matched with its recipe's program."""
     pipeline = Pipeline.of(Recipe.load(folder, project=project))
     return read_traced_step(folder, pipeline.schedule.program(pipeline.ranks, needed(pipeline.microbatches)))
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
-    """Return the cost settings of a schedule: all settings of `auto`, or the `comm` of V schedules."""
+    """Return a schedule's cost settings: all for `auto`, `comm` for V schedules."""
     if "slices" in fields:
         return source.slices(ranks)
     if "comm" in fields:

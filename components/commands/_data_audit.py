@@ -1,4 +1,4 @@
-"""Comparison of the rows that a run recorded with the rows that follow from its data and recipe."""
+"""Comparison between a run's recorded rows and the rows expected from its data and recipe."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,12 +24,12 @@ MAX_PARTS = 2**20  # maximum of data-parallel ranks
 
 def audit(project: Project, run: Path) -> tuple[list[str], str]:
     """
-    Return the faults of the rows that a run saw, and a summary.
+    Return the faults in a run's recorded rows, and a summary.
 
-    The recipe in the run folder and the newest checkpoint determine the rows of a step. Their content comes from the
-    present data, which must be the data that the checkpoint was made with.
+    The recipe in the run folder and the newest checkpoint determine each step's rows. Row contents come from the
+    present data, which must equal the data of the training run.
     """
-    recorded, damage = _recorded(run)
+    recorded, damage = _read_digests(run)
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.require_valid()
     rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
@@ -48,7 +48,7 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
 
 @attrs.frozen
 class _Expected:
-    """Cache of the digests of rows, by row and length: a length curriculum changes a row's digest."""
+    """Cache for row digests, by row and length: a length curriculum changes a row's digest."""
 
     rows: PackedDataset
     loader: Loader
@@ -57,7 +57,7 @@ class _Expected:
     def digest(self, row: int, step: int) -> str:
         key = (row, self.loader.length_at(step))
         if key not in self.digests:
-            [self.digests[key]] = row_digests(self.loader.shortened(self.rows.batch("train", [row]), step))
+            [self.digests[key]] = row_digests(self.loader.shorten(self.rows.batch("train", [row]), step))
         return self.digests[key]
 
     def name(self, digest: str) -> str:
@@ -89,7 +89,7 @@ def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader
 
 
 def _counts(source: RowSource, seen: Counter[int]) -> str:
-    """Return the text that counts how often the rows of a source were seen."""
+    """Return a text with the number of times that a source's rows were seen."""
     own = range(source.first, source.first + source.rows)
     rows_by_times = Counter(times for row, times in seen.items() if row in own)
     counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(rows_by_times.items())]
@@ -97,8 +97,8 @@ def _counts(source: RowSource, seen: Counter[int]) -> str:
     return name + ", ".join([*counts, f"{source.rows - sum(rows_by_times.values()):,} rows not yet"])
 
 
-def _recorded(run: Path) -> tuple[dict[int, list[str]], list[str]]:
-    """Return the digests of all ranks' rows by step, and the faults of the ranks' files."""
+def _read_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
+    """Return the row digests by step, from all ranks' files, and the faults in these files."""
     parts: dict[int, dict[int, list[str]]] = {}
     expected: dict[int, int] = {}
     rows, faults = _lines(run / FOLDER)
@@ -122,7 +122,7 @@ def _recorded(run: Path) -> tuple[dict[int, list[str]], list[str]]:
 
 
 def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the intact rows of all files, and a sentence for each damaged file."""
+    """Return the intact rows from all files, and one sentence per damaged file."""
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:
@@ -135,6 +135,6 @@ def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _is_record(row: dict[str, Any]) -> bool:
-    """Return whether a row has the fields of a record, with sensible values."""
+    """Return whether a row has a record's fields, with sensible values."""
     part, parts, rows = (row.get(name) for name in ("part", "parts", "rows"))
     return type(part) is int and type(parts) is int and 0 <= part < parts <= MAX_PARTS and isinstance(rows, list)

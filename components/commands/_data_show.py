@@ -1,4 +1,4 @@
-"""Rows and statistics of packed data as text."""
+"""Text for rows and statistics of packed data."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +21,9 @@ VISIBLE = {"\n": "⏎\n", "\t": "⇥"}
 
 def statistics(rows: PackedDataset) -> str:
     """
-    Return a table of every split: rows, fill rate, documents, tokens, and lengths of documents.
+    Return a table with one line per split: rows, fill rate, documents, tokens, and document lengths.
 
-    Each source of a mixture has its own line, which in training includes the source's share of tokens and rows.
+    Mixtures add a line per source; training lines include the source's share of tokens and rows.
     """
     head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
     mixed = any(source.name for source in row_sources(rows))
@@ -62,10 +62,10 @@ def _source_lines(rows: Any, split: Split) -> Iterator[str]:
 
 def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
     """
-    Print a row: for each document a line with its source, and then the document's tokens as text.
+    Return a row as text: per document a line with its source, then its tokens.
 
-    Tokens alternate between two colours, and tokens without weight as targets are dim. Without colours, `|` separates
-    tokens, and tokens with weight are between ⟦ and ⟧. Without a tokenizer, tokens are numbers.
+    Tokens alternate between two colours, and tokens without target weight are dim. Without colours, `|` separates
+    tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers.
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     batch = token_batch(rows.batch(split, [row]), "data show")

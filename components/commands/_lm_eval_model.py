@@ -1,4 +1,4 @@
-"""Model of a run behind the interface of lm-eval-harness."""
+"""Adapter from a run's model to the lm-eval-harness model interface."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +22,10 @@ OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 
 class RunModel(TemplateLM):  # type: ignore[misc]
     """
-    Model of lm-eval-harness that computes with a predictor of this process.
+    Model for lm-eval-harness, computed by a predictor in this process.
 
-    `context` is the maximum number of tokens that the model sees. As in training, texts begin after the token that ends
-    a text. Batches have `rows` requests of similar lengths.
+    `context` is the sequence length limit in tokens. As in training, texts begin after an end-of-text token. Batches
+    have `rows` requests with similar lengths.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """End-of-text token id."""
         return self.tokens.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
+        """Return a text's token ids, without special tokens."""
         return [int(token) for token in self.tokens.encode(string)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, computed in disjoint windows of the context."""
+        """Return log-likelihoods for whole texts, computed in disjoint context windows."""
         totals = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.context, 1)
@@ -58,7 +58,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuations of texts, up to the first of the task's stop strings."""
+        """Continue texts up to the first stop string in the task's list."""
         return [self._generate(text, dict(options)) for text, options in (request.args for request in requests)]
 
     def _loglikelihood_tokens(
@@ -74,7 +74,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         return [scores[number] for number in range(len(texts))]
 
     def _score_batch(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Score the last tokens, of the given number, of every text: log-likelihood, and whether all are likeliest."""
+        """Score the last `number` tokens of every text: log-likelihood, and whether all are the likeliest tokens."""
         length = max(len(ids) for ids, _ in texts) - 1
         seen = torch.full((len(texts), length), self.eot_token_id)
         for row, (ids, _) in enumerate(texts):
@@ -105,7 +105,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             top_k=options.get("top_k"),
         )
         ids: list[int] = []
-        for token in sampler.continued(prompt, max_tokens):
+        for token in sampler.continuation(prompt, max_tokens):
             ids.append(token)
             added = self.tokens.decode(ids)
             if any(end in added for end in ends if end):
@@ -114,12 +114,12 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
 
 def _score(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
-    """Return the sum of the targets' log-probabilities by logits (targets, vocab_size), and if all are likeliest."""
+    """Sum the targets' log-probabilities by logits (targets, vocab_size), and return if all targets are likeliest."""
     ids = torch.tensor(targets, device=logits.device)
     logps = logits.double().log_softmax(-1).gather(-1, ids[:, None])
     return float(logps.sum()), bool((logits.argmax(-1) == ids).all())
 
 
 def _cut_at(text: str, ends: Sequence[str]) -> str:
-    """Return the text before the first of the stop strings."""
+    """Return the text before the first stop string."""
     return text[: min((index for end in ends if end and (index := text.find(end)) >= 0), default=len(text))]

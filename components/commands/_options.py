@@ -1,4 +1,4 @@
-"""Types of command-line options: numbers within bounds, and files that can be written."""
+"""Types for command-line options: numbers within bounds, and writable files."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ from drawloom.graph import UserError
 
 
 def integer(minimum: int = 1) -> Callable[[str], int]:
-    """Return a parser of integers of at least `minimum`. The parser raises ArgumentTypeError for argparse."""
+    """Return an integer parser that raises ArgumentTypeError for values below `minimum`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -39,7 +39,7 @@ def temperature(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """Parse the path of a file, and check that it can be written. Raises ArgumentTypeError."""
+    """Parse a file path, and check that the file is writable. Raises ArgumentTypeError."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; write the name of a file")
@@ -53,7 +53,7 @@ def output_file(text: str) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError, such as that of a full disk, into a UserError that names `--to`."""
+    """Turn an OSError, such as a full disk, into a UserError that names `--to`."""
     try:
         yield
     except OSError as error:

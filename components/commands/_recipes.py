@@ -1,4 +1,4 @@
-"""Look-ups in recipes that several commands share: the only node of a port, and the pipeline."""
+"""Recipe look-ups shared by commands: a port's only node, and the pipeline."""
 
 import attrs
 
@@ -11,7 +11,7 @@ from drawloom.graph.wiring.graph import Graph
 
 @attrs.frozen
 class Pipeline:
-    """Schedule of a recipe, its component's name, pipeline ranks, and microbatches per step, None if not known."""
+    """Schedule in a recipe, component name, pipeline ranks, and microbatches per step, None if unknown."""
 
     use: str
     schedule: Schedule
@@ -20,7 +20,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Pipeline":
-        """Return the pipeline of a recipe. Raises UserError unless it has exactly one schedule and one mesh."""
+        """Return a recipe's pipeline. Raises UserError unless it has exactly one schedule and one mesh."""
         graph = recipe.graph
         name = only(graph, Schedule)
         ranks = mesh_sizes(graph).pipeline
@@ -30,10 +30,10 @@ class Pipeline:
 
 def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
     """
-    Return the name of the only node that implements a port.
+    Return the only node name that implements a port.
 
-    Raises UserError, which names the `holder` of the graph, unless there is exactly one. Raises RecipeError if there is
-    none and the graph has problems, because the node may be one with an unknown component.
+    Raises UserError about `holder`, the graph's owner, unless exactly one node does. Raises RecipeError if no node does
+    and the graph has problems, because the missing node may have an unknown component.
     """
     names = graph.implementers(port)
     if not names:
@@ -45,12 +45,12 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
 
 
 def mesh_sizes(graph: Graph) -> PerDimension:
-    """Return the sizes of the recipe's mesh; "auto" is 1."""
+    """Return the recipe's mesh sizes, with 1 for "auto"."""
     return PerDimension.of_settings(graph.nodes[only(graph, Mesh)].settings)
 
 
 def microbatches_of(graph: Graph) -> int | None:
-    """Return the microbatches per step and replica; a mesh dimension of "auto" size counts as one replica."""
+    """Return the gradient accumulation count (microbatches per step and replica), with 1 for "auto" mesh sizes."""
     sizes = mesh_sizes(graph)
     replicas = sizes.data_replicate * sizes.data_shard
     for node in graph.nodes.values():
@@ -60,7 +60,7 @@ def microbatches_of(graph: Graph) -> int | None:
 
 
 def needed(microbatches: int | None) -> int:
-    """Return the microbatches of a step. Raises UserError if they are not known."""
+    """Return the microbatch count. Raises UserError if it is unknown."""
     if microbatches is None:
         raise UserError("how many microbatches? Write --microbatches 8", 2)
     return microbatches

@@ -1,4 +1,4 @@
-"""Models of run folders with the weights of a checkpoint, for read-only commands."""
+"""Models with checkpoint weights from run folders, for read-only commands."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli
 
-from drawloom.components.checkpoint.manifest import FOLDER, committed, quick_check, step_of
+from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, quick_check, step_of
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.commands._recipes import only
 from drawloom.components.ports.run import FILES
@@ -24,18 +24,18 @@ from drawloom.graph.runtime.container import Container
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the run folder and its checkpoint."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
-    parser.add_argument("--average", action="store_true", help="use the averages of [ema] in place of the weights")
+    parser.add_argument("--average", action="store_true", help="use the averaged weights (phases.ema)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
     which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
 
 
 @contextmanager
-def trained(
+def open_trained(
     project: Project, options: argparse.Namespace, *ports: type, change: Callable[[Recipe], Recipe] | None = None
 ) -> Iterator[tuple[Container, int]]:
     """
-    Open a run with the weights of a checkpoint in this process, and return the container and the checkpoint's step.
+    Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
 
     Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe. The run folder
     is only read, and the run may continue meanwhile.
@@ -77,13 +77,13 @@ def no_checkpoint(folder: Path) -> UserError:
     # Users write the name of a run instead of its folder, which is in `runs` by default.
     near = Path("runs") / folder
     hint = f"did you mean {str(near)!r}?" if near.is_dir() else "give the folder of a run, such as runs/first_run"
-    if folder.parent.name == FOLDER and folder in committed(folder.parent):
+    if folder.parent.name == FOLDER and folder in list_checkpoints(folder.parent):
         fault, hint = "is a checkpoint", f"give the folder of its run, {folder.parent.parent}"
     return UserError(f"{folder} {fault}; {hint}", 2)
 
 
 def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
-    """Return the averages of a run's weights by parameter. Raises UserError if there are none."""
+    """Return a checkpoint's averaged weights by parameter. Raises UserError if there are none."""
     if not recipe.graph.implementers(AveragedWeights):
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
     state = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
@@ -93,8 +93,8 @@ def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
 
 
 def _checkpoint(options: argparse.Namespace) -> Path | None:
-    """Return the requested checkpoint, or None if there is none. Raises UserError if there are only others."""
-    checkpoints = committed(options.run_folder / FOLDER)
+    """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
+    checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if options.step is not None and checkpoints:
         matching = [path for path in checkpoints if step_of(path) == options.step]
         if not matching:
@@ -113,7 +113,7 @@ def _checkpoint(options: argparse.Namespace) -> Path | None:
 
 
 def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
-    """Return the recipe of a run for a single process, with the copies of its files in the run folder."""
+    """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_text(lock))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
@@ -136,7 +136,7 @@ def _text(path: Path) -> str:
 
 
 def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
-    """Remove the initial weights of stages, except with adapters, whose checkpoints lack the frozen weights."""
+    """Remove the stages' initial weights, except with adapters, whose checkpoints lack the frozen weights."""
     model = data.get(str(stages.get("model")).removeprefix("@"), {})
     if model.get("use") == "model.auto":
         if model.get("weights", True):
@@ -147,7 +147,7 @@ def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
 
 
 def _use_copies(data: dict[str, Any], copies: Path) -> None:
-    """Replace a node's setting by the copy of its file, or by the folder of copies if it named a folder."""
+    """Replace a node's file path by the path to its copy, and a folder path by the folder with copies."""
     node: Any = data
     for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table
         node = node.get(part) if isinstance(node, dict) else None

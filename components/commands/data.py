@@ -1,4 +1,4 @@
-"""show rows and statistics of a recipe's data, prove that a run saw each row as often as it should, verify a store"""
+"""show a recipe's data rows and statistics, audit the rows that a run has seen, or verify a token store"""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ from drawloom.graph.project import Project, Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("action", choices=("show", "audit", "verify"), help="the action")
     parser.add_argument("subject", metavar="RECIPE|RUN|STORE", help="a recipe to show, a run to audit, or a store")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print rows and statistics, or the result of an audit; return 1 if there are faults."""
+    """Print rows and statistics, or an audit's result; return 1 if there are faults."""
     if options.action == "verify":
         return _verify(Path(options.subject))
     if options.action == "audit":

@@ -1,4 +1,4 @@
-"""write a hidden state for each document, by a run's weights"""
+"""write hidden states of documents, computed with a run's weights"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.commands._trained import add_run, open_trained
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -28,7 +28,7 @@ POOLS: dict[str, Callable[[int], slice]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     add_run(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
     parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the safetensors file to write")
@@ -44,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Write `hidden_states`, float32 (documents, layers, hidden_size), in the order of the documents."""
+    """Write `hidden_states`, float32 (documents, layers, hidden_size), in document order."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
-    with trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
+    with open_trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
         request = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
@@ -73,7 +73,7 @@ def _layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _pool(executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str) -> Tensor:
-    """Return pooled hidden states of texts of token ids: float32 (texts, layers, hidden_size), zeros without ids."""
+    """Pool hidden states over each text's token ids: float32 (texts, layers, hidden_size), zeros without ids."""
     length = max(1, *(len(ids) for ids in texts))
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)
     padding = torch.ones_like(tokens)  # padding is a separate document

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from drawloom.components.commands._options import integer
-from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.commands._trained import add_run, open_trained
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
@@ -29,7 +29,7 @@ MAX_LOADED = 16  # microbatches that are in memory together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     add_run(parser)
     help = "text, JSON-lines, Parquet or Arrow files, measured document by document; default: the validation rows"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the mean loss per token, also in other units."""
+    """Print the mean loss per token, with conversions to other units."""
     if options.stride and not options.corpus:
         raise UserError("--stride is of windows over the documents of --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
     corpus = _corpus(options.corpus) if options.corpus else None
     change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
-    with trained(project, options, *ports, change=change) as (run, step):
+    with open_trained(project, options, *ports, change=change) as (run, step):
         rows = run.get(PackedDataset)
         if not rows.count(split) and options.corpus:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
@@ -59,7 +59,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _measure(run: Container, split: Split) -> str:
-    """Evaluate all rows of a split, and return the text of the mean loss per token or pair."""
+    """Evaluate all rows of a split, and return the mean loss per token or pair as text."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _batches(rows, split, run.get(Batching).micro_size):
@@ -75,7 +75,7 @@ def _measure(run: Container, split: Split) -> str:
 
 
 def _corpus(globs: list[str]) -> dict[str, Any]:
-    """Return the node of a corpus of these files. Raises UserError for no files, or for several formats."""
+    """Return a corpus node for the files. Raises UserError for no files, or for several formats."""
     try:
         files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find(globs)}
     except UserError as error:
@@ -86,7 +86,7 @@ def _corpus(globs: list[str]) -> dict[str, Any]:
 
 
 def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
-    """Replace a recipe's data (a store, conversations or pairs) by a corpus in rows of whole documents."""
+    """Replace a recipe's data (a store, conversations or pairs) by a corpus packed into rows of whole documents."""
     graph = recipe.graph
     # nodes with an owner are sources of a mixture, which is replaced as a whole
     names, tokens = (
@@ -111,14 +111,14 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
 
 
 def _count_windows(lengths: np.ndarray, rows: Windows) -> str:
-    """Return the text that counts documents longer than a row; a row's last token is only predicted."""
+    """Return a text with the count of documents longer than a row; a row's last token is only predicted."""
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
     return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
 
 
 def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
-    """Yield lists of microbatches that together are all rows of a split."""
+    """Yield lists of microbatches that together cover a split's rows."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]
     for first in range(0, len(indices), MAX_LOADED):
@@ -126,7 +126,7 @@ def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Toke
 
 
 def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:
-    """The cross entropy in other units; nothing if the loss is of another kind."""
+    """Convert the cross entropy to other units; yield nothing for other losses."""
     if math.isnan(nats):
         return ""
     # Tokens at the end of a document stand for no byte, and are part of the loss.

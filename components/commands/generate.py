@@ -3,7 +3,7 @@
 import argparse
 
 from drawloom.components.commands._options import integer, temperature
-from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.commands._trained import add_run, open_trained
 from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
@@ -14,7 +14,7 @@ from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     add_run(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
     parser.add_argument("--tokens", type=integer(), default=200, help="most tokens to sample (default 200)")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the prompt and its continuation."""
-    with trained(project, options, Predictor, Tokenizer, Mesh) as (run, _):
+    with open_trained(project, options, Predictor, Tokenizer, Mesh) as (run, _):
         tokenizer = run.get(Tokenizer)
         sampler = Sampler(
             model=run.get(Predictor),
@@ -41,5 +41,5 @@ def main(options: argparse.Namespace, project: Project) -> int:
         )
         # An empty prompt starts like a document: after the end of the previous one.
         prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
-        print_text(options.prompt + tokenizer.decode(list(sampler.continued(prompt, options.tokens))))
+        print_text(options.prompt + tokenizer.decode(list(sampler.continuation(prompt, options.tokens))))
     return 0

@@ -1,8 +1,8 @@
 """
-run a command in several processes of this machine, or of several machines
+run a command in several processes on one or more machines
 
-torchrun's agent starts the processes. Unlike the program torchrun, this command prints nothing where a process has said
-why it failed, ends with the exit code of that process, and waits for the checkpoint of a run that is stopped.
+torchrun's agent starts the processes. Unlike torchrun, this command prints nothing if a process has already reported
+its error, exits with that process's code, and waits until a stopped run has saved its checkpoint.
 """
 
 import argparse
@@ -23,25 +23,25 @@ from drawloom.graph.cli.exit_codes import STOPPED
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
-# These log each failure and signal in several lines, and a rendezvous that ends because another machine's launcher has.
+# These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
 AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
 
 SHUTDOWN_SECONDS = 30 * 24 * 3600
-"""For processes to end after a signal: `stop.grace` of their run is the limit. torch 2.11 knows only its own 30 s."""
+"""Time for processes to end after a signal, long because `stop.grace` is the limit; torch 2.11's default is 30 s."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes on a machine")
     parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default 1)")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet, one of them")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address, on one of the machines")
     parser.add_argument("--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after a failure")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="such as: run first_run")
     parser.set_defaults(overlay=[])
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Run the command in each process; the exit code of the first that failed, or 0."""
+    """Run the command in all processes; return the first failed process's exit code, or 0."""
     if not options.arguments:
         raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
     if options.nnodes > 1 and not options.rdzv_endpoint:
@@ -76,11 +76,11 @@ def _config(options: argparse.Namespace) -> LaunchConfig:
 
 
 STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")}
-"""Exit codes of processes that a signal has stopped, which they have logged."""
+"""Exit codes after stop signals, which processes log themselves."""
 
 
 def report_failure(error: ChildFailedError) -> int:
-    """Print how the first process failed, unless a process has printed it; return its exit code."""
+    """Return the first failed process's exit code, and print the failure unless a process has reported it."""
     rank, first = error.get_first_failure()
     failures = error.failures.values()
     if not any(_has_reported(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
@@ -90,5 +90,5 @@ def report_failure(error: ChildFailedError) -> int:
 
 
 def _has_reported(failure: ProcessFailure) -> bool:
-    """Whether a process has written its error file, as a rank does that has learnt of a failure."""
+    """Return whether a process has written its error file, as ranks do when they report a failure."""
     return isinstance(failure.message, dict)

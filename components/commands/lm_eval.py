@@ -1,4 +1,4 @@
-"""measure a run on tasks of lm-eval-harness"""
+"""evaluate a run on lm-eval-harness tasks"""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._trained import add_run, trained
+from drawloom.components.commands._trained import add_run, open_trained
 from drawloom.components.data.sources.files import package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
@@ -19,7 +19,7 @@ from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     add_run(parser)
     parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="names of tasks or groups of tasks")
     parser.add_argument("--include", action="append", type=Path, metavar="DIR", help="a folder with tasks in YAML")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the metrics of each task."""
+    """Print every task's metrics."""
     harness = package("lm_eval", "pip install 'drawloom[lm-eval]'")
     from lm_eval.tasks import TaskManager
 
@@ -44,7 +44,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     manager = TaskManager(include_path=[str(path) for path in options.include or ()] or None)
     if unknown := [name for name in options.tasks if not manager.match_tasks([name])]:
         raise UserError(f"--tasks: no task is called {unknown[0]!r}; `lm-eval ls tasks` shows those of the package", 2)
-    with trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
+    with open_trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
         pipeline = run.get(Mesh).pipeline_group
         model = RunModel(run.get(Predictor), run.get(Tokenizer), pipeline, options.context, options.rows)
         try:
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each metric of each task; keys are a name and a filter, such as acc,none."""
+    """Yield a line per task and metric; keys are a name and a filter, such as acc,none."""
     for task, values in results.items():
         for key, value in values.items():
             metric, _, rest = key.partition(",")

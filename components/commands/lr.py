@@ -23,7 +23,7 @@ INK, PALE, LINE = "#1a1a1a", "#6b6b6b", "#3465a4"
 
 @attrs.frozen
 class ScheduleCurve:
-    """Curve of a value at ascending steps, drawn from 0."""
+    """Curve through values at ascending steps, drawn from 0."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -49,7 +49,7 @@ def short(value: float) -> str:
 
 
 def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
-    """Draw curves as columns of block characters, `width` characters wide."""
+    """Draw curves as block-character columns, `width` characters wide."""
     return "\n\n".join("\n".join(_lines(curve, width)) for curve in curves)
 
 
@@ -112,7 +112,7 @@ MAX_POINTS = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a run folder")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="the format (default text)")
@@ -133,7 +133,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
-    """Yield the learning rate of each optimizer, and the rows per step if they change."""
+    """Yield one learning-rate curve per optimizer, and the batch size in rows if it changes."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
         graph.require_valid()
@@ -163,7 +163,7 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
 
 
 def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
-    """Return the factor of each step. Raises UserError if it depends on values that only a run computes."""
+    """Return one factor per step. Raises UserError if it depends on values that only a run computes."""
     factors = []
     for index in steps:
         step = Step(index, total)
@@ -177,7 +177,7 @@ def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[
 
 
 def _select_steps(total: int) -> list[int]:
-    """Return all steps, or at most MAX_POINTS of them that include the first and the last."""
+    """Return all steps, or at most MAX_POINTS, including the first and the last."""
     if total <= MAX_POINTS:
         return list(range(1, total + 1))
     return sorted({1 + (total - 1) * number // (MAX_POINTS - 1) for number in range(MAX_POINTS)})

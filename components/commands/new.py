@@ -34,7 +34,7 @@ name = {quoted}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("name", metavar="NAME", help="of the run; the recipe is NAME.toml, which must not exist")
     help = "a shipped recipe, or the path of another (default first_run)"
     parser.add_argument("--from", dest="base", metavar="RECIPE", default="first_run", help=help)
@@ -81,7 +81,7 @@ def _comment_out(graph: Graph) -> Iterator[str]:
 
 
 def _settings(node: Node) -> Iterator[str]:
-    """Yield the written settings of a node with their docs, without edges, which follow from their nodes."""
+    """Yield a node's written settings with their docs, without edges, which follow from their nodes."""
     for key, item in node.table.items.items():
         field = node.spec.fields.get(key)
         if field is not None and field.kind == "setting":

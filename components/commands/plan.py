@@ -1,4 +1,4 @@
-"""plan a run without running it: memory by rank, time of a step, tokens per second; no GPU and no data are needed"""
+"""plan a run without a GPU or data: memory per rank, time per step, tokens per second"""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from drawloom.graph.project import Project, Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--ranks", type=_count, metavar="N", help="processes; as few as the mesh can have if left out")
@@ -81,7 +81,7 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
 
 
 def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:
-    """Print the best plans, and write the settings of the best one as an overlay."""
+    """Print the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
     candidates = search(recipe, device, options.ranks)

@@ -1,4 +1,4 @@
-"""write the log-probabilities of preferences by the model that a recipe starts from, as the reference of DPO"""
+"""write DPO reference log-probabilities of preferences, computed by a recipe's initial model"""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from drawloom.graph.project import Project, Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with loss.dpo")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the JSON-lines file to write")
@@ -59,7 +59,7 @@ def _only(recipe: Recipe, kind: type) -> str:
 
 
 def _with_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
-    """Yield all lines in order, pairs with their references, computed in batches of `count` lines."""
+    """Yield all lines in order, pairs with their references, computed `count` lines at a time."""
     lines = data.lines()
     while batch := [*islice(lines, count)]:
         pairs = [pair for _, pair in batch if pair]
@@ -69,7 +69,7 @@ def _with_references(data: Preferences, executor: ProgramExecutor, count: int) -
 
 
 def _sums(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
-    """Return the log-probabilities of both answers of each pair, float64 (pairs, 2)."""
+    """Return both answers' log-probabilities, float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
     documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)

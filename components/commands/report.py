@@ -1,4 +1,4 @@
-"""write a report of runs as one HTML file: curves, events, checkpoints, samples and drawings"""
+"""write one HTML report about runs: curves, events, checkpoints, samples and drawings"""
 
 import argparse
 from pathlib import Path
@@ -18,14 +18,14 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="such as runs/first_run")
-    help = f"the file to write; by default {REPORT} in the run folder, or of several runs in the current folder"
+    help = f"output file (default: {REPORT} in the run folder, or in the current folder for several runs)"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Write the report, and print where it is."""
+    """Write the report, and print its path."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
     if len(folders) > 1:
         folders = [folder for folder in folders if _is_run(folder)] or folders
@@ -44,7 +44,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder holds a run; if not, as after a start that failed, it says that the others are reported."""
+    """Return whether a folder holds a run; if not, as after a failed start, print that it is left out."""
     try:
         check_is_run(folder)
     except UserError as error:
@@ -54,7 +54,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _drawings(project: Project, folder: Path) -> Drawings:
-    """What the run's recipe looks like to this version of drawloom, which may not know its components any more."""
+    """Draw the run's recipe, or return why this drawloom version cannot read it (its components may be gone)."""
     if not (folder / LOCK).is_file():
         return Drawings()
     try:
@@ -67,5 +67,5 @@ def _drawings(project: Project, folder: Path) -> Drawings:
 
 
 def _schedule(recipe: Recipe) -> str:
-    found = Pipeline.of(recipe)
-    return draw_schedule(found.use, found.schedule, found.ranks, needed(found.microbatches))
+    pipeline = Pipeline.of(recipe)
+    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, needed(pipeline.microbatches))

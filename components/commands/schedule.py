@@ -1,4 +1,4 @@
-"""simulate and draw a pipeline schedule with its bubble and activation memory, without a device"""
+"""simulate and draw a pipeline schedule, its bubble and activation memory, without a device"""
 
 import argparse
 import json
@@ -44,7 +44,7 @@ MAX_RANKS, MAX_WORK = 1000, 50_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     known = "a recipe, with --ranks a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
@@ -81,7 +81,7 @@ EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print one schedule, or a comparison of all."""
+    """Print one schedule, or a comparison between all schedules."""
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
         if any(getattr(options, name) for name in EXCLUDED_BY_RUN):
@@ -91,10 +91,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
         print_text(_comparison(options, project))
         return 0
     for name in ("ranks", "microbatches"):
-        given = getattr(options, name) or [None]
-        if len(given) > 1:
-            raise UserError(f"--{name} {','.join(map(str, given))}: several are compared; add --compare", 2)
-        setattr(options, name, given[0])
+        values = getattr(options, name) or [None]
+        if len(values) > 1:
+            raise UserError(f"--{name} {','.join(map(str, values))}: several are compared; add --compare", 2)
+        setattr(options, name, values[0])
     summary = _summary(options, project)
     measured = None if options.run is None else _costs.of_run(options.run, project).simulation
     _print(options, summary if measured is None else attrs.evolve(summary, measured=measured))
@@ -115,7 +115,7 @@ def _print(options: argparse.Namespace, summary: Summary) -> None:
 
 
 def _summary(options: argparse.Namespace, project: Project) -> Summary:
-    """Simulate the schedule of a recipe, a schedule by name, or a schedule in a file."""
+    """Simulate a recipe's schedule, a schedule by name, or a schedule from a file."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
     if options.recipe.endswith(".csv"):
@@ -155,7 +155,7 @@ def _is_recipe(name: str, project: Project) -> bool:
 
 
 def _near(name: str, project: Project) -> str | None:
-    """Return the schedule that a name resembles, unless it is or resembles the name of a recipe."""
+    """Return the schedule with a similar name, unless a recipe has the name or a similar one."""
     folder = RecipeFolder(project.recipes)
     if Path(name).exists() or _is_recipe(name, project) or find_nearest(name, folder.names):
         return None
@@ -176,7 +176,7 @@ def _summary_of_file(options: argparse.Namespace, project: Project) -> Summary:
 
 
 def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """Return tables of the named schedule and all schedules without required settings, for each size."""
+    """Return one table per size, with the named schedule and all schedules without required settings."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
     recipe = _recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
@@ -219,7 +219,7 @@ def _complete(project: Project) -> Iterator[str]:
 
 
 def _spec(project: Project, name: str) -> tuple[str, Spec]:
-    """Return the full name of a schedule, and its component. Raises RecipeError for an unknown name."""
+    """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
     use = name if "." in name else FOLDER + name
     spec = project.registry.find(use)
     if isinstance(spec, Problem):
@@ -272,7 +272,7 @@ def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule, ra
 
 @attrs.frozen
 class Size:
-    """Number of pipeline ranks and of microbatches per step."""
+    """Number of pipeline ranks, and of microbatches per step."""
 
     ranks: int
     microbatches: int
@@ -307,7 +307,7 @@ def _simulate(
 
 
 def _sizes(options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource) -> Sequence[int] | None:
-    """Return the number of model slices per stage, or None if the schedule or the costs do not define slices."""
+    """Return the model slice count per stage, or None if the schedule or the costs do not define slices."""
     # The trace of a recipe's own run has the costs of whole stages.
     has_stage_costs = isinstance(source, Traced) and not options.compare and not options.ranks
     if has_stage_costs or not isinstance(schedule, PartitioningSchedule):

@@ -1,4 +1,4 @@
-"""tokenize files into a token store; the same command completes one that was interrupted"""
+"""tokenize files into a token store, or complete an interrupted store"""
 
 import argparse
 import os
@@ -18,17 +18,17 @@ from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, or URLs that fsspec reads")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the folder of the store")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json; bytes if left out")
-    parser.add_argument("--end-token", metavar="TOKEN", help="ends a document; the tokenizer's own if left out")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the store's folder")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json (default: bytes)")
+    parser.add_argument("--end-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's)")
     parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
     parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one for each core)")
 
 
 def main(options: argparse.Namespace, _project: Project) -> int:
-    """Make or complete the store, and print what it holds."""
+    """Make or complete the store, and print its size."""
     tokenizer = _tokenizer(options)
     files = find(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))

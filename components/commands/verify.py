@@ -1,10 +1,10 @@
-"""verify the checksums of every checkpoint of a run"""
+"""verify the checksums of a run's checkpoints"""
 
 import argparse
 import os
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, committed, verify
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify
 from drawloom.components.commands._trained import no_checkpoint
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph.cli.terminal import print_text
@@ -12,13 +12,13 @@ from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
 
 
 def main(options: argparse.Namespace, _project: Project) -> int:
-    """Print a line for each checkpoint; return 1 if any is corrupt. The run may continue meanwhile."""
-    checkpoints = committed(options.run_folder / FOLDER)
+    """Print one line per checkpoint; return 1 if any is corrupt. The run may continue meanwhile."""
+    checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
         raise no_checkpoint(options.run_folder)
     lines = [line for checkpoint in checkpoints if (line := _line(checkpoint))]
@@ -27,7 +27,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
 
 
 def _line(checkpoint: Path) -> str:
-    """Return the line of a checkpoint, empty if the run has removed it meanwhile."""
+    """Return a checkpoint's line, empty if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpointError as error:

@@ -36,7 +36,7 @@ MAX_TRIES = 3  # a short run may end before it can be killed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
     parser.add_argument("--steps", type=integer(4), default=20, metavar="N", help="steps, at least 4 (default 20)")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
-    """Print whether the runs are equal, or the first different step and tensor; return 1 if they differ."""
+    """Print whether the runs are equal, or the first difference (step and tensor); return 1 if they differ."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
@@ -76,10 +76,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
 @contextmanager
 def _record_signals() -> Iterator[list[int]]:
     """
-    Record signals that end the process, in order of arrival.
+    Record terminating signals in order of arrival.
 
-    The run is in its own session, does not receive the signals, and must be killed. A handler that raised could do so
-    between the start of the run and the lines that kill it.
+    The run is in its own session, does not receive the signals, and must be killed. A raising handler could skip the
+    lines that kill a run that has just started.
     """
     received: list[int] = []
 
@@ -100,7 +100,7 @@ def _record_signals() -> Iterator[list[int]]:
 @attrs.frozen
 class Runs:
     """
-    Two runs of a command, in the subfolders `straight` and `resumed` of a folder.
+    Two runs with the same command, in the subfolders `straight` and `resumed`.
 
     Methods kill the run and raise SystemExit when `signals` has a signal.
     """
@@ -115,7 +115,7 @@ class Runs:
         self._finish("straight")
 
     def kill_and_resume(self) -> int:
-        """Run, kill the run when half of its steps are committed, and resume it; return the last step before."""
+        """Run, kill the run when half the steps are committed, and resume it; return the last step before the kill."""
         for _ in range(MAX_TRIES):
             step = self._kill()
             if step < self.steps:
@@ -125,27 +125,27 @@ class Runs:
         raise UserError(f"the run ends before it can be killed; take more steps than {self.steps} (--steps)")
 
     def _kill(self) -> int:
-        """Run until half of the steps are committed, kill all processes, and return the last logged step."""
+        """Run until half the steps are committed, kill all processes, and return the last logged step."""
         checkpoints = self.folder / "resumed" / "checkpoints"
         half = checkpoints / f"step-{self.steps // 2}"
         self._run("resumed", until=lambda: half.exists() and self._is_hashed(self.steps // 2))
         if not half.exists():
-            raise self._failed("resumed")
+            raise self._failure("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
         return max((row["step"] for row in _rows(self.folder / "resumed" / "metrics.jsonl")), default=self.steps // 2)
 
     def _is_hashed(self, step: int) -> bool:
-        """Return whether all ranks have written the digests of a step, which may end after its checkpoint's commit."""
+        """Return whether all ranks have written a step's digests, which may follow its checkpoint's commit."""
         files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
         return all(step in _digests(self.folder / "resumed" / "digests" / path.name) for path in files)
 
     def _finish(self, name: str) -> None:
         if self._run(name):
-            raise self._failed(name)
+            raise self._failure(name)
 
     def _run(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
-        """Run the command, kill all of its processes as soon as `until()` is true, and return the exit code."""
+        """Run the command, kill all its processes as soon as `until()` is true, and return the exit code."""
         command = [*self.command, f"run.folder={self.folder / name}"]
         with (
             open(self.folder / f"{name}.txt", "wb") as out,
@@ -159,7 +159,7 @@ class Runs:
             raise SystemExit(128 + self.signals[0])
         return process.returncode
 
-    def _failed(self, name: str) -> UserError:
+    def _failure(self, name: str) -> UserError:
         lines = (self.folder / f"{name}.txt").read_text("utf-8", "replace").splitlines()
         before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)
         # The warning that both runs skip final tasks is not about the recipe.
@@ -169,14 +169,14 @@ class Runs:
 
 
 def _kill_all(group: int) -> None:
-    """Kill the processes of a group, if any is left."""
+    """Kill a process group, if any process is left."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 @attrs.frozen
 class Difference:
-    """A value that differs between the runs after a step."""
+    """Difference between the runs after a step."""
 
     step: int
     what: str
@@ -185,11 +185,12 @@ class Difference:
         return f"step {self.step} differs: {self.what}"
 
 
-def differences(one: Path, other: Path, own: Collection[str] = ()) -> Iterator[Difference]:
-    """Yield the differences of two runs by step: metrics, then tensors, except of the nodes `own`."""
-    tensors = sorted(path.name for path in (one / "digests").glob("rank-*.jsonl"))
-    metrics, others = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in (one, other))
-    digests = [[_digests(run / "digests" / name, own) for run in (one, other)] for name in tensors]
+def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()) -> Iterator[Difference]:
+    """Yield differences between two runs by step: metrics, then tensors, except for the nodes `own`."""
+    tensors = sorted(path.name for path in (straight_run / "digests").glob("rank-*.jsonl"))
+    runs = straight_run, resumed_run
+    metrics, others = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in runs)
+    digests = [[_digests(run / "digests" / name, own) for run in runs] for name in tensors]
     for step in sorted({*metrics, *others, *(step for pair in digests for by_step in pair for step in by_step)}):
         yield from _compare_metrics(step, metrics.get(step, {}), others.get(step, {}))
         for name, (straight, resumed) in zip(tensors, digests, strict=True):
@@ -214,7 +215,7 @@ def _compare_tensors(
 
 
 def _device_varies(graph: Graph) -> bool:
-    """Return whether the runs were on a GPU without deterministic algorithms, where orders of summation vary."""
+    """Return whether the runs were on a GPU without deterministic algorithms, where summation order varies."""
     kinds = {graph.nodes[name].settings.get("kind") for name in graph.implementers(Device)}
     deterministic = (graph.nodes[name].settings.get("deterministic") for name in graph.implementers(Randomness))
     return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(deterministic)
@@ -230,7 +231,7 @@ def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
 
 
 def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
-    """Return the command of both runs, without the folder of the run."""
+    """Return the command for both runs, without the run folder."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
         *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
@@ -250,7 +251,7 @@ def _summarize(run: Path) -> str:
 
 
 def _digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """Return the hashes by step and name, except of the nodes `own`."""
+    """Return the hashes by step and name, except for the nodes `own`."""
     rows = {row["step"]: row["digests"].items() for row in _rows(path)}
     return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
 

@@ -15,6 +15,7 @@ from drawloom.components.ports.model import (
 )
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
+from drawloom.kernels.attention_options import AttentionOptions
 
 TOLERANCE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
 
@@ -60,16 +61,39 @@ def attention(kernels: Kernels) -> None:
     _expect_close(result, torch.einsum("rhij,rjhd->rihd", weights, v64))
 
 
+def attention_options(kernels: Kernels) -> None:
+    """
+    Scores have a scale and a softcap, sinks are the scores of keys without values, and values have any width.
+
+    Options have the same result for rows of one document.
+    """
+    q, k, v, sinks = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 12), _random(4)
+    documents = torch.zeros(2, 6, dtype=torch.int64)
+    k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
+    scores = 2 * torch.tanh(torch.einsum("rihd,rjhd->rhij", q.double(), k64) * 0.3 / 2)
+    scores = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+    with_sinks = torch.cat([scores, sinks.double()[None, :, None, None].expand(2, 4, 6, 1)], -1)
+    wanted = torch.einsum("rhij,rjhd->rihd", with_sinks.softmax(-1)[..., :-1], v64)
+    for whole_rows in (False, True):
+        mask = kernels.attention_mask(documents, whole_rows=whole_rows)
+        _expect_close(kernels.attention(q, k, v, mask, AttentionOptions(0.3, 2.0), sinks), wanted)
+
+
 def attention_with_a_cache(kernels: Kernels) -> None:
     """Attention over parts of a text with a key-value cache equals attention over the whole text."""
-    q, k, v = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 8)
+    q, k, v, sinks = _random(2, 6, 4, 8), _random(2, 6, 2, 8), _random(2, 6, 2, 5), _random(4)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(9)
-    layers = [(k, None), (2 * k, 3)]  # the second has a window
-    wanted = [kernels.attention(q, keys, v, kernels.attention_mask(documents, window)) for keys, window in layers]
+    options = AttentionOptions(0.5)
+    layers = [(k, None, None), (2 * k, 3, sinks)]  # the second has a window and sinks
+    wanted = [
+        kernels.attention(q, keys, v, kernels.attention_mask(documents, window), options, sinks)
+        for keys, window, sinks in layers
+    ]
     for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
-        for whole, (keys, window) in zip(wanted, layers, strict=True):
+        for whole, (keys, window, layer_sinks) in zip(wanted, layers, strict=True):
             mask = kernels.attention_mask(documents[:, part], window, cache=cache)
-            _expect_close(kernels.attention(q[:, part], keys[:, part], v[:, part], mask), whole[:, part].double())
+            actual = kernels.attention(q[:, part], keys[:, part], v[:, part], mask, options, layer_sinks)
+            _expect_close(actual, whole[:, part].double())
         cache.advance(part.stop - part.start)
 
 

@@ -89,7 +89,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
             phase.run_phase(step)
         flow = flow_of(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
-        undeclared = ", ".join(sorted(_observed(step).read - declared))
+        undeclared = ", ".join(sorted(_observe(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
 
 
@@ -98,7 +98,7 @@ def writes_only_what_it_declares(phase: Phase) -> None:
     flow = flow_of(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
-        undeclared = sorted(_observed(step).written - {*flow.writes, *flow.changes})
+        undeclared = sorted(_observe(step).written - {*flow.writes, *flow.changes})
         expect(not undeclared, f"the phase writes {', '.join(undeclared)} without declaring it; write it in `writes`")
 
 
@@ -154,7 +154,7 @@ def _step(index: int) -> Step:
     return Step(index, 10, ObservedState(values))
 
 
-def _observed(step: Step) -> ObservedState:
+def _observe(step: Step) -> ObservedState:
     state = step.state
     if not isinstance(state, ObservedState):
         raise TypeError("the step has no observed state")
@@ -194,7 +194,7 @@ def measuring_changes_nothing(metric: Metric) -> None:
     """Measuring a step does not change it."""
     step = _step(1)
     _measure(metric, step)
-    written = _observed(step).written
+    written = _observe(step).written
     expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
 
 
@@ -309,8 +309,8 @@ def a_foreign_state_is_refused(node: Stateful) -> None:
 
 
 def without_a_signal_the_run_continues(stop: Stop) -> None:
-    """Without a signal, `agreed` returns 0."""
-    expect([stop.agreed(), stop.agreed()] == [0, 0], "the run is asked to stop")
+    """Without a signal, `agree_on_signal` returns 0."""
+    expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
 
 
 def accepts_every_kind_of_value(tracker: Tracker) -> None:

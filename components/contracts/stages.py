@@ -19,11 +19,11 @@ from drawloom.graph.testing import expect
 
 def each_is_named_once(parameters: Parameters) -> None:
     """A parameter has one name, the order of parameters does not change, and none is on the meta device."""
-    named = parameters.named()
+    named = parameters.named_parameters()
     expect(named, "there are no parameters")
     expect(len({name for name, _ in named}) == len(named), "two parameters have one name")
     expect(len({id(parameter) for _, parameter in named}) == len(named), "a parameter has two names")
-    expect([name for name, _ in parameters.named()] == [name for name, _ in named], "the order changes")
+    expect([name for name, _ in parameters.named_parameters()] == [name for name, _ in named], "the order changes")
     for name, parameter in named:
         expect(
             isinstance(parameter, nn.Parameter) and not parameter.is_meta,
@@ -49,7 +49,7 @@ def averages_stay_when_they_are_used(average: AveragedWeights) -> None:
     before = {name: tensor.clone() for name, tensor in average.averages().items()}
     for fails in (False, True):
         try:
-            with average.swapped():
+            with average.use_averages():
                 for name, tensor in average.averages().items():
                     expect(torch.equal(tensor, before[name]), f"the average of {name} changes when it is used")
                 if fails:
@@ -62,19 +62,22 @@ def averages_stay_when_they_are_used(average: AveragedWeights) -> None:
         expect(is_same, "averages change when they are used")
 
 
-def counted_are_among_the_named(parameters: SpreadParameters) -> None:
+def owned_parameters_are_a_subset(parameters: SpreadParameters) -> None:
     """The parameters that count on a rank are a subsequence of its named parameters."""
-    named = [id(parameter) for _, parameter in parameters.named()]
-    counted = [id(parameter) for _, parameter in parameters.counted()]
-    expect([key for key in named if key in counted] == counted, "counted() lists others than named(), or reorders")
+    named = [id(parameter) for _, parameter in parameters.named_parameters()]
+    owned = [id(parameter) for _, parameter in parameters.owned_parameters()]
+    expect(
+        [key for key in named if key in owned] == owned,
+        "owned_parameters() lists other names than named_parameters(), or reorders them",
+    )
 
 
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
     """A gradient of ones becomes the number of ranks that have the parameter."""
-    for _, parameter in parameters.named():
+    for _, parameter in parameters.named_parameters():
         gradient_of(parameter).fill_(1)
     parameters.sum_gradients()
-    for name, parameter in parameters.named():
+    for name, parameter in parameters.named_parameters():
         gradient = gradient_of(parameter)
         ranks = float(gradient.flatten()[0])
         expect(ranks >= 1 and ranks.is_integer(), f"the gradients of {name}, ones on each rank, add up to {ranks}")

@@ -1,4 +1,4 @@
-"""Comparison with transformers: whether AutoTokenizer encodes as the `tokenizer.json` of a folder does."""
+"""Comparison with transformers: whether AutoTokenizer encodes like a folder's `tokenizer.json`."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ def warn_of_other_ids(folder: Path, tokenizer: Tokenizer) -> None:
 
 def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:
     """
-    Change the configuration of a model folder, if necessary, so that transformers returns the tokenizer's ids.
+    Change a model folder's configuration, if necessary, to make transformers return the tokenizer's ids.
 
     A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """
@@ -83,7 +83,7 @@ def is_read_unchanged(folder: Path) -> bool:
 
 
 def make_read_unchanged(folder: Path) -> None:
-    """Edit `tokenizer_config.json` so that transformers reads `tokenizer.json` unchanged."""
+    """Edit `tokenizer_config.json` to make transformers read `tokenizer.json` unchanged."""
     if is_read_unchanged(folder):
         return
     config = _read(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
@@ -94,13 +94,13 @@ def make_read_unchanged(folder: Path) -> None:
 
 
 def _is_rebuilt(folder: Path) -> bool:
-    """Return whether transformers ignores the declared tokenizer class for the model family of a folder."""
+    """Return whether transformers ignores the declared tokenizer class for a folder's model family."""
     return _read(folder / MODEL).get("model_type") in REBUILT
 
 
 def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
     """
-    Compare a tokenizer's ids with those that transformers' AutoTokenizer returns for a folder.
+    Compare a tokenizer's ids with the ids from transformers' AutoTokenizer for a folder.
 
     Returns a description of the difference; empty if all samples agree, or if transformers is not installed.
     """
@@ -122,7 +122,7 @@ def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
 
 
 def _vocabulary_sample(tokenizer: Tokenizer) -> str:
-    """Return the texts of evenly spread vocabulary tokens, joined by spaces: words in the language of the corpus."""
+    """Return evenly spread vocabulary tokens as text, joined by spaces: words in the corpus's language."""
     step = max(1, tokenizer.vocab_size // VOCABULARY_SAMPLES)
     return " ".join(tokenizer.decode([token_id]).strip() for token_id in range(0, tokenizer.vocab_size, step))
 
@@ -136,7 +136,7 @@ def _describe_first_change(text: str, tokenizer: Tokenizer, our_ids: list[int], 
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silence the advice of transformers about tokenizer classes: the comparison replaces it."""
+    """Silence transformers' advice about tokenizer classes: the comparison replaces it."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

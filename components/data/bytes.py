@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: each byte of UTF-8 is a token, and one more ends a document."""
+"""Byte-level tokenizer: every UTF-8 byte is a token, and one more token ends a document."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Bytes:
 
     @property
     def vocab_size(self) -> int:
-        """The number of byte values plus the end token: 257."""
+        """All byte values plus the end token: 257."""
         return END + 1
 
     @property
@@ -29,7 +29,7 @@ class Bytes:
         return END
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the UTF-8 bytes of a text, int32 (bytes,). Raises UserError for half a surrogate pair."""
+        """Return a text's UTF-8 bytes, int32 (bytes,). Raises UserError for half a surrogate pair."""
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
@@ -40,19 +40,19 @@ class Bytes:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Invalid UTF-8 becomes U+FFFD; ids that are not bytes are skipped."""
+        """Decode ids as text. Invalid UTF-8 becomes U+FFFD; ids that are not bytes are skipped."""
         return bytes(token_id for token_id in ids if 0 <= token_id < END).decode("utf-8", "replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Return 1 for each byte and 0 for the end token; int64 (257,)."""
+        """Return 1 for bytes and 0 for the end token; int64 (257,)."""
         return np.append(np.ones(END, np.int64), 0)
 
     def save(self, folder: Path) -> None:
         """
-        Write `tokenizer.json` and `tokenizer_config.json` for the libraries of Hugging Face.
+        Write `tokenizer.json` and `tokenizer_config.json` for Hugging Face's libraries.
 
         The end token is in the vocabulary but not among the added tokens, and `split_special_tokens` is set: a
-        text that contains `<|end|>` is encoded as bytes and can't forge the end of a document. In a model
+        text that contains `<|end|>` is encoded as bytes and can't forge a document's end. In a model
         folder transformers may need more files, see `make_read_unchanged`.
         """
         _write(folder / "tokenizer.json", _tokenizer_json())
@@ -75,7 +75,7 @@ def _tokenizer_config_json() -> dict[str, Any]:
 
 
 def _tokenizer_json() -> dict[str, Any]:
-    """Return a byte-pair encoding without merges, which uses only its byte alphabet."""
+    """Return a byte-pair encoding without merges, only with its byte alphabet."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_alphabet())} | {END_NAME: END}
     return {
@@ -93,7 +93,7 @@ def _tokenizer_json() -> dict[str, Any]:
 
 def _alphabet() -> list[str]:
     """
-    Return GPT-2's character for each byte: the byte itself if it is printable, otherwise the next one from U+0100.
+    Return GPT-2's characters by byte: the byte itself if it is printable, otherwise the next character from U+0100.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     remapped = [byte for byte in range(256) if byte not in printable]

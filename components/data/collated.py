@@ -25,8 +25,7 @@ class Collated:
     """
     One row per example, padded to the longest example.
 
-    A run resumes only with the same number of examples and the same content of a sample, evenly spread over each
-    split.
+    A run resumes only with equally many examples and the same content in a sample, evenly spread over the split.
     """
 
     batch_type: ClassVar[None] = None  # the collator makes the batches
@@ -35,7 +34,7 @@ class Collated:
     collator: Collator
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
-    max_length: int = setting(check=between(2, MAX_LENGTH + 1), doc="maximum sequence length of an example, in tokens")
+    max_length: int = setting(check=between(2, MAX_LENGTH + 1), doc="maximum sequence length per example, in tokens")
     multiple: int = setting(
         default=1,
         check=between(1, MAX_LENGTH + 1),
@@ -47,7 +46,7 @@ class Collated:
     _tokens: dict[Split, int] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
-        """Measure all examples. Raises UserError for an example that is too long, or that the collator rejects."""
+        """Measure all examples. Raises UserError for an example that is too long or rejected by the collator."""
         self._vocab_size = min((model.vocab_size for model in self.models.values()), default=None)
         longest = 2
         for split in SPLITS:
@@ -70,7 +69,7 @@ class Collated:
         return self._tokens[split] / (self.count(split) * self.length) if self.count(split) else 1.0
 
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
-        """Return the rows of these examples. Raises UserError with the name of an example that can't be collated."""
+        """Return the examples' rows. Raises UserError with the name of an example that can't be collated."""
         try:
             batch = self._rows(split, indices)
         except Exception:
@@ -85,7 +84,7 @@ class Collated:
         return [self._name(split, row)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return each split's row count, and the digest of a sample."""
+        """Return row counts by split, and a sample's digest."""
         return {split: {"rows": self.count(split), "sha256": self._digest(split)} for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,7 +109,7 @@ class Collated:
 
     @contextmanager
     def _name_in_errors(self, split: Split, index: int) -> Iterator[None]:
-        """Add the name of the example to an error."""
+        """Add the example's name to an error."""
         try:
             yield
         except Exception as error:
@@ -136,6 +135,6 @@ class Collated:
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError if token ids, int64 (rows, length), are outside of the vocabulary."""
+    """Raise ValueError if token ids, int64 (rows, length), are outside the vocabulary."""
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"it has ids outside of the model's vocabulary, 0 to {vocab_size - 1}")

@@ -17,21 +17,21 @@ class Conversations(ChatCorpus):
     """
     Conversations in JSON-lines, Parquet and Arrow files, with a loss weight per token.
 
-    A line has `messages` and optionally `tools`, in the format of Hugging Face's chat templates; or a `prompt` and
-    a trained `completion`, either both text or both messages. A message's `weight` overrides that of its role. A
+    A line has `messages` and optionally `tools`, in the format for Hugging Face's chat templates; or a `prompt` and
+    a trained `completion`, either both text or both messages. A message's `weight` overrides its role's weight. A
     turn is trained up to its end token, and only if the template renders it the same way in every position
     (`components/data/chat/turns.py`). A line without a trained token is dropped, with a warning.
     """
 
     turns: Literal["all", "last", "one_row_per_turn"] = setting(
         default="all",
-        doc="trained turns of a conversation; one_row_per_turn makes one row per trained turn, ending with it",
+        doc="trained turns in a conversation; one_row_per_turn makes one row per trained turn, ending with it",
     )
     roles: dict[str, float] = setting(
         factory=lambda: {"assistant": 1.0}, doc="loss weight by role; other roles are not trained"
     )
 
-    def encoded(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
+    def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             return [encode_completion(self.tokenizer, prompt, completion)]

@@ -1,4 +1,4 @@
-"""Corpus in a folder that `save_to_disk` of Hugging Face's `datasets` has written."""
+"""Corpus in a folder written by `save_to_disk` from Hugging Face's `datasets`."""
 
 import json
 from collections.abc import Iterator
@@ -17,33 +17,32 @@ class HuggingFaceDataset:
     """
     A saved dataset, or a dictionary with several, with one text column.
 
-    Without a validation dataset, the split of a document depends only on its text.
+    Without a validation dataset, a document's split depends only on its text.
     """
 
     path: Path = setting(doc="dataset folder, relative to the current directory")
-    field: str = setting(default="text", doc="name of the text column")
-    train: str = setting(default="train", doc="name of the training dataset in a dictionary")
+    field: str = setting(default="text", doc="text column's name")
+    train: str = setting(default="train", doc="training dataset's name in a dictionary")
     validation: str | None = setting(
-        default=None, doc="name of the validation dataset in a dictionary; the training dataset is then used whole"
+        default=None, doc="validation dataset's name in a dictionary; the training dataset is then used whole"
     )
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
 
     def check_machine(self) -> None:
-        """Read the first document of each dataset. Raises UserError if a folder or the column is missing."""
+        """Read every dataset's first document. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
             next(texts_of(self._parts(name)[:1]), None)
 
     def documents(self, split: Split) -> Iterator[str]:
         """
-        Return the texts of one split. Raises UserError if the folder is not a dataset, or lacks the dataset of
-        that name.
+        Return a split's texts. Raises UserError if the folder is not a dataset, or lacks the named dataset.
         """
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in parts that can be read independently."""
+        """Return a split's documents in independently readable parts."""
         if self.validation is not None:
             return [*self._parts(self.train if split == "train" else self.validation)]
         return [*split_parts(self._parts(self.train), split, self.validation_fraction)]
@@ -65,7 +64,7 @@ class HuggingFaceDataset:
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a JSON file, or None if it is missing."""
+    """Return a JSON file's content, or None if it is missing."""
     try:
         return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

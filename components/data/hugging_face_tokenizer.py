@@ -23,15 +23,15 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 @component(needs={"tokenizers": "drawloom[tokenizers]"})
 class HuggingFaceTokenizer:
     """
-    Tokenizer that encodes with a `tokenizer.json`, without special tokens around a text.
+    Tokenizer from a `tokenizer.json`, without special tokens around a text.
 
-    A special token that a text spells out is encoded as text: no document can forge an end.
+    A special token spelled out in a text is encoded as text: no document can forge an end.
     """
 
     path: Path = setting(doc="path of `tokenizer.json` or its folder, relative to the current directory")
     end_token: str | None = setting(
         default=None,
-        doc="token that ends a document, as the file spells it; default: eos_token of `tokenizer_config.json`",
+        doc="end-of-document token, as spelled in the file; default: eos_token of `tokenizer_config.json`",
     )
 
     def open(self) -> None:
@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _end_token(self) -> str:
-        """Return the end token of a document; raises UserError if nothing declares one."""
+        """Return the end-of-document token; raises UserError if nothing declares one."""
         token = self.end_token or eos_token(self._file.parent)
         if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} has no eos_token"
@@ -106,21 +106,21 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, int32 (tokens,) each; faster than `encode` in a loop."""
+        """Encode several texts, int32 (tokens,); faster than `encode` in a loop."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens."""
+        """Decode ids as text, without special tokens."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
     def token_bytes(self) -> np.ndarray:
         """
         Return each id's byte count, from the vocabulary: int64 (vocab_size,).
 
-        A token of a byte-level vocabulary has one byte per character. In other vocabularies a token is its own
+        A token in a byte-level vocabulary has one byte per character. In other vocabularies a token is its own
         text: the byte fallback spells one byte as `<0x0A>`, and SentencePiece spells a space as `▁`. Special
-        tokens and unused ids have no bytes. Bytes that a normalizer or pre-tokenizer adds or drops, such as a
+        tokens and unused ids have no bytes. Bytes added or dropped by a normalizer or pre-tokenizer, such as a
         space before the first word, are counted as in the ids.
         """
         table = np.zeros(self.vocab_size, np.int64)
@@ -172,7 +172,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def eos_token(folder: Path) -> str | None:
-    """Return the eos_token of `tokenizer_config.json`, or None."""
+    """Return the eos_token in `tokenizer_config.json`, or None."""
     try:
         token = json.loads((folder / COMPANIONS[0]).read_text("utf-8")).get("eos_token")
     except (FileNotFoundError, ValueError, AttributeError):
@@ -182,13 +182,13 @@ def eos_token(folder: Path) -> str | None:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether tokens are spelled in GPT-2's byte alphabet; the decoder may be part of a sequence."""
+    """Return whether tokens are spelled in GPT-2's byte alphabet; the decoder may be in a sequence."""
     parts = (tokenizer.decoder, tokenizer.pre_tokenizer)
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
 def _as_text(token: str) -> str:
-    """Return the text of a token; a byte-fallback token becomes an arbitrary single byte."""
+    """Return a token's text; a byte-fallback token becomes an arbitrary single byte."""
     return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 
 

@@ -1,4 +1,4 @@
-"""Examples of token ids in JSON-lines, Parquet or Arrow files."""
+"""Token id examples in JSON-lines, Parquet or Arrow files."""
 
 import attrs
 
@@ -19,22 +19,22 @@ class JsonExamples:
 
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs of JSON-lines, Parquet or Arrow files, relative to the current directory; `**` crosses folders",
+        doc="globs for JSON-lines, Parquet or Arrow files, relative to the current directory; `**` crosses folders",
     )
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the lines to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of lines held out for evaluation; 0: none"
     )
     _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
 
     def check_machine(self) -> None:
-        """Read the first line. Raises UserError for a glob without a file, or a line that is not an object."""
+        """Read the first line. Raises UserError for a glob without a file, or a line without an object."""
         next(lines_of(self.paths), None)
 
     def open(self) -> None:
-        """Read all lines. Raises UserError with the file and line number of a line that is not an object."""
+        """Read all lines. Raises UserError with file and line number for a line that is not an object."""
         self._splits = {"train": [], "validation": []}
         for line in lines_of(self.paths):
-            example = {**line.row, "source": line.place}
+            example = {**line.row, "source": line.position}
             self._splits[split_of(line.key, self.validation_fraction)].append(example)
 
     def close(self) -> None:
@@ -42,5 +42,5 @@ class JsonExamples:
         self._splits = {}
 
     def examples(self, split: Split) -> list[Example]:
-        """Return the examples of a split, ordered by file and line."""
+        """Return a split's examples, ordered by file and line."""
         return self._splits[split]

@@ -1,4 +1,4 @@
-"""Corpus of JSON lines, one document per line."""
+"""JSON-lines corpus, one document per line."""
 
 from collections.abc import Iterator
 
@@ -15,16 +15,16 @@ class JsonLines:
     Documents in JSON-lines files: one object per line with a text field; `.gz` and `.zst` are decompressed.
 
     A document's split depends only on its text: lines can be moved and added, and duplicates are never in both
-    splits. If there are only a few documents, the end of each one is validation data.
+    splits. If there are only a few documents, their ends are validation data.
     """
 
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
+        doc="globs for UTF-8 files, relative to the current directory; `**` crosses folders",
     )
-    field: str = setting(default="text", doc="name of the text field")
+    field: str = setting(default="text", doc="text field's name")
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
 
     def check_machine(self) -> None:
@@ -32,9 +32,9 @@ class JsonLines:
         next(texts_of(json_lines_parts(find(self.paths)[:1], self.field)), None)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Return the texts of one split, ordered by file and line. Raises UserError with the position of a bad line."""
+        """Return a split's texts, ordered by file and line. Raises UserError with a bad line's position."""
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in parts that can be read independently."""
+        """Return a split's documents in independently readable parts."""
         return [*split_parts(json_lines_parts(find(self.paths), self.field), split, self.validation_fraction)]

@@ -30,12 +30,12 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen(kw_only=True)
 class LengthStage:
-    """Maximum document length up to a step or a number of tokens."""
+    """Maximum document length up to a step or a token count."""
 
     length: int = setting(
         check=between(2, MAX_LENGTH + 1), doc="maximum document length in tokens; longer documents are cut"
     )
-    until_step: int | None = setting(default=None, check=at_least(1), doc="last step of this stage")
+    until_step: int | None = setting(default=None, check=at_least(1), doc="this stage's last step")
     until_tokens: int | None = setting(
         default=None,
         check=at_least(1),
@@ -43,7 +43,7 @@ class LengthStage:
     )
 
     def holds(self, step: int, tokens: int) -> bool:
-        """Return whether a step is in this stage or earlier; `tokens` is the number of tokens before the step."""
+        """Return whether a step is in this stage or earlier; `tokens` is the token count before the step."""
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
 
@@ -51,7 +51,7 @@ def cut(batch: TokenBatch, length: int) -> TokenBatch:
     """
     Split every document in a batch into documents with at most `length` tokens.
 
-    Keeps all tokens and shapes: positions restart at each cut, and attention does not cross it.
+    Keeps all tokens and shapes: positions restart at every cut, and attention does not cross it.
     """
     positions = batch.positions % length
     return batch.evolve(positions=positions, document_ids=torch.cumsum(positions == 0, dim=1) - 1)
@@ -63,9 +63,9 @@ log = logging.getLogger("drawloom.data")
 @component
 class Loader:
     """
-    Deterministic data loader over endless epochs, with rows of a mixture interleaved by source weight.
+    Deterministic data loader over endless epochs, with a mixture's rows interleaved by source weight.
 
-    A step may cross the end of an epoch. The state has the consumed steps and rows, and the sources' row shares by
+    A step may cross an epoch's end. The state has the consumed steps and rows, and the sources' row shares by
     start position. A run can therefore resume with other numbers of workers and data-parallel ranks, and with
     another batch size, and still continue with the next row.
     """
@@ -78,16 +78,16 @@ class Loader:
         default=0,
         impact="safe",
         check=between(0, 1001),
-        doc="worker processes that prepare batches ahead of time; 0: prepare them in the training process",
+        doc="worker processes to prepare batches ahead of time; 0: prepare them in the training process",
     )
     prefetch: int = setting(
         default=2, impact="safe", check=between(1, 10_001), doc="microbatches per worker to prepare ahead of time"
     )
     timeout: float = setting(
-        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a batch of a worker before the run fails"
+        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before the run fails"
     )
     lengths: list[LengthStage] = setting(
-        factory=list, doc="sequence length curriculum: stages of maximum document length, in order"
+        factory=list, doc="sequence length curriculum: stages with a maximum document length, in order"
     )
     _step: int = attrs.field(init=False, default=0)
     _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
@@ -98,7 +98,7 @@ class Loader:
     _rows: RowStream = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Lay out the stream of rows, and start the workers. Raises UserError if there are no rows."""
+        """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
         self._begin([])
@@ -114,17 +114,17 @@ class Loader:
 
     def next_step(self) -> list[Batch]:
         """
-        Return this data-parallel rank's microbatches of the next step (gradient accumulation sums over them).
+        Return this data-parallel rank's next microbatches (gradient accumulation sums over them).
 
-        The first call is a collective. Raises UserError if ranks that must see the same rows see different
-        ones, or if a worker dies or hangs.
+        The first call is a collective. Raises UserError if ranks with one data-parallel index see different
+        rows, or if a worker dies or hangs.
         """
         step = self._step + 1
         if self._stream is None:
             self._stream = self._batches(step)
         batches = [next(self._stream) for _ in self.batching.positions(step)]
         if self.lengths:
-            batches = [self.shortened(batch, step) for batch in batches]
+            batches = [self.shorten(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
             check_leaves(self.rows, batches[0])
@@ -133,7 +133,7 @@ class Loader:
         self._step = step
         return batches
 
-    def shortened(self, batch: Batch, step: int) -> Batch:
+    def shorten(self, batch: Batch, step: int) -> Batch:
         """Cut a batch's documents to the step's maximum length."""
         length = self.length_at(step)
         return batch if length is None else cut(token_batch(batch, "lengths"), length)
@@ -144,7 +144,7 @@ class Loader:
         return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
-        """Return the row numbers of a step, over all ranks."""
+        """Return a step's row numbers, over all ranks."""
         return self._rows.rows(range(self._start(step), self._start(step + 1)))
 
     @property
@@ -156,15 +156,15 @@ class Loader:
         """
         Return the tokens per source in all steps up to and including this one.
 
-        Counts a source's average tokens per row, so the sum is exact at the end of an epoch.
+        Counts a source's average tokens per row, so the sum is exact at an epoch's end.
         """
-        rows = self._rows.taken(self._start(step + 1))
+        rows = self._rows.count_rows_before(self._start(step + 1))
         sources = self._rows.sources.values()
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
     def position(self) -> int:
-        """The position in the endless order of rows at which the next step begins."""
+        """The position in the endless row order where the next step begins."""
         return self._start(self._step + 1)
 
     def continue_at(self, position: int) -> None:
@@ -173,11 +173,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """
-        Return the steps and rows consumed (`step`, `position`), and the row shares of a mixture by start
+        Return the steps and rows consumed (`step`, `position`), and a mixture's row shares by start
         position (`shares`).
 
         After the batch size has changed, `since` is the last step with the old size, and `offset` the rows
-        consumed beyond those that as many steps with the new size would consume.
+        consumed beyond as many steps with the new size.
         """
         state: dict[str, Any] = {"step": self._step, "position": self.position}
         if self._last_resized_step:
@@ -199,11 +199,11 @@ class Loader:
         self._begin([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
     def _start(self, step: int) -> int:
-        """Return the position at which a step begins."""
+        """Return the position where a step begins."""
         return self.batching.start(step) + self._offset
 
     def _begin(self, segments: list[Segment]) -> None:
-        """Lay out the stream of rows: earlier segments, plus a new one if the shares have changed."""
+        """Lay out the row stream: earlier segments, plus a new one if the shares have changed."""
         sources = {source.name: source for source in row_sources(self.rows)}
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
@@ -220,13 +220,13 @@ class Loader:
         return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
     def _row_indices(self, step: int) -> Iterator[list[int]]:
-        """Return an endless iterator over the row numbers of each microbatch from a step on."""
+        """Return an endless iterator over row numbers by microbatch from a step on."""
         microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems with the length curriculum, and with rows that ranks along `context` can't divide evenly."""
+        """Yield problems with the length curriculum, and with uneven rows for the ranks along `context`."""
         rows, mesh = node.neighbour("rows"), node.neighbour("mesh")
         if rows and mesh:
             length, ranks = rows.settings.get("length"), PerDimension.of_settings(mesh.settings).context
@@ -245,7 +245,7 @@ class Loader:
 
 
 def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView) -> Iterator[Problem]:
-    """Yield problems of batches that can't be divided along `context` or cut by `lengths`."""
+    """Yield problems with batches that can't be divided along `context` or cut by `lengths`."""
     text = f"[{writer.name}] makes {batch_type.__name__}"
     if ranks > 1 and "tokens" not in batch_type.specs.values():
         text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
@@ -255,7 +255,7 @@ def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int,
 
 
 def check_leaves(rows: PackedDataset, batch: Any) -> None:
-    """Raise UserError if a batch is not of the declared class, or its tensors do not fit together."""
+    """Raise UserError if a batch has another class than declared, or its tensors do not fit together."""
     declared = rows.batch_type or Batch
     if not isinstance(batch, declared):
         actual = type(batch).__name__
@@ -271,8 +271,8 @@ def check_leaves(rows: PackedDataset, batch: Any) -> None:
 
 def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> None:
     """
-    Raise UserError on every rank if ranks of one data-parallel index have different batches, or if any ranks have
-    different numbers of rows. Collective over all ranks.
+    Raise UserError on every rank if ranks with one data-parallel index have different batches, or if any ranks have
+    different row counts. Collective over all ranks.
     """
     answers = world.gather_json([replica, rows, _fingerprint(batch)])
     first_ranks: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Token ids in Megatron-LM's `.bin` and `.idx` files, which are read in place."""
+"""Token ids in Megatron-LM's `.bin` and `.idx` files, read in place."""
 
 import hashlib
 from functools import cached_property
@@ -25,16 +25,16 @@ class Megatron:
     A document's split depends only on its number.
     """
 
-    path: Path = setting(doc="path of both files without `.bin` and `.idx`, relative to the current directory")
-    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="number of token ids of the tokenizer")
-    eos_id: int = setting(check=between(0, 2**31), doc="token id that ends a document and pads rows")
+    path: Path = setting(doc="path to both files without `.bin` and `.idx`, relative to the current directory")
+    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="the tokenizer's number of token ids")
+    eos_id: int = setting(check=between(0, 2**31), doc="end-of-document token id, which also pads rows")
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
     _documents: Any = attrs.field(init=False, default=None)
 
     def check_machine(self) -> None:
-        """Map the files. Raises UserError if they are not files of Megatron-LM, or are truncated."""
+        """Map the files. Raises UserError if they are not Megatron-LM's, or truncated."""
         self._documents = MegatronDocuments.open(self.path)
 
     def documents(self, split: Split) -> ChosenDocuments:
@@ -56,7 +56,7 @@ class MegatronDocuments:
 
     @classmethod
     def open(cls, path: Path) -> "MegatronDocuments":
-        """Read the header, and compare the sizes of both files with it."""
+        """Read the header, and compare both files' sizes with it."""
         index, tokens = path.with_name(f"{path.name}.idx"), path.with_name(f"{path.name}.bin")
         try:
             with index.open("rb") as file:
@@ -84,7 +84,7 @@ class MegatronDocuments:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of the index and the number of tokens; the tokens themselves are not read."""
+        """SHA-256 over the index and the token count; the tokens themselves are not read."""
         index = self.path.with_name(f"{self.path.name}.idx")
         with index.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
@@ -100,7 +100,7 @@ class MegatronDocuments:
         return DocumentPart(self._ids[begin + first : min(begin + last, end)])
 
     def source(self, document: int) -> str:
-        """Return the file and the number of the document."""
+        """Return the document's file and number."""
         return f"{self.path}.bin:{document}"
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Weighted mixture of tokenized corpora."""
+"""Weighted mixture for tokenized corpora."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from drawloom.graph.problems import did_you_mean
 
 @attrs.frozen(eq=False)
 class DocumentSource:
-    """Documents of one source; `weight` is its relative share of the training tokens."""
+    """One source's documents; `weight` is its relative share of the training tokens."""
 
     name: str
     documents: TokenDocuments
@@ -27,19 +27,19 @@ class DocumentSource:
 
 @attrs.frozen(eq=False)
 class MixedDocuments:
-    """Concatenated TokenDocuments of several sources."""
+    """Concatenated TokenDocuments from several sources."""
 
     sources: tuple[DocumentSource, ...]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Token counts of the documents, (documents,)."""
+        """Token counts by document, (documents,)."""
         lengths: np.ndarray = np.concatenate([source.documents.lengths for source in self.sources])
         return lengths
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all sources and their names, without their weights."""
+        """Digest over all sources and their names, without their weights."""
         parts = [f"{source.name} {source.documents.fingerprint}\n" for source in self.sources]
         return sha256("".join(parts).encode()).hexdigest()
 
@@ -62,25 +62,23 @@ class MixedDocuments:
 
 
 def document_sources(documents: TokenDocuments) -> tuple[DocumentSource, ...]:
-    """Return the sources of a mixture, or all documents as one source without a name."""
+    """Return a mixture's sources, or all documents as one source without a name."""
     return documents.sources if isinstance(documents, MixedDocuments) else (DocumentSource("", documents, 1.0),)
 
 
 @component
 class Mixture:
     """
-    Documents of several sources; packings keep the sources in separate rows.
+    Documents from several sources; packings keep the sources in separate rows.
 
     A source's share of the tokens is proportional to its weight, or without weights to (epochs * tokens) ** (1 /
-    temperature). Rows of all sources are interleaved so that the shares hold in every part of a run
+    temperature). Rows from all sources are interleaved, so the shares hold in every part of a run
     (`components/data/order/stream.py`); an exhausted source begins its next epoch.
     """
 
     sources: dict[str, TokenCorpus]
-    weights: dict[str, float] = setting(
-        factory=dict, doc="relative share of the training tokens by source, in any unit"
-    )
-    epochs: dict[str, float] = setting(factory=dict, doc="relative number of epochs by source; default: 1")
+    weights: dict[str, float] = setting(factory=dict, doc="relative share of training tokens by source, in any unit")
+    epochs: dict[str, float] = setting(factory=dict, doc="relative epoch count by source; default: 1")
     temperature: float = setting(
         default=1.0,
         check=above(0),
@@ -107,16 +105,16 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size, which all sources share."""
+        """The sources' common vocabulary size."""
         return next(iter(self.sources.values())).vocab_size
 
     @property
     def eos_id(self) -> int:
-        """The end token, which all sources share."""
+        """The sources' common end token."""
         return next(iter(self.sources.values())).eos_id
 
     def documents(self, split: Split) -> MixedDocuments:
-        """Return the concatenated documents of all sources."""
+        """Return all sources' concatenated documents."""
         if split not in self._mixed:
             sources = []
             for name, corpus in self.sources.items():
@@ -134,7 +132,7 @@ class Mixture:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield problems of weights, epochs and temperature, such as unknown sources or missing weights."""
+        """Yield problems with weights, epochs and temperature, such as unknown sources or missing weights."""
         names, weights = node.keys("sources"), node.settings["weights"]
         if not names:
             yield node.problem("sources", "a mixture without sources", 'write sources = { name = "@node", ... }')

@@ -1,4 +1,4 @@
-"""Collator that pads examples to a common length."""
+"""Collator with padding to a common length."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -13,7 +13,7 @@ from drawloom.graph import between, component, setting
 @component
 class PadCollator:
     """
-    Rows of `input_ids`, padded on one side.
+    Rows from `input_ids`, padded on one side.
 
     A token's target is the next token in its example. A target has no loss if its label in `labels` is IGNORE_INDEX
     (-100); otherwise its weight is the one in `weights`, or 1. The padding is a separate document, so no token
@@ -22,7 +22,7 @@ class PadCollator:
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
 
-    side: Literal["left", "right"] = setting(default="right", doc="side of the padding")
+    side: Literal["left", "right"] = setting(default="right", doc="padding side")
     pad_id: int = setting(default=0, check=between(0, 2**31), doc="padding token id")
 
     def count(self, example: Example) -> int:
@@ -69,7 +69,7 @@ class PadCollator:
 
 
 def _shift_targets(example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """Return the targets of all tokens but the last, and their weights."""
+    """Return targets for all tokens but the last, and their weights."""
     targets = _as_ids(example["input_ids"])[1:]
     weights = np.ones(len(targets), np.float32)
     if example.get("weights") is not None:

@@ -1,4 +1,4 @@
-"""Corpus of Parquet and Arrow files, one document per row."""
+"""Parquet and Arrow corpus, one document per row."""
 
 from collections.abc import Iterator
 
@@ -12,19 +12,19 @@ from drawloom.graph import between, component, setting
 @component(needs={"pyarrow": "drawloom[arrow]"})
 class Parquet:
     """
-    Documents in a text column of Parquet and Arrow tables; the file extension selects the format.
+    Documents in a text column in Parquet and Arrow tables; the file extension selects the format.
 
-    A document's split depends only on its text. If there are only a few documents, the end of each one is
+    A document's split depends only on its text. If there are only a few documents, their ends are
     validation data.
     """
 
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs of .parquet and .arrow files, relative to the current directory; `**` crosses folders",
+        doc="globs for .parquet and .arrow files, relative to the current directory; `**` crosses folders",
     )
-    field: str = setting(default="text", doc="name of the text column")
+    field: str = setting(default="text", doc="text column's name")
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
 
     def check_machine(self) -> None:
@@ -33,11 +33,11 @@ class Parquet:
 
     def documents(self, split: Split) -> Iterator[str]:
         """
-        Return the texts of one split, ordered by file and row. Raises UserError with the row of a value that is
-        not text.
+        Return a split's texts, ordered by file and row. Raises UserError with the row for a value other than
+        text.
         """
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in parts that can be read independently."""
+        """Return a split's documents in independently readable parts."""
         return [*split_parts(table_parts(find(self.paths), self.field), split, self.validation_fraction)]

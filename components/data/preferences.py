@@ -1,4 +1,4 @@
-"""Corpus of preferences: pairs of a chosen and a rejected answer to the same prompt."""
+"""Preference corpus: pairs with a chosen and a rejected answer to the same prompt."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,20 +23,20 @@ FORMS = '{"prompt": ..., "chosen": ..., "rejected": ...}, three texts or three l
 @component(needs={"jinja2": "drawloom[chat]"})
 class Preferences(ChatCorpus):
     """
-    Pairs of answers in JSON-lines, Parquet and Arrow files: document 2n is preferred to document 2n + 1.
+    Answer pairs in JSON-lines, Parquet and Arrow files: document 2n is preferred to document 2n + 1.
 
     A line has a `prompt`, `chosen` and `rejected`, all text or all messages, and optionally `tools`; without a
-    `prompt`, the common first messages of both conversations are the prompt. The loss compares the assistant's
-    turns after the prompt, each up to its end token. The weights of a pair's tokens sum to 1. A line is dropped,
+    `prompt`, both conversations' common first messages are the prompt. The loss compares the assistant's turns after
+    the prompt, up to their end tokens. The token weights in a pair sum to 1. A line is dropped,
     with a warning, if one side has nothing to compare or both sides are equal. A line may have `ref_chosen_logps`
-    and `ref_rejected_logps`, the log-probabilities of a reference model that `drawloom reference-logps` writes.
+    and `ref_rejected_logps`, a reference model's log-probabilities, which `drawloom reference-logps` writes.
     """
 
     pairs: ClassVar[bool] = True
     kind: ClassVar[str] = "answer"
 
-    def encoded(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
-        """Return both documents of a line, the preferred one first, or none. Raises ValueError for a malformed line."""
+    def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
+        """Return a line's two documents, the preferred one first, or none. Raises ValueError for a malformed line."""
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
             return _weigh_pair(
@@ -53,7 +53,7 @@ class Preferences(ChatCorpus):
         return f"no line has two different answers to compare; write {FORMS}"
 
     def _encode_answer(self, messages: Sequence[Message], shared: int, tools: Any, template: ChatTemplate) -> Encoded:
-        """Encode a conversation of which the assistant turns after the prompt are trained."""
+        """Encode a conversation, with trained assistant turns after the prompt."""
         check_messages(messages)
         weights = [float(index >= shared and turn["role"] == "assistant") for index, turn in enumerate(messages)]
         return encode_rendered(self.tokenizer, render_turns(template, messages, weights, tools), messages, tools)
@@ -64,7 +64,7 @@ def _are_equal(pair: tuple[Message, Message]) -> bool:
 
 
 def _weigh_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
-    """Return both sides with weights that sum to 1, and with references; or nothing if there is nothing to compare."""
+    """Return both sides with weights that sum to 1, and with references; nothing if there is nothing to compare."""
     references = [_read_reference(row, key) for key in REFERENCES]
     if (references[0] is None) != (references[1] is None):
         raise ValueError(f"it has only one of {' and '.join(REFERENCES)}; write both or none")

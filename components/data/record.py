@@ -1,4 +1,4 @@
-"""Record of every step's rows, for `drawloom data audit`."""
+"""Row record by step, for `drawloom data audit`."""
 
 from hashlib import blake2b
 
@@ -18,10 +18,10 @@ FOLDER = "rows"
 @component(reads=("batches",), impact="safe")
 class Record:
     """
-    Writer of `rows/rank-N.jsonl` in the run folder: one object per step, with a digest per row on this rank.
+    Writer for `rows/rank-N.jsonl` in the run folder: one object per step, with a digest per row on this rank.
 
-    The phase follows the one that loads the data. A digest covers all tensors in a row, so the record shows the
-    rows that were trained on, not the rows that were requested.
+    The phase follows the data loading phase. A digest covers all tensors in a row, so the record shows the trained
+    rows, not the requested rows.
     """
 
     folder: RunFolder
@@ -33,7 +33,7 @@ class Record:
     )
 
     def run_phase(self, step: Step) -> None:
-        """Append the digests of a step. Removes later lines of a process that was killed or went back."""
+        """Append a step's digests. Removes later lines from a process that was killed or went back."""
         digests = [digest for batch in step.state["batches"] for digest in row_digests(batch)]
         self._log.append(
             {"step": step.index, "part": self.batching.dp_rank, "parts": self.batching.dp_size, "rows": digests}

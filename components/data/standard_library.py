@@ -1,4 +1,4 @@
-"""Corpus on every machine with Python: the source of the standard library, without its tests."""
+"""Corpus on every machine with Python: the standard library's source, without its tests."""
 
 import os
 import sysconfig
@@ -19,23 +19,23 @@ GENERATED = ("config-", "_sysconfigdata_")
 
 @component
 class StandardLibrary:
-    """Source of the standard library, one document per module, without tests and installed packages."""
+    """The standard library's source, one document per module, without tests and installed packages."""
 
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the files to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of files held out for evaluation; 0: none"
     )
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Return the texts of one split, ordered by module path."""
+        """Return a split's texts, ordered by module path."""
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in parts that can be read independently."""
+        """Return a split's documents in independently readable parts."""
         return [*split_parts(text_parts(source_files(), replace=True), split, self.validation_fraction)]
 
 
 def source_files() -> list[File]:
-    """Return the modules of the running Python, sorted by path below `stdlib`. Raises UserError if there are none."""
+    """Return the running Python's modules, sorted by path below `stdlib`. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _walk(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:

@@ -1,4 +1,4 @@
-"""Corpus of text files, one document per file."""
+"""Text file corpus, one document per file."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -15,19 +15,19 @@ class TextFiles:
     """
     Text files selected by globs, one document per file; `.gz` and `.zst` are decompressed.
 
-    A file's split depends only on its name below the first wildcard of the glob: other files and the location of
-    the corpus have no effect. If there are only a few files, the end of each one is validation data.
+    A file's split depends only on its name below the glob's first wildcard: other files and the corpus's location
+    have no effect. If there are only a few files, their ends are validation data.
     """
 
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs of UTF-8 files, relative to the current directory; `**` crosses folders",
+        doc="globs for UTF-8 files, relative to the current directory; `**` crosses folders",
     )
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the files to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of files held out for evaluation; 0: none"
     )
     invalid_bytes: Literal["refuse", "replace"] = setting(
-        default="refuse", doc="files that are not UTF-8: refuse them, or replace invalid bytes by U+FFFD"
+        default="refuse", doc="invalid UTF-8 in a file: refuse the file, or replace invalid bytes by U+FFFD"
     )
 
     def check_machine(self) -> None:
@@ -35,10 +35,10 @@ class TextFiles:
         find(self.paths)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Return the texts of one split. Raises UserError for a glob without a file, or an unreadable file."""
+        """Return a split's texts. Raises UserError for a glob without a file, or an unreadable file."""
         return texts_of(self.parts(split))
 
     def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in parts that can be read independently."""
+        """Return a split's documents in independently readable parts."""
         parts = text_parts(find(self.paths), self.invalid_bytes == "replace")
         return [*split_parts(parts, split, self.validation_fraction)]

@@ -1,4 +1,4 @@
-"""In-memory documents of token ids."""
+"""In-memory token documents."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokeni
 @attrs.frozen(eq=False)
 class TokenArrays:
     """
-    Concatenated documents of token ids.
+    Concatenated token documents.
 
-    ids: (tokens,), uint16 or uint32; ends: (documents,), int64, the end of each document; own_weights: (tokens,),
-    float32, or None; references: (documents,), float64, each document's log-probability under another model, over
-    its trained tokens, or None. The arrays are tensors because torch shares tensors with other processes without a
+    ids: (tokens,), uint16 or uint32; ends: (documents,), int64, document ends; own_weights: (tokens,), float32, or
+    None; references: (documents,), float64, log-probabilities of a document's trained tokens under another model, or
+    None. The arrays are tensors because torch shares tensors with other processes without a
     copy.
     """
 
@@ -59,7 +59,7 @@ class TokenArrays:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 of all arrays."""
+        """SHA-256 over all arrays."""
         digest = hashlib.sha256()
         for tensor in (self.ids, self.ends, self.own_weights, self.references):
             if tensor is not None:
@@ -77,12 +77,12 @@ class TokenArrays:
         return DocumentPart(self.ids.numpy()[part], weights, reference)
 
     def source(self, document: int) -> str:
-        """Return the name and number of the document."""
+        """Return the document's name and number."""
         return f"{self.name} {document}"
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
-    """Tokenize the documents of a split, and append the end token to each; empty documents are dropped."""
+    """Tokenize a split's documents, and append end tokens; empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int32)
     encoded = (tokenizer.encode(text) for text in corpus.documents(split))
     documents = (np.concatenate([ids, end]) for ids in encoded if len(ids))

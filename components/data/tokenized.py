@@ -1,4 +1,4 @@
-"""Corpus of token ids in a token store, which `drawloom tokenize` writes."""
+"""Corpus in a token store, which `drawloom tokenize` writes."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ class Tokenized:
     A document's split depends only on its ids, so duplicates are never in both splits.
     """
 
-    path: Path = setting(doc="folder of the token store, relative to the current directory")
+    path: Path = setting(doc="the token store's folder, relative to the current directory")
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the documents to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
     validation_path: Path | None = setting(
-        default=None, doc="token store of the validation split; all documents of `path` are then for training"
+        default=None, doc="token store for the validation split; all documents in `path` are then for training"
     )
     _train: Store = attrs.field(init=False, default=None)
     _validation: Store | None = attrs.field(init=False, default=None)

@@ -1,4 +1,4 @@
-"""Corpus of text that is tokenized once, into cached token stores."""
+"""Text corpus, tokenized once into cached token stores."""
 
 import hashlib
 import json
@@ -26,19 +26,19 @@ log = logging.getLogger("drawloom.data")
 
 @runtime_checkable
 class DividedCorpus(Protocol):
-    """A corpus of files that is read in parts; every process can tell whether the files have changed."""
+    """A file corpus, readable in parts; every process can tell whether the files have changed."""
 
     def parts(self, split: Split) -> Sequence[Part]:
-        """Return a split's documents in parts that can be read independently."""
+        """Return a split's documents in independently readable parts."""
         ...
 
 
 @component
 class TokenizedText:
     """
-    Tokenized documents of a text corpus, each followed by the end token; empty documents are dropped.
+    A text corpus's tokenized documents, with end tokens; empty documents are dropped.
 
-    The first process of a host writes a token store per split into a cache, while the others wait; later runs with
+    The first process on a host writes a token store per split into a cache, while the others wait; later runs with
     the same files and tokenizer reuse it. A corpus without files is tokenized in memory.
     """
 
@@ -46,7 +46,7 @@ class TokenizedText:
     tokenizer: Tokenizer
     job: RunInfo
     cache: Path | None = setting(
-        default=None, impact="safe", doc="folder of cached token stores; default: `.tokens` beside the run folder"
+        default=None, impact="safe", doc="folder for cached token stores; default: `.tokens` beside the run folder"
     )
     _splits: dict[Split, TokenDocuments] = attrs.field(init=False, factory=dict)
 

@@ -13,13 +13,11 @@ log = logging.getLogger("drawloom.run")
 
 @component(impact="safe")
 class Validation:
-    """A fixed sample of validation rows, evenly spaced over the split, the same for every mesh."""
+    """Fixed validation row sample, evenly spaced over the split, the same for every mesh."""
 
     rows: PackedDataset
     batching: Batching
-    rows_used: int = setting(
-        default=64, impact="safe", check=at_least(1), doc="maximum number of validation rows to evaluate"
-    )
+    rows_used: int = setting(default=64, impact="safe", check=at_least(1), doc="maximum validation row count")
 
     def open(self) -> None:
         """Log that there is no evaluation if the corpus has no validation rows."""
@@ -32,9 +30,9 @@ class Validation:
 
     def batches(self) -> Iterator[Batch]:
         """
-        Yield this data-parallel rank's microbatches; every row is in one microbatch of one rank.
+        Yield this data-parallel rank's microbatches; every row is in one microbatch on one rank.
 
-        All ranks yield the same number of microbatches, because each forward pass gathers sharded parameters
+        All ranks yield equally many microbatches, because every forward pass gathers sharded parameters
         (FSDP). A rank with fewer rows yields rows without weights instead.
         """
         indices, size = self.row_indices(), self.batching.micro_size
@@ -46,7 +44,7 @@ class Validation:
             yield batch if rows else batch.without_weights()
 
     def row_indices(self) -> list[int]:
-        """Return the sorted numbers of the evaluated rows."""
+        """Return the evaluated rows' sorted numbers."""
         available = self.rows.count("validation")
         # evenly spaced, because neighbouring rows often share a document
         used = min(self.rows_used, available)

@@ -1,11 +1,11 @@
 """
-Worker processes that prepare batches ahead of time.
+Worker processes, which prepare batches ahead of time.
 
 torch's DataLoader is not used: it reports a dead worker by an exception from a signal handler, anywhere in the main
-thread, or only after the timeout; and its workers outlive a killed parent unless they are forked. Here each worker has
+thread, or only after the timeout; and its workers outlive a killed parent unless they are forked. Here every worker has
 one pipe: batches arrive in order, and the pipe closes for both processes when either one ends.
 
-The fork server of multiprocessing starts the workers. A forked training process would inherit locks, sockets and the
+Multiprocessing's fork server starts the workers. A forked training process would inherit locks, sockets and the
 GPU context while other threads use them, and keep a killed run's files open.
 """
 
@@ -87,7 +87,7 @@ class Worker:
 
 
 class Workers:
-    """Worker processes that take turns, so that batches arrive in the order of the requests."""
+    """Worker processes in turn, so batches arrive in the requested order."""
 
     def __init__(self, rows: PackedDataset, split: Split, count: int) -> None:
         self.members: list[Worker] = []
@@ -102,7 +102,7 @@ class Workers:
         self._requested: deque[tuple[Worker, Sequence[int]]] = deque()
 
     def batches(self, requests: Iterator[Sequence[int]], ahead: int, timeout: float) -> Iterator[Batch]:
-        """Yield the batches of an endless iterator over row indices, with `ahead` requests in flight."""
+        """Yield batches for an endless iterator over row indices, with `ahead` requests in flight."""
         # batches that an earlier iterator requested are discarded
         while self._requested:
             self._take(timeout)
@@ -157,7 +157,7 @@ def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
 
 
 def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
-    """Answer the requests of a worker until the pipe closes."""
+    """Answer a worker's requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
     requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
@@ -171,7 +171,7 @@ def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
 
 
 def _listen(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
-    """Read requests in a thread, so that requesting never blocks; end the process with the run, even during a batch."""
+    """Read requests in a thread, so requesting never blocks; end the process with the run, even during a batch."""
     try:
         while True:
             requests.put(pipe.recv())
@@ -180,7 +180,7 @@ def _listen(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
 
 
 def _make_batch(rows: PackedDataset, split: Split, indices: list[int]) -> Batch | UserError | str:
-    """Return a batch, a UserError, or the traceback of another error."""
+    """Return a batch, a UserError, or another error's traceback."""
     try:
         return rows.batch(split, indices)
     except UserError as error:
@@ -190,7 +190,7 @@ def _make_batch(rows: PackedDataset, split: Split, indices: list[int]) -> Batch 
 
 
 class TensorPickler(pickle.Pickler):
-    """A pickler that copies tensors: multiprocessing's pickler shares memory, and torch's is slower."""
+    """Pickler with tensor copies: multiprocessing's pickler shares memory, and torch's is slower."""
 
     @classmethod
     def dumps(cls, value: Any) -> bytes:

@@ -1,1 +1,1 @@
-"""Processes, process groups, the device mesh, and random numbers that any rank can derive."""
+"""Processes, process groups, the device mesh, and random numbers equal on any rank."""

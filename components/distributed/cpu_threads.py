@@ -1,7 +1,7 @@
 """
-CPU threads of a process: their number, and whether waiting threads give up their cores.
+CPU threads: their number, and whether waiting threads give up their cores.
 
-The module imports almost nothing, because it is used before torch is imported, which reads these variables.
+The module imports almost nothing, because it runs before torch's import, which reads these variables.
 """
 
 import math
@@ -32,7 +32,7 @@ def usable_cores(quota: Path = QUOTA) -> int:
 
 
 def threads_of_process(processes: int) -> int:
-    """Return the number of threads for each of `processes` processes on the usable cores."""
+    """Return the thread count per process for `processes` processes on the usable cores."""
     return max(1, usable_cores() // processes)
 
 

@@ -1,4 +1,4 @@
-"""The device that this process computes on, and the communication backend of its ranks."""
+"""This process's device, and its communication backend."""
 
 import os
 import resource
@@ -30,7 +30,7 @@ class ComputeDevice:
 
     kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda if torch finds a GPU, else cpu")
     _backend: Literal["auto", "gloo", "nccl"] = setting(
-        default="auto", alias="backend", doc="backend of torch.distributed; auto is nccl on cuda and gloo on cpu"
+        default="auto", alias="backend", doc="torch.distributed backend; auto is nccl on cuda and gloo on cpu"
     )
     tf32: bool = setting(
         default=False,
@@ -44,7 +44,7 @@ class ComputeDevice:
     threads: int | None = setting(
         default=None,
         check=between(1, 10_001),
-        doc="CPU threads of one operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
+        doc="CPU threads per operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
     )
 
     _threads_before: int | None = attrs.field(init=False, default=None)
@@ -54,7 +54,7 @@ class ComputeDevice:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of settings that need a GPU: NCCL and TF32."""
+        """Yield a problem for settings that need a GPU: NCCL and TF32."""
         if node.settings["kind"] == "cpu" and node.settings["backend"] == "nccl":
             yield node.problem("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
         if node.settings["kind"] == "cpu" and node.settings["tf32"]:
@@ -62,7 +62,7 @@ class ComputeDevice:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index, modulo the number of GPUs if shared."""
+        """The device of this rank: `cpu`, or `cuda` with LOCAL_RANK as index, modulo the GPU count if shared."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.kind == "auto" else self.kind
         if kind == "cpu":
             return torch.device("cpu")
@@ -112,7 +112,7 @@ class ComputeDevice:
             torch.set_num_threads(threads)
 
     def close(self) -> None:
-        """Restore torch's number of threads, current GPU and float32 precision, and the variables of libraries."""
+        """Restore torch's number of threads, current GPU and float32 precision, and libraries' variables."""
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None

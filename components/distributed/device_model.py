@@ -1,6 +1,4 @@
-"""
-Performance models of devices: data sheets (`devices.toml`), and the fractions of their figures that training reaches.
-"""
+"""Device performance models: data sheets (`devices.toml`), and the fractions of their figures reached in training."""
 
 import math
 import tomllib
@@ -22,16 +20,16 @@ TABLE = Path(__file__).with_name("devices.toml")
 @attrs.frozen(kw_only=True)
 class Reached:
     """
-    Fractions of a data sheet's figures that a training step reaches, and overheads of the host.
+    Fractions of a data sheet's figures reached in a training step, and host overheads.
 
-    `products` is the fraction for matrix products, `attention` for products inside of attention by cuDNN; the kernel
-    for packed rows reaches the fraction `packed` of it. `memory` is the fraction of the memory bandwidth, `messages` of
-    the links. `launch` is the least time of an operation on the device, `host` the time in which the host issues an
-    operation, both in seconds. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape,
-    in rows of one document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`),
-    whose plans are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 %
-    off, and `packed` to kernels alone (`make bench-gpu ONLY=attention`). `drawloom plan --calibrate` measures these
-    numbers on a machine.
+    `products` is the fraction for matrix products, `attention` for products inside cuDNN's attention; the kernel for
+    packed rows reaches the fraction `packed` of it. `memory` is the fraction of the memory bandwidth, `messages` of the
+    links. `launch` is an operation's least time on the device, `host` the host's time to issue an operation, both in
+    seconds. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one
+    document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`), whose plans
+    are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and
+    `packed` to kernels alone (`make bench-gpu ONLY=attention`). `drawloom plan --calibrate` measures these numbers on a
+    machine.
     """
 
     products: float = 0.71
@@ -50,11 +48,10 @@ REACHED_BY_CPU = Reached(products=1.0, attention=0.5, memory=1.0, host=0.0)
 @attrs.frozen(kw_only=True)
 class DeviceModel:
     """
-    A kind of device: peaks of products in FLOP/s by dtype, memory in bytes, bandwidths in bytes/s, and fractions
-    reached.
+    Kind of device: peak FLOP/s of products by dtype, memory in bytes, bandwidths in bytes/s, and fractions reached.
 
     `link` connects the `per_host` devices of a host, and `network` connects hosts, both in bytes/s of a device in one
-    direction. `workspace` is the number of bytes that its libraries keep. A memory of 0 bytes is unknown.
+    direction. `workspace` is its libraries' memory in bytes. A memory of 0 bytes is unknown.
     """
 
     name: str
@@ -68,7 +65,7 @@ class DeviceModel:
     reached: Reached = Reached()
 
     def without_host(self) -> "DeviceModel":
-        """Return the same device for operations that a CUDA graph issues."""
+        """Return the same device for operations in a CUDA graph."""
         return attrs.evolve(self, reached=attrs.evolve(self.reached, host=0.0))
 
     @property
@@ -77,9 +74,7 @@ class DeviceModel:
         return self.name != "cpu"
 
     def product_rate(self, dtype: torch.dtype) -> float:
-        """
-        Return the FLOP/s of products that are reached in a dtype, or in the nearest dtype if the table has no entry.
-        """
+        """Return the reached FLOP/s for products in a dtype, or in the nearest dtype if the table has no entry."""
         key = products_in(dtype)
         peak = self.peaks.get(key) or self.peaks.get("float32") or min(self.peaks.values())
         return peak * self.reached.products
@@ -87,7 +82,7 @@ class DeviceModel:
 
 @cache
 def rows() -> list[dict[str, Any]]:
-    """Return the rows of the table."""
+    """Return the table's rows."""
     return list(_read(TABLE)["device"])
 
 
@@ -146,7 +141,7 @@ MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # 0 bytes of memory 
 
 
 def _check_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") -> None:
-    """Raise ValueError for an entry that is not a figure of a device, or has an impossible value."""
+    """Raise ValueError for an entry that is not a device figure, or has an impossible value."""
     for key, value in row.items():
         name = f"{prefix}{key}"
         if key not in known:
@@ -162,7 +157,7 @@ def _check_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") ->
 
 
 def products_in(dtype: torch.dtype) -> str:
-    """Return the key of the table for products in a dtype."""
+    """Return the table's key for products in a dtype."""
     if dtype in (torch.bfloat16, torch.float16):
         return "bfloat16"
     if dtype.itemsize == 1:
@@ -173,7 +168,7 @@ def products_in(dtype: torch.dtype) -> str:
 
 
 def peak_of(device: str, products: str) -> float | None:
-    """Return the TFLOP/s of a device, by its name and the key of its products; None if the table has no such entry."""
+    """Return a device's TFLOP/s, by its name and its products' key; None if the table has no such entry."""
     for row in rows():
         if fnmatchcase(device, row["name"]):
             return float(row[products]) if products in row else None

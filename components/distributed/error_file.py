@@ -1,9 +1,8 @@
 """
-torchrun's error file of a worker.
+A worker's error file for torchrun.
 
-A worker can neither keep torchrun from printing its table of failures nor choose torchrun's exit code, which is 1. But
-its error file (torch.distributed.elastic.multiprocessing.errors) determines the text of that table and the rank that
-failed first.
+A worker can neither keep torchrun from printing its failure table nor choose torchrun's exit code, which is 1. But its
+error file (torch.distributed.elastic.multiprocessing.errors) determines the table's text and the first failed rank.
 """
 
 import json
@@ -13,10 +12,7 @@ from contextlib import suppress
 
 
 def write_error_file(path: str, text: str, is_cause: bool) -> None:
-    """
-    Write torchrun's error file of this worker to `path`, unless it is "", with a date after the file of the causing
-    rank.
-    """
+    """Write this worker's error file for torchrun to `path`, unless it is "", dated after the causing rank's file."""
     seconds = time.time()
     # torchrun treats the earliest failure as the cause; its timestamps are whole seconds
     timestamp = math.floor(seconds) if is_cause else math.ceil(seconds) + 1

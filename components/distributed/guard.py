@@ -1,11 +1,11 @@
 """
-Guard process, which ends this process when its own threads can't, for example if C code keeps the GIL.
+Guard process that ends this process when its own threads can't, for example if C code keeps the GIL.
 
 A regular expression or an extension may keep the lock forever: no other Python thread runs then, including a watchdog.
 The guard is forked before torch is imported and before there are threads. It reads a limit from shared memory, and lets
-the kernel deliver a signal, for which faulthandler prints the stacks without the lock.
+the kernel deliver a signal; faulthandler then prints the stacks without the lock.
 
-The module imports almost nothing, so that it can be started first.
+The module imports almost nothing, so it can be started first.
 """
 
 import faulthandler
@@ -32,7 +32,7 @@ them.
 
 
 class Guard:
-    """A time limit for the current work of this process, enforced by a guard process if one was started."""
+    """Time limit for this process's current work, enforced by a guard process if one was started."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -54,7 +54,7 @@ class Guard:
         os.close(reading)  # the other end stays open as long as this process lives
 
     def allow(self, seconds: float | None, text: str = "") -> None:
-        """Start a limit of `seconds` seconds, None for no limit; `text` is the message if the limit is exceeded."""
+        """Start a limit in `seconds`, None for no limit; `text` is the message if the limit is exceeded."""
         if self._memory is None:
             return
         message = text.encode()[: SIZE - HEADER.size]
@@ -92,7 +92,7 @@ def _watch(parent: int, memory: mmap.mmap, reading: int) -> None:
 
 
 def _end(parent: int, text: bytes) -> None:
-    """Print the message and the stacks of the parent's threads, and kill it."""
+    """Print the message and the parent's thread stacks, and kill the parent."""
     with suppress(OSError):
         os.write(2, text + b"\n")
     with suppress(ProcessLookupError):

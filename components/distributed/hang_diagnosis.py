@@ -1,4 +1,4 @@
-"""Hang diagnosis: which ranks block the others, by the status that each rank reports when one of them times out."""
+"""Hang diagnosis: which ranks block the others, by the ranks' reported status when a rank times out."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ NOT_BLOCKED = "is not in a collective"
 @attrs.frozen
 class RankStatus:
     """
-    Status of a rank: its location, and the collective in which its main thread is blocked ("" for none).
+    Rank status: its location, and the collective that blocks its main thread ("" for none).
 
-    `thread_blocked_in` is the collective in which a background thread is blocked.
+    `thread_blocked_in` is the collective that blocks a background thread.
     """
 
     location: str = ""
@@ -32,10 +32,7 @@ def is_waited_for(rank: int, answers: Mapping[int, RankStatus]) -> bool:
 
 
 def diagnosis(answers: Mapping[int, RankStatus], size: int) -> str:
-    """
-    Return a message that names the ranks that do not answer, else the ranks in no collective, else every rank's
-    collective.
-    """
+    """Return a message with the silent ranks, else the ranks outside collectives, else every rank's collective."""
     if silent := [rank for rank in range(size) if rank not in answers]:
         return f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     busy = {rank: answer for rank, answer in answers.items() if not answer.blocked_in}

@@ -1,4 +1,4 @@
-"""The store of a launch, shared by all its processes, and the first failure of any rank in it."""
+"""A launch's store, shared by all its processes, and the first failure of any rank in it."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Failure:
-    """The rank that reported the failure, its message, and the exit code of all ranks."""
+    """The failed rank, its message, and the exit code for all ranks."""
 
     reporter: int
     text: str
@@ -21,7 +21,7 @@ class Failure:
 
 
 def connect(address: str, port: int, name: str, seconds: float) -> Any:
-    """Return a new connection to the store of this launch; `name` is its key prefix, unique to the launch."""
+    """Return a new connection to this launch's store; `name` is its key prefix, unique to the launch."""
     # imported here, so that the command can import this module before it needs torch
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -30,7 +30,7 @@ def connect(address: str, port: int, name: str, seconds: float) -> Any:
 
 
 def call_with_timeout(seconds: float, request: Callable[[], T]) -> T | None:
-    """Return the result of `request`, a call to a store; None if the store is gone or does not answer in time."""
+    """Return `request`'s result, a call to a store; None if the store is gone or does not answer in time."""
     results: list[T] = []
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""The device mesh: the ranks of a run, arranged in named dimensions."""
+"""The device mesh: a run's ranks, arranged in named dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -36,7 +36,7 @@ def _check_replicas(value: Any) -> str | None:
 
 @component(impact="safe")
 class RankMesh(MeshView):
-    """All processes as a grid of five dimensions; the product of their sizes is the world size."""
+    """All processes as a five-dimensional grid; the sizes' product is the world size."""
 
     processes: Processes
     pipeline: int = setting(
@@ -48,13 +48,15 @@ class RankMesh(MeshView):
         doc="data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
     )
     data_shard: int = setting(default=1, check=RANKS, doc="FSDP (ZeRO-3): ranks with a shard of every parameter")
-    context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split each sequence")
+    context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split every sequence")
     tensor: int = setting(default=1, check=RANKS, doc="tensor parallel: ranks that share every matrix product")
     expert: int = setting(
         default=1,
         check=RANKS,
-        doc="expert parallel: ranks that partition the experts of a layer; must divide data_replicate × data_shard × "
-        "context × tensor",
+        doc=(
+            "expert parallel: ranks that partition a layer's experts; must divide data_replicate × data_shard × "
+            "context × tensor"
+        ),
     )
 
     layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
@@ -62,7 +64,7 @@ class RankMesh(MeshView):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems that do not depend on the number of processes."""
+        """Yield problems independent of the process count."""
         sizes = {name: size for name in DIMENSIONS if isinstance(size := node.settings[name], int)}
         if (ranks := prod(sizes.values())) > MAX_RANKS:
             widest = max(sizes, key=lambda name: sizes[name])

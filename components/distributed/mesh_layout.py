@@ -1,8 +1,8 @@
 """
-Numbering of ranks in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor).
+Rank numbering in a mesh: row-major in (pipeline, data_replicate, data_shard, context, tensor).
 
-Expert parallelism has no ranks of its own: it arranges the ranks of a pipeline stage, which are consecutive, as
-(expert_replicate, expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
+Expert parallelism has no ranks of its own: it arranges a pipeline stage's consecutive ranks as (expert_replicate,
+expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
 """
 
 import math
@@ -27,7 +27,7 @@ DATA_TENSOR = (*DATA, "tensor")
 
 @attrs.frozen
 class Layout:
-    """Sizes by dimension, in order, and the number of ranks that share the experts of a layer."""
+    """Sizes by dimension, in order, and the number of ranks with a share of a layer's experts."""
 
     sizes: Mapping[str, int]
     expert: int = 1
@@ -38,9 +38,7 @@ class Layout:
         return math.prod(self.sizes.values())
 
     def sets(self, *dimensions: str) -> list[list[int]]:
-        """
-        Return the sets of ranks that differ only in their indices along these dimensions, each in ascending order.
-        """
+        """Return sets of ranks that differ only in their indices along these dimensions, in ascending order."""
         sizes = self.sizes if self.sizes.keys() >= set(dimensions) else self.expert_sizes
         grid = np.arange(self.world_size).reshape([*sizes.values()])
         axes = [axis for axis, name in enumerate(sizes) if name in dimensions]
@@ -50,10 +48,10 @@ class Layout:
     @property
     def expert_sizes(self) -> dict[str, int]:
         """
-        The sizes of the expert dimensions over the same ranks.
+        The expert dimensions' sizes over the same ranks.
 
         Ranks along `expert_replicate` have the same parameters: `expert_shard` × `expert` ranks are the fewest whole
-        replicas that are divisible by `expert`.
+        replicas divisible by `expert`.
         """
         replica = math.prod(self.sizes[name] for name in SAME_REPLICA)
         shards = replica // math.gcd(replica, self.expert)
@@ -63,27 +61,27 @@ class Layout:
 
     @property
     def all_sizes(self) -> PerDimension:
-        """The number of ranks along each dimension."""
+        """The rank count by dimension."""
         return PerDimension(**self.expert_sizes | {**self.sizes})
 
     def indices(self, rank: int) -> PerDimension:
-        """Return the index of a rank along each dimension."""
+        """Return a rank's index by dimension."""
         dense, experts = (_unravel(rank, sizes) for sizes in (self.sizes, self.expert_sizes))
         return PerDimension(**experts | dense)
 
 
 class MeshView:
-    """A mesh with a layout, seen from one of its ranks."""
+    """Mesh with a layout, seen from one rank."""
 
     layout: Layout
 
     @property
     def rank(self) -> int:
-        """The index of this rank among all ranks, from 0."""
+        """This rank's index among all ranks, from 0."""
         raise NotImplementedError
 
     def group(self, *dimensions: str) -> Group:
-        """Return the group of ranks with this rank's indices along all other dimensions."""
+        """Return the ranks with this rank's indices along all other dimensions, as a group."""
         raise NotImplementedError
 
     @property
@@ -120,7 +118,7 @@ class MeshView:
 
     @property
     def model_group(self) -> Group:
-        """The ranks that together have one copy of the model: all dimensions except `expert_replicate`."""
+        """The ranks that together contain one model copy: all dimensions except `expert_replicate`."""
         return self.group(*MODEL)
 
     @property
@@ -132,7 +130,7 @@ class MeshView:
         return self.group(*DATA_TENSOR)
 
     def ranks(self, *dimensions: str) -> list[int]:
-        """Return the ranks of this rank's group along these dimensions, in ascending order."""
+        """Return the ranks in this rank's group along these dimensions, in ascending order."""
         return next(ranks for ranks in self.layout.sets(*dimensions) if self.rank in ranks)
 
     @property
@@ -158,9 +156,9 @@ def resolve_shape(
     sizes: Mapping[str, int | str], expert: int, world_size: int, remedy: Callable[[int], str] = how_to_launch
 ) -> Layout:
     """
-    Return the layout of `world_size` ranks; the size of an "auto" dimension is `world_size` divided by the other sizes.
+    Return the layout for `world_size` ranks; an "auto" dimension's size is `world_size` divided by the other sizes.
 
-    Raises UserError if the sizes do not fit, with the `remedy` for a number of ranks that fits.
+    Raises UserError if the sizes do not fit, with the `remedy` for a fitting rank count.
     """
     fixed = {name: size for name, size in sizes.items() if isinstance(size, int)}
     product = math.prod(fixed.values())
@@ -183,7 +181,7 @@ def resolve_shape(
 
 
 def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
-    """Return the reason why `expert` does not fit a mesh of these sizes, and the remedy; None if it fits."""
+    """Return the reason why `expert` does not fit a mesh with these sizes, and the remedy; None if it fits."""
     if sizes["data_replicate"] == "auto":  # some number of replicas fits
         return None
     ranks = math.prod(sizes[name] for name in EXPERT_DIVIDES)

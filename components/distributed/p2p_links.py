@@ -1,10 +1,10 @@
 """
-Point-to-point links between two ranks, with a communicator for each direction.
+Point-to-point links between two ranks, with a communicator per direction.
 
-A communicator carries only one direction: NCCL runs the operations of a communicator one after another on one stream,
-so that in a shared communicator a send would wait for a receive, or either for a collective. Connecting a communicator
-is a rendezvous of its two ranks on the host. Ranks that connect in different orders deadlock (pytorch#108378,
-nccl#783), so all ranks follow one order of rounds, and a rank has at most one peer in each round.
+A communicator carries only one direction: NCCL runs a communicator's operations one after another on one stream, so in
+a shared communicator a send would wait for a receive, or either for a collective. Connecting a communicator is a
+rendezvous between its two ranks on the host. Different connection orders deadlock (pytorch#108378, nccl#783), so all
+ranks follow one order of rounds, and a rank has at most one peer per round.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,23 +52,23 @@ class TorchCommunicator:
     monitor: RankMonitor
 
     def send(self, tensor: Tensor) -> P2PWork:
-        """Start to send a contiguous tensor of any shape and dtype."""
+        """Start to send a contiguous tensor (any shape and dtype)."""
         with self.peer_errors():
             return P2PWork(self, self.backend.send([tensor], 1, 0), tensor)
 
     def receive(self, tensor: Tensor) -> P2PWork:
-        """Start to receive into a contiguous tensor of any shape and dtype."""
+        """Start to receive into a contiguous tensor (any shape and dtype)."""
         with self.peer_errors():
             return P2PWork(self, self.backend.recv([tensor], 0, 0), tensor)
 
     def peer_errors(self) -> AbstractContextManager[None]:
-        """Mark this rank as blocked in a transfer of this communicator, and convert torch's errors to a UserError."""
+        """Mark this rank as blocked in this communicator's transfer, and convert torch's errors to a UserError."""
         return peer_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
 
 
 @attrs.frozen
 class TorchP2PChannel:
-    """The two communicators between this rank and a peer, one for each direction."""
+    """The two communicators between this rank and a peer, one per direction."""
 
     outgoing: TorchCommunicator
     incoming: TorchCommunicator
@@ -84,10 +84,10 @@ def p2p_links(
     processes: Processes, name: str, lines: Sequence[Sequence[int]], edges: Iterable[Edge]
 ) -> dict[int, P2PChannel]:
     """
-    Return the channels of this rank by its peers' indices in its line.
+    Return this rank's channels by its peers' indices in its line.
 
-    `lines` are disjoint sequences of ranks; `edges` are pairs of indices with transfers, equal for all lines. All ranks
-    of a line call this with the same edges; no other rank takes part.
+    `lines` are disjoint rank sequences; `edges` are index pairs with transfers, equal for all lines. All ranks in a
+    line call this with the same edges; no other rank takes part.
     """
     line = next(line for line in lines if processes.rank in line)
     index = line.index(processes.rank)
@@ -99,7 +99,7 @@ def p2p_links(
 
 
 def rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
-    """Return the edges, lower index first, in rounds in which no index appears twice (greedy edge colouring)."""
+    """Return the edges, lower index first, in rounds where no index appears twice (greedy edge colouring)."""
     edges_by_round: list[list[Edge]] = []
     busy_by_round: list[set[int]] = []
     for edge in sorted({(min(edge), max(edge)) for edge in edges}):
@@ -114,5 +114,5 @@ def rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
 
 
 def ring(size: int) -> list[Edge]:
-    """Return the edges of a ring: each index with the next, and the last with the first."""
+    """Return a ring's edges: every index with the next, and the last with the first."""
     return [(index, (index + 1) % size) for index in range(size if size > 2 else size - 1)]

@@ -1,8 +1,8 @@
 """
-Watch on the parent process, with which workers end themselves when torchrun is killed.
+Watch on the parent process: workers end themselves when torchrun is killed.
 
-The module imports almost nothing, so that it can watch before torch is imported, which takes seconds. The kernel's
-PR_SET_PDEATHSIG can't be used: it fires when the thread that started the process ends, not when its process ends.
+The module imports almost nothing, so it can watch before torch's import, which takes seconds. The kernel's
+PR_SET_PDEATHSIG can't be used: it fires when the starting thread ends, not when its process ends.
 """
 
 import os

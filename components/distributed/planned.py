@@ -1,4 +1,4 @@
-"""Planned ranks and devices: the layout of a mesh without processes, and a device without memory."""
+"""Planned ranks and devices: a mesh layout without processes, and a device without memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +15,7 @@ from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimens
 
 @attrs.frozen
 class PlannedGroup:
-    """
-    A group of ranks that do not run: collectives return meta tensors unchanged, or empty tensors of the right shape.
-    """
+    """Group of imaginary ranks: collectives return meta tensors unchanged, or empty tensors with the right shape."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -27,20 +25,20 @@ class PlannedGroup:
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> None:
-        """Leave a tensor of any shape unchanged."""
+        """Leave a tensor (any shape) unchanged."""
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        """Leave a tensor of any shape unchanged."""
+        """Leave a tensor (any shape) unchanged."""
         return Done()
 
     def max(self, tensor: Tensor) -> None:
-        """Leave a tensor of any shape unchanged."""
+        """Leave a tensor (any shape) unchanged."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Leave a tensor of any shape unchanged."""
+        """Leave a tensor (any shape) unchanged."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return the value once for each rank."""
+        """Return the value once per rank."""
         return [value] * self.size
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ class PlannedGroup:
         return tensor.new_empty(self.size, *tensor.shape)
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return empty tensors of the shape (...) of this tensor."""
+        """Return empty tensors with this tensor's shape (...)."""
         return [torch.empty_like(tensor)] * self.size
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
@@ -60,13 +58,13 @@ class PlannedGroup:
         return rows.new_empty(sum(received), *rows.shape[1:])
 
     def symmetric_memory(self, size: int) -> SymmetricMemory:
-        """Return memory of `size` bytes on the meta device."""
+        """Return `size` bytes on the meta device."""
         return HostMemory([torch.empty(size, dtype=torch.uint8, device="meta")] * self.size, self)
 
 
 @attrs.frozen
 class PlannedMesh(MeshView):
-    """One rank's view of a mesh of ranks that do not run."""
+    """One rank's view of an imaginary mesh."""
 
     layout: Layout
     rank: int = 0
@@ -74,7 +72,8 @@ class PlannedMesh(MeshView):
     @classmethod
     def of(cls, settings: Mapping[str, Any], ranks: int) -> "PlannedMesh":
         """
-        Return the mesh of a recipe's settings with `ranks` ranks, seen from rank 0. Raises UserError if they don't fit.
+        Return the mesh for a recipe's settings with `ranks` ranks, seen from rank 0. Raises UserError if they don't
+        fit.
         """
         sizes = {name: settings.get(name, 1) for name in DIMENSIONS}
         expert = PerDimension.of_settings(settings).expert
@@ -89,13 +88,13 @@ class PlannedMesh(MeshView):
         return None
 
     def at(self, pipeline: int) -> "PlannedMesh":
-        """Return the view of the first rank of a pipeline stage."""
+        """Return the view from a pipeline stage's first rank."""
         return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.sizes.pipeline))
 
 
 @attrs.frozen
 class PlannedDevice:
-    """A device for the choice of kernels, on which nothing is allocated."""
+    """Device for choosing kernels, without allocations."""
 
     device: torch.device
     backend: str = "gloo"

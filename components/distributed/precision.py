@@ -1,4 +1,4 @@
-"""Dtypes of parameters, activations, gradients and reductions. There is no autocast: only the recipe sets dtypes."""
+"""Dtypes for parameters, activations, gradients and reductions. There is no autocast: only the recipe sets dtypes."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -33,37 +33,37 @@ def _refuse_float16(name: str | None) -> str | None:
 @component
 class DtypePolicy:
     """
-    Dtypes of a run, one for each kind of number (mixed precision).
+    A run's dtypes by kind of number (mixed precision).
 
-    `parameter` is the dtype of the optimizer's master weights. `compute` is the dtype in which layers multiply
-    (`param_dtype` of FSDP's MixedPrecisionPolicy): each trained weight is cast once a step. `gradient` is the dtype in
-    which microbatches are summed (gradient accumulation). With `linear = "float8"`, linear layers round both factors of
-    their products to 8 bits (FP8 training).
+    `parameter` is the optimizer's dtype (master weights). `compute` is the layers' dtype (`param_dtype` of FSDP's
+    MixedPrecisionPolicy): every trained weight is cast once a step. `gradient` is the dtype for sums over microbatches
+    (gradient accumulation). With `linear = "float8"`, linear layers round both factors of their products to 8 bits (FP8
+    training).
     """
 
     _parameter: Name = setting(
         default="float32",
         alias="parameter",
         check=_refuse_float16,
-        doc="dtype of parameters in the optimizer (master weights)",
+        doc="parameter dtype in the optimizer (master weights)",
     )
     _compute: Name | None = setting(
         default=None,
         alias="compute",
         check=_refuse_float16,
-        doc="dtype of activations and of weights in layers; default: the dtype of parameters",
+        doc="activation and weight dtype in layers; default: the parameter dtype",
     )
     _gradient: Name | None = setting(
         default=None,
         alias="gradient",
         check=_refuse_float16,
-        doc="dtype of gradients and of gradient accumulation; default: the dtype of parameters",
+        doc="gradient dtype, also for gradient accumulation; default: the parameter dtype",
     )
     _reduce: Name = setting(
-        default="float32", alias="reduce", check=_check_wide, doc="smallest dtype of sums over ranks"
+        default="float32", alias="reduce", check=_check_wide, doc="smallest dtype for sums over ranks"
     )
     uncast: tuple[str, ...] = setting(
-        default=(), doc='patterns of the names of parameters that layers use in the parameter dtype: "*norm.weight"'
+        default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
     )
     linear: LinearFormat = setting(
         default="compute",
@@ -86,7 +86,7 @@ class DtypePolicy:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of dtypes that do not go together."""
+        """Yield problems of conflicting dtypes."""
         values = node.settings
         for key, text, hint in find_dtype_conflicts(
             values["parameter"], values["compute"], values["gradient"], values["uncast"]
@@ -116,7 +116,7 @@ class DtypePolicy:
 def find_dtype_conflicts(
     parameter: str, compute: str | None, gradient: str | None, uncast: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the conflicts of these settings: the key, the fault, and the remedy."""
+    """Yield these settings' conflicts: the key, the fault, and the remedy."""
     used = compute or parameter
     if DTYPES[used].itemsize > DTYPES[parameter].itemsize:
         text = f"compute = {used!r} is wider than parameter = {parameter!r}: the cast would add nothing"

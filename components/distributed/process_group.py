@@ -34,26 +34,26 @@ class Done:
 
 
 class SingleProcess:
-    """A group of one rank, in which every collective is the identity."""
+    """Group with one rank, where every collective is the identity."""
 
     rank = 0
     size = 1
 
     def sum(self, tensor: Tensor) -> None:
-        """Leave a tensor of any shape unchanged: it is its own sum."""
+        """Leave a tensor (any shape) unchanged: it is its own sum."""
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        """Leave a tensor of any shape unchanged."""
+        """Leave a tensor (any shape) unchanged."""
         return Done()
 
     def max(self, tensor: Tensor) -> None:
-        """Leave a tensor of any shape unchanged: it is its own maximum."""
+        """Leave a tensor (any shape) unchanged: it is its own maximum."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Leave a tensor of any shape unchanged."""
+        """Leave a tensor (any shape) unchanged."""
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return a list of the value, after a round trip through JSON as with more ranks."""
+        """Return a list with the value, after a round trip through JSON as with more ranks."""
         return [json.loads(json.dumps(value))]
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class SingleProcess:
         return [tensor.detach()]
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the only part (...) of parts (1, ...)."""
+        """Return the only part (...) in parts (1, ...)."""
         return parts[0]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -73,16 +73,16 @@ class SingleProcess:
         return rows.detach()
 
     def symmetric_memory(self, size: int) -> SymmetricMemory:
-        """Return memory of `size` bytes on the CPU."""
+        """Return `size` bytes on the CPU."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
 
 
 class TorchGroup:
     """
-    Several processes in a group of torch.distributed.
+    Group with several processes, in torch.distributed.
 
-    `name` and `ranks` appear in messages. Tensors that are not on `device`, where the backend works, are copied there
-    and back. If a process fails or dies, the others raise a UserError that names it, with the help of the monitor.
+    `name` and `ranks` appear in messages. Tensors on other devices than the backend's `device` are copied there and
+    back. If a process fails or dies, the others raise a UserError that names it, with the help of the monitor.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TorchGroup:
 
     @property
     def handle(self) -> Any:
-        """The process group of torch.distributed."""
+        """torch.distributed's process group."""
         return self._handle
 
     def _peer_errors(self, operation: str) -> AbstractContextManager[None]:
@@ -187,7 +187,7 @@ class TorchGroup:
 
 @attrs.frozen(eq=False)
 class TorchWork:
-    """A collective in progress in a group of torch.distributed; `operation` is its name in messages."""
+    """A pending collective in a torch.distributed group; `operation` is its name in messages."""
 
     group: TorchGroup
     operation: str
@@ -203,10 +203,8 @@ class TorchWork:
 
 @contextmanager
 def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence[int]) -> Iterator[None]:
-    """
-    Mark this rank as blocked in an operation of a group, and convert torch's errors to a UserError with a diagnosis.
-    """
-    with monitor.blocked(operation, name):
+    """Mark this rank as blocked in a group's operation, and convert torch's errors to a UserError with a diagnosis."""
+    with monitor.mark_blocked(operation, name):
         try:
             yield
         except RuntimeError as error:
@@ -216,7 +214,7 @@ def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence
 
 def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
     """
-    Return a UserError with a diagnosis for an error of gloo or NCCL in torch's own collectives, such as FSDP2's, else
+    Return a UserError with a diagnosis for a gloo or NCCL error in torch's own collectives, such as FSDP2's, else
     `error`.
     """
     is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

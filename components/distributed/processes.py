@@ -1,4 +1,4 @@
-"""The processes of a launch by torchrun, or a single process; owns torch's default process group."""
+"""The processes in a torchrun launch, or a single process; owns torch's default process group."""
 
 import logging
 import os
@@ -35,10 +35,12 @@ NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watch
 
 @component(impact="safe")
 class TorchProcesses:
-    """The processes that torchrun's variables describe, or a single process if the variables are unset."""
+    """Processes described by torchrun's variables, or a single process if the variables are unset."""
 
     device: Device
-    timeout: float = setting(default=600.0, check=above(0), doc="seconds that a collective waits for the other ranks")
+    timeout: float = setting(
+        default=600.0, check=above(0), doc="seconds until a collective that waits for other ranks fails"
+    )
 
     _launch: Launch = attrs.field(init=False, factory=Launch)
     _joined: bool = attrs.field(init=False, default=False)
@@ -164,7 +166,7 @@ class TorchProcesses:
         return limit + NCCL_MARGIN if self.device.backend == "nccl" else limit
 
     def _start_monitor(self) -> RankMonitor:
-        """Start this rank's monitor; the monitor of a single process has neither store nor thread."""
+        """Start this rank's monitor; a single process's monitor has neither store nor thread."""
         launch = self._launch
         monitor = RankMonitor(self.rank, self.world_size, error_file=launch.error_file)
         if self._joined:
@@ -198,7 +200,7 @@ class TorchProcesses:
         return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
 
     def _make_group(self, name: str, own: Sequence[int], sets: Sequence[Sequence[int]]) -> Any:
-        """Make torch's process group of the set with this rank, and return it; None if the set is this rank alone."""
+        """Make torch's process group for the set with this rank, and return it; None if the set is this rank alone."""
         if len(own) == self.world_size:
             return dist.group.WORLD
         if self.device.backend == "nccl":
@@ -210,7 +212,7 @@ class TorchProcesses:
         return dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
 
     def _communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
-        """Return the one-way communicator of this name between two ranks, connected at the first call."""
+        """Return the one-way communicator with this name between two ranks, connected at the first call."""
         key = f"{name} {sender}->{receiver}"
         if key not in self._communicators:
             self._communicators[key] = self._connect(key, (sender, receiver))
@@ -230,10 +232,10 @@ class TorchProcesses:
 
     def _make_backend(self, name: str, ranks: tuple[int, int]) -> Any:
         """
-        Return a connected communicator of two ranks outside of torch's registry of groups.
+        Return a connected communicator for two ranks outside torch's group registry.
 
-        dist.new_group is collective over all ranks of the run, and with a bound device it shares one NCCL communicator
-        among all point-to-point operations of a group.
+        dist.new_group is collective over all ranks, and with a bound device it shares one NCCL communicator among all
+        point-to-point operations in a group.
         """
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         if self.device.backend == "gloo":
@@ -261,7 +263,7 @@ def _print_unless_reported(kind: type[BaseException], error: BaseException, trac
 
 @contextmanager
 def _without_serialization_warning() -> Iterator[None]:
-    """Suppress NCCL's warning that the operations of these backends run one after another, as intended here."""
+    """Suppress NCCL's warning that these backends' operations run one after another, as intended here."""
     name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -1,4 +1,4 @@
-"""Calls on every rank, whose errors are raised on all ranks, so that no rank is left waiting."""
+"""Calls on every rank, whose errors are raised on all ranks, so no rank is left waiting."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from drawloom.graph import UserError
 T = TypeVar("T")
 
 
-class Agreed(UserError):
+class RankError(UserError):
     """The error of `rank`, raised on every rank of a group; `errno` is set if a system call failed."""
 
     def __init__(self, message: str, exit_code: int, rank: int, errno: int | None = None) -> None:
@@ -19,14 +19,14 @@ class Agreed(UserError):
 
 
 def _do_nothing(_value: Any = None) -> None:
-    """Return None: the default of `share`, and the work of ranks other than 0 in run_on_rank0."""
+    """Return None: the default for `share`, and the work on ranks other than 0 in run_on_rank0."""
 
 
 def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = _do_nothing) -> tuple[T, list[Any]]:
     """
-    Run `work` on every rank; return this rank's result, and `share(result)` of every rank, by rank, gathered as JSON.
+    Run `work` on every rank; return this rank's result, and every rank's `share(result)`, by rank, gathered as JSON.
 
-    If `work` or `share` raises on any rank, every rank raises Agreed with the message of the first failing rank; a rank
+    If `work` or `share` raises on any rank, every rank raises RankError with the first failing rank's message; a rank
     whose own exception is neither a UserError nor an OSError raises that exception.
     """
     failure: Exception | None = None
@@ -41,7 +41,7 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
             # a bug keeps its type and its traceback on the rank where it happened
             if failure is not None and not isinstance(failure, UserError | OSError):
                 raise failure
-            raise Agreed(**outcome["failure"], rank=rank) from failure
+            raise RankError(**outcome["failure"], rank=rank) from failure
     return value, [outcome["shared"] for outcome in outcomes]
 
 
@@ -53,13 +53,13 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
 
 def _describe(error: Exception, group: Group) -> dict[str, Any]:
     """
-    Return an error as the arguments of Agreed; the message of any error but a UserError is prefixed with its rank.
+    Return an error as the arguments of RankError; the message of any error but a UserError is prefixed with its rank.
     """
     if isinstance(error, UserError):
         return {
             "message": str(error),
             "exit_code": error.exit_code,
-            "errno": error.errno if isinstance(error, Agreed) else None,
+            "errno": error.errno if isinstance(error, RankError) else None,
         }
     text, code = f"{type(error).__name__}: {error}", None
     if isinstance(error, OSError):

@@ -1,15 +1,15 @@
 """
-Exchange of status among the ranks of a launch: the operation that blocks each rank, and the first failure.
+Status exchange among a launch's ranks: the operation that blocks a rank, and the first failure.
 
-A thread in each process polls the store of the launch every quarter of a second, even if the main thread is blocked. It
-has a separate connection to the store, because a hanging process may hold the lock of other connections.
+A thread in every process polls the launch's store four times a second, even if the main thread is blocked. It has a
+separate connection to the store, because a hanging process may hold other connections' locks.
 
-When a rank times out, it requests the status of all ranks, and every rank reports the collective it is blocked in.
+When a rank times out, it requests all ranks' status, and every rank reports the collective that blocks it.
 
 The first failure of any rank ends every rank, and is printed once: the first rank to set it in the store prints it, and
 the others end silently. A process that is still busy after its grace period is killed: a gloo collective can't be
 interrupted from another thread, and with NCCL no host thread waits where it could be interrupted. A killed process sets
-no failure; the other processes of its machine notice its death by a pidfd, which then becomes readable.
+no failure; the other processes on its machine notice its death by a pidfd, which then becomes readable.
 """
 
 import json
@@ -29,7 +29,7 @@ import attrs
 from drawloom.components.distributed.error_file import write_error_file
 from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis, is_waited_for
 from drawloom.components.distributed.launch_store import Failure, call_with_timeout, claim
-from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_errors import RankError
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 
@@ -45,11 +45,11 @@ STORE_TIMEOUT = 1.0  # seconds for the store to answer, and for a better informe
 @attrs.define(eq=False)
 class RankMonitor:
     """
-    Monitor that publishes this rank's status and failure, and learns those of the other ranks.
+    Monitor that publishes this rank's status and failure, and reads the other ranks'.
 
-    `store` is shared by all ranks (None: a single process). `peers` are the process ids of the other ranks on this
-    machine, by rank, and `where` names the machine if there are several. `location` is the step and phase, for
-    messages. `is_lost` is True if the store is gone. The thread that makes the monitor is the main thread.
+    `store` is shared by all ranks (None: a single process). `peers` are the other ranks' process ids on this machine,
+    by rank, and `where` names the machine if there are several. `location` is the step and phase, for messages.
+    `is_lost` is True if the store is gone. The constructing thread is the main thread.
     """
 
     rank: int = 0
@@ -78,13 +78,13 @@ class RankMonitor:
         self._thread.start()
 
     def watch_peers(self) -> None:
-        """Watch the peers' processes; without pidfds (not Linux) the death of a peer is not noticed."""
+        """Watch the peers' processes; without pidfds (not Linux) a peer's death is not noticed."""
         for rank, process in self.peers.items() if hasattr(os, "pidfd_open") else ():
             with suppress(OSError):
                 self._watched[os.pidfd_open(process)] = rank
 
     def close(self) -> None:
-        """Stop to answer requests and to watch processes, and cancel the killing of this process."""
+        """Stop answering requests and watching processes, and cancel the killing of this process."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(ANSWER_TIMEOUT)
@@ -93,8 +93,8 @@ class RankMonitor:
             os.close(self._watched.popitem()[0])
 
     @contextmanager
-    def blocked(self, operation: str, group: str) -> Iterator[None]:
-        """Mark this thread as blocked in an operation of a group."""
+    def mark_blocked(self, operation: str, group: str) -> Iterator[None]:
+        """Mark this thread as blocked in a group's operation."""
         self._blocked[threading.get_ident()] = f"waits for {operation} in group {group}"
         try:
             yield
@@ -103,7 +103,7 @@ class RankMonitor:
 
     def diagnose(self) -> str:
         """
-        Return a message that names the ranks for which others wait; "" if unknown, or if it is this rank.
+        Return a message with the ranks for which others wait; "" if unknown, or if it is this rank.
 
         Takes about a second.
         """
@@ -124,7 +124,7 @@ class RankMonitor:
         return diagnosis(dict(answers), self.size)
 
     def announce_exit(self) -> None:
-        """Announce that this process is about to end normally, so that its peers don't report its death."""
+        """Announce that this process is about to end normally, so its peers don't report its death."""
         if self.store is not None:
             call_with_timeout(STORE_TIMEOUT, lambda: self.store.set(f"exiting/{self.rank}", b"1"))
 
@@ -144,7 +144,7 @@ class RankMonitor:
 
     def report_exception(self, error: Exception) -> Failure:
         """Report an exception that was raised at this rank's location; return the first failure."""
-        if isinstance(error, Agreed) and error.rank != self.rank:
+        if isinstance(error, RankError) and error.rank != self.rank:
             # the rank that raised it has the traceback
             self._wait_for_failure(STORE_TIMEOUT)
         if isinstance(error, UserError):
@@ -178,7 +178,7 @@ class RankMonitor:
                 self.is_lost = True
 
     def _ask(self, answers: dict[int, RankStatus]) -> None:
-        """Request the status of all ranks, and collect answers until they are complete or time is up."""
+        """Request all ranks' status, and collect answers until they are complete or time is up."""
         try:
             # published at once: this process may end before the next poll of its own thread
             self._answer()
@@ -207,7 +207,7 @@ class RankMonitor:
             write_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
 
     def _dead_peers(self) -> list[int]:
-        """Return the ranks of this machine that have ended without announcing it."""
+        """Return this machine's ranks that have ended without announcing it."""
         poll = select.poll()
         for descriptor in self._watched:
             poll.register(descriptor, select.POLLIN)
@@ -221,7 +221,7 @@ class RankMonitor:
 
     def _message(self, error: Exception) -> str:
         """Return `rank, location: error`, without the rank if all ranks raised the error together."""
-        rank = "" if isinstance(error, Agreed) else f"rank {self.rank}"
+        rank = "" if isinstance(error, RankError) else f"rank {self.rank}"
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         prefix = ", ".join(filter(None, [rank, self.location]))
         return f"{prefix}: {text}" if prefix else text

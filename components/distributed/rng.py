@@ -1,12 +1,12 @@
 """
-Counter-based normal random numbers, with the same bits on every device and in every layout of shards.
+Counter-based normal random numbers, with the same bits on every device and in every shard layout.
 
-A number is a function of a key and the element's index. With a sequential generator, each rank would have to draw a
-whole parameter to get its slice.
+A number is a function of a key and the element's index. With a sequential generator, a rank would have to draw a whole
+parameter to get its slice.
 
-Bits are equal on CPUs and GPUs because the only operations are those that IEEE 754 or two's complement defines exactly,
-each as a separate torch operation: `log`, `cos` and `erfinv` differ between devices in their last bits, and a compiler
-may contract a product and a sum within one kernel to a fused multiply-add.
+Bits are equal on CPUs and GPUs because all operations are defined exactly by IEEE 754 or two's complement, and run as
+separate torch operations: `log`, `cos` and `erfinv` differ between devices in their last bits, and a compiler may
+contract a product and a sum within one kernel to a fused multiply-add.
 """
 
 import hashlib
@@ -63,12 +63,12 @@ def fill_normal(
     part: Tensor, key: int, std: float, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
 ) -> None:
     """
-    Fill a floating-point tensor, of any strides, with normal numbers of mean 0 and this standard deviation.
+    Fill a floating-point tensor (any strides) with normal numbers, with mean 0 and this standard deviation.
 
-    part: any shape, a slice at `offsets` in a tensor of shape `shape` (default: the whole tensor). An element depends
+    part: any shape, a slice at `offsets` in a tensor with shape `shape` (default: the whole tensor). An element depends
     only on `key` (64 bits) and on its row-major index in the whole tensor. Numbers are computed in float64, rounded to
-    float32, and then to the dtype of `part`, in chunks of constant size. Raises ValueError if the slice is not inside
-    the shape.
+    float32, and then to `part`'s dtype, in chunks of constant size. Raises ValueError if the slice is not inside the
+    shape.
     """
     shape, offsets = tuple(shape or part.shape), tuple(offsets or (0,) * part.ndim)
     if len(shape) != part.ndim or any(
@@ -85,7 +85,7 @@ def fill_normal(
 
 def splitmix64(key: int, index: Tensor) -> Tensor:
     """
-    Return 64 random bits for each index: the SplitMix64 sequence that starts from `key`, at these positions.
+    Return 64 random bits per index: the SplitMix64 sequence from `key`, at these positions.
 
     index: any shape, int64; the result has the same shape and dtype. Source: Steele, Lea and Flood 2014, "Fast
     splittable pseudorandom number generators". Keys are starting points in one sequence of 2^64 numbers, so sequences
@@ -100,10 +100,10 @@ def splitmix64(key: int, index: Tensor) -> Tensor:
 
 def standard_normal(bits: Tensor) -> Tensor:
     """
-    Return a standard normal number, float64, for each 64 random bits (int64, any shape), of which 53 are used.
+    Return a standard normal number, float64, per 64 random bits (int64, any shape), of which 53 are used.
 
     The bits become an odd multiple of 2^-54 between -1/2 and 1/2, to which the quantile function is applied; the
-    greatest number is 8.3. Complementary bits give numbers of opposite sign.
+    greatest number is 8.3. Complementary bits give opposite signs.
     """
     centred = (bits.flatten() >> 11).double().add_(0.5).mul_(2.0**-53)  # exact
     rest = CENTRE_END**2 - centred * centred
@@ -116,7 +116,7 @@ def standard_normal(bits: Tensor) -> Tensor:
 
 
 def _chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield slices of at most a chunk's elements, each with the index of its first element."""
+    """Yield slices with at most a chunk's elements, and their first elements' indices."""
     max_elements = CPU_CHUNK if part.device.type == "cpu" else GPU_CHUNK
     if part.numel() <= max_elements:
         yield part, first
@@ -129,7 +129,7 @@ def _chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[
 
 
 def _indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
-    """Return the row-major indices, in the whole tensor, of a slice's elements: int64 of its shape."""
+    """Return row-major indices in the whole tensor for a slice's elements: int64, with its shape."""
     index = torch.full((), first, dtype=torch.int64, device=chunk.device)
     for size, stride in zip(chunk.shape, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(size, device=chunk.device).mul_(stride)

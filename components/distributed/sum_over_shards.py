@@ -1,4 +1,4 @@
-"""Reductions over the ranks with different parameters, for example of the squared gradient norm of the whole model."""
+"""Reductions over the ranks with different parameters, for example of the whole model's squared gradient norm."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class SumOverParameters:
-    """Reductions over the ranks that together have one copy of the model."""
+    """Reductions over the ranks that together contain one model copy."""
 
     mesh: Mesh
 

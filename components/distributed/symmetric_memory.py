@@ -1,8 +1,8 @@
 """
-Memory of equal size on each rank of a group, which all ranks of the group can read and write.
+Memory of equal size on every rank in a group, readable and writable by the whole group.
 
-On GPUs it is torch's symmetric memory, which GPUs of one host reach over NVLink or PCIe; on a CPU, a file that the
-processes of a host map.
+On GPUs it is torch's symmetric memory, reached by one host's GPUs over NVLink or PCIe; on a CPU, a file mapped by the
+host's processes.
 """
 
 import os
@@ -22,7 +22,7 @@ from drawloom.graph import UserError
 
 @attrs.frozen(eq=False)
 class GpuMemory:
-    """Symmetric memory of GPUs, by torch; `barrier` is a kernel on the current stream."""
+    """GPUs' symmetric memory, by torch; `barrier` is a kernel on the current stream."""
 
     parts: Sequence[Tensor]
     handle: Any
@@ -33,7 +33,7 @@ class GpuMemory:
 
 @attrs.frozen(eq=False)
 class HostMemory:
-    """Shared memory of processes on one host, by a mapped file; `barrier` blocks the host."""
+    """Shared memory for processes on one host, by a mapped file; `barrier` blocks the host."""
 
     parts: Sequence[Tensor]
     group: Group
@@ -44,7 +44,7 @@ class HostMemory:
 
 def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
     """
-    Allocate `size` bytes on each rank of a group of torch.distributed; a collective.
+    Allocate `size` bytes on every rank in a torch.distributed group; a collective.
 
     Raises UserError if the GPUs can't map each other's memory.
     """
@@ -68,7 +68,7 @@ def gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:
 
 def host_memory(size: int, group: Group) -> HostMemory:
     """
-    Allocate `size` bytes for each rank of a group, in a temporary file without a name; a collective.
+    Allocate `size` bytes for every rank in a group, in a temporary file without a name; a collective.
 
     Raises UserError if the ranks are not on one host, or the disk is full.
     """

@@ -1,4 +1,4 @@
-"""Environment variables of torchrun's workers, and the choice of the rank that prints to the terminal."""
+"""Environment variables for torchrun's workers, and the choice which rank prints to the terminal."""
 
 import os
 import time
@@ -21,11 +21,11 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 @attrs.frozen
 class Launch:
     """
-    The rank and world size of this process, globally and on this machine, and the address of the rendezvous store.
+    This process's rank and world size, globally and on this machine, and the rendezvous store's address.
 
-    `node_rank` is the index of this machine among the `node_count` machines (torchrun's nodes). `agent_store` is True
-    if the store is in torchrun instead of rank 0; `attempt` is unique to each restart of the workers; a worker writes
-    its failure to `error_file`.
+    `node_rank` is this machine's index among the `node_count` machines (torchrun's nodes). `agent_store` is True if the
+    store is in torchrun instead of rank 0; `attempt` is unique to every restart of the workers; a worker writes its
+    failure to `error_file`.
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """
-    Return the launch that torchrun's variables describe; a single process if none is set.
+    Return the launch described by torchrun's variables; a single process if none is set.
 
     Raises UserError if some variables are missing or invalid.
     """
@@ -104,7 +104,9 @@ HEAD_START = 2.0  # seconds; if all ranks find the same problem, rank 0 prints i
 
 
 def rank_console() -> Console:
-    """Return what this rank prints: only rank 0 prints warnings, and only the first rank to fail prints the failure."""
+    """
+    Return this rank's printing rules: only rank 0 prints warnings, and only the first rank to fail prints the failure.
+    """
     try:
         launch = read_launch()
     except UserError:  # raised again, and printed, when the run opens its processes

@@ -2,9 +2,9 @@
 The component `experts.all_to_all`: expert parallelism by all-to-all collectives.
 
 A rank sends a token, with its probabilities, once to every rank with some of its experts. The receiving rank copies the
-token to a row for every expert and sums the experts' results before it sends them back. Experts have no capacity, so
-that no token is dropped and the result equals the result of one rank. The backward pass exchanges gradients in the
-opposite direction.
+token to a row for every expert and sums the experts' results before it sends them back. Experts have no capacity: no
+token is dropped, and the result equals one rank's result. The backward pass exchanges gradients in the opposite
+direction.
 """
 
 from functools import partial
@@ -27,9 +27,9 @@ Routes = tuple[Tensor, Tensor, Tensor]
 @component(impact="safe")
 class AllToAllExperts:
     """
-    Dispatcher for experts partitioned along `mesh.expert`, with all-to-all collectives of any backend.
+    Dispatcher for experts partitioned along `mesh.expert`, with any backend's all-to-all collectives.
 
-    The host waits once per layer, for the numbers of tokens.
+    The host waits once per layer, for the token counts.
     """
 
     supports_expert_parallel: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class AllToAllExperts:
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
-        Send tokens to the ranks of their experts, and return rows for the experts of this rank.
+        Send tokens to their experts' ranks, and return rows for this rank's experts.
 
         hidden is (tokens, width), chosen and probabilities (tokens, choices).
         """
@@ -55,7 +55,7 @@ class AllToAllExperts:
         return Dispatched(rows, scale, to_experts[2], partial(self._combine, routes, to_experts))
 
     def _route_to_ranks(self, chosen: Tensor, local_experts: int, group: Group) -> "TokenRoutes":
-        """Return the routes of tokens with chosen experts int64 (tokens, choices), if ranks have `local_experts`."""
+        """Return the routes for tokens with chosen experts int64 (tokens, choices), if ranks have `local_experts`."""
         rank = chosen.div(local_experts, rounding_mode="floor")  # -1 for a dropped choice
         to_ranks = self.kernels.moe_routes(_unique_ranks(rank, group.size), group.size)
         tokens = to_ranks[2].diff(prepend=to_ranks[2].new_zeros(1))
@@ -73,7 +73,7 @@ class AllToAllExperts:
         return exchanged
 
     def _route_to_experts(self, chosen: Tensor, local_experts: int, routes: "TokenRoutes") -> Routes:
-        """Return the routes from received tokens to this rank's experts, without choices of other ranks' experts."""
+        """Return the routes from received tokens to this rank's experts, without choices for other ranks' experts."""
         dest, source, _ = routes.to_ranks
         choices = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
         first_expert = routes.group.rank * local_experts
@@ -82,7 +82,7 @@ class AllToAllExperts:
         return _drop_unused(self.kernels.moe_routes(local, local_experts), routes.rows)
 
     def _combine(self, routes: "TokenRoutes", to_experts: Routes, results: Tensor) -> Tensor:
-        """Sum the experts' results (rows, width) by token, at the ranks of the tokens: (tokens, width)."""
+        """Sum the experts' results (rows, width) by token, on the tokens' ranks: (tokens, width)."""
         summed = self.kernels.moe_unpermute(results, to_experts)
         (back,) = _Exchange.apply(routes.group, routes.received, routes.sent, summed)  # type: ignore[no-untyped-call]
         return self.kernels.moe_unpermute(back, routes.to_ranks)
@@ -91,9 +91,9 @@ class AllToAllExperts:
 @attrs.frozen(eq=False)
 class TokenRoutes:
     """
-    Routes of this rank's tokens to the ranks of a group.
+    Routes from this rank's tokens to a group's ranks.
 
-    `sent` and `received` are numbers of tokens by rank; `rows` is the number of rows that the received tokens make.
+    `sent` and `received` are token counts by rank; `rows` is the row count for the received tokens.
     """
 
     group: Group
@@ -104,7 +104,7 @@ class TokenRoutes:
 
 
 def _unique_ranks(rank: Tensor, ranks: int) -> Tensor:
-    """Return the different ranks of a token's choices (tokens, choices): (tokens, up to choices), padded with -1."""
+    """Return the different ranks for a token's choices (tokens, choices): (tokens, up to choices), padded with -1."""
     is_chosen = torch.zeros(len(rank), ranks + 1, dtype=torch.int32, device=rank.device)
     is_chosen.scatter_(1, rank + 1, 1)
     values, indices = is_chosen[:, 1:].topk(min(rank.shape[1], ranks))
@@ -118,13 +118,13 @@ def _count_choices(rank: Tensor, ranks: int) -> Tensor:
 
 
 def _drop_unused(routes: Routes, rows: int) -> Routes:
-    """Cut off the rows behind the first `rows`, which many dropped choices leave unused."""
+    """Cut off the rows behind the first `rows`, unused because of dropped choices."""
     dest, source, ends = routes
     return dest, source[:rows], ends
 
 
 class _Exchange(Function):
-    """All-to-all of tensors (rows, ...) with the same splits; the backward pass exchanges their gradients."""
+    """All-to-all for tensors (rows, ...) with the same splits; the backward pass exchanges their gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, sent: list[int], received: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:

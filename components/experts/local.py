@@ -10,7 +10,7 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class LocalExperts:
-    """Dispatcher for ranks with all experts of their layers. Tokens stay on their rank. The default of stages."""
+    """Dispatcher for ranks with all their layers' experts. Tokens stay on their rank. The stages' default."""
 
     kernels: ExpertKernels
 

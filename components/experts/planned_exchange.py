@@ -18,20 +18,20 @@ def without_exchange(
     """
     Dispatch tokens if there is one rank, or if the tensors are on the meta device; else return None.
 
-    hidden is (tokens, width), chosen and probabilities (tokens, choices). Each rank has `experts` experts.
+    hidden is (tokens, width), chosen and probabilities (tokens, choices). Every rank has `experts` experts.
     """
     if ranks == 1:
         return LocalExperts(kernels=kernels).dispatch(hidden, chosen, probabilities, experts)
-    return planned_dispatch(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
+    return plan_dispatch(kernels, hidden, chosen, probabilities, experts, ranks) if hidden.is_meta else None
 
 
-def planned_dispatch(
+def plan_dispatch(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched:
     """
     Dispatch meta tensors: hidden (tokens, width), chosen and probabilities (tokens, choices).
 
-    Each rank has `experts` experts. The plan assumes balanced experts, so that a rank receives as many rows as its own
+    Every rank has `experts` experts. The plan assumes balanced experts, so a rank receives as many rows as its own
     tokens have choices.
     """
     copies = _copies(chosen.shape[-1], ranks)
@@ -41,12 +41,12 @@ def planned_dispatch(
 
 
 def _copies(choices: int, ranks: int) -> float:
-    """Return the average number of ranks that a token is sent to, if its choices are uniform over ranks."""
+    """Return a token's average number of destination ranks, if its choices are uniform over ranks."""
     return ranks * (1 - (1 - 1 / ranks) ** choices)
 
 
 class _Exchange(Function):
-    """Exchange of meta tensors (tokens, width) in which a token is sent to several ranks, on average `copies`."""
+    """Exchange for meta tensors (tokens, width); a token is sent to several ranks, on average `copies`."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copies: float, ranks: int) -> Tensor:

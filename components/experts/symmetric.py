@@ -1,13 +1,13 @@
 """
 The component `experts.symmetric`: expert parallelism through symmetric memory on one host.
 
-A rank writes its tokens to memory that the other ranks of the host can read. Every rank reads the tokens that chose its
-experts from the other ranks' memory, directly into the rows of its experts. It writes the sums of the experts' results
-by token to such memory, from where the tokens' ranks read them. The backward pass does the same in the opposite
-direction. A barrier follows each write; ranks do not exchange numbers of tokens first.
+A rank writes its tokens to memory that the host's other ranks can read. Every rank reads its experts' tokens from the
+other ranks' memory, directly into its experts' rows. It writes the sums of the experts' results by token to such
+memory, from where the tokens' ranks read them. The backward pass does the same in the opposite direction. A barrier
+follows every write; ranks do not exchange token counts first.
 
-Exchanges alternate between two halves of the memory. A rank writes to a half again only after the barrier of the other
-half, and before that barrier all ranks have read the first half.
+Exchanges alternate between the memory's halves. A rank writes to a half again only after the other half's barrier, and
+before that barrier all ranks have read the first half.
 """
 
 import math
@@ -34,11 +34,10 @@ ALIGNMENT = 256
 @component(impact="safe")
 class SymmetricExperts:
     """
-    Dispatcher for experts partitioned over the ranks of one host, which read tokens from each other's GPU memory.
-
-    The host waits once per layer for the number of rows, or never with a `capacity`. In evaluation and sampling, which
-    have no gradients, ranks agree on the number of tokens in every layer and make room for all rows, so that results do
-    not depend on the first microbatch.
+    Dispatcher for experts partitioned over one host's ranks, which read tokens from other ranks' GPU memory. The host
+    waits once per layer for the row count, or never with a `capacity`. In evaluation and sampling, which have no
+    gradients, ranks agree on the token count in every layer and make room for all rows, so results do not depend on the
+    first microbatch.
     """
 
     supports_expert_parallel: ClassVar[bool] = True
@@ -48,18 +47,18 @@ class SymmetricExperts:
     max_tokens: int = setting(
         default=0,
         check=between(0, 100_000_001),
-        doc="maximum tokens of a training microbatch on a rank; 0: the maximum of the first microbatch over ranks",
+        doc="maximum tokens per training microbatch and rank; 0: the first microbatch's maximum over ranks",
     )
     capacity: float | None = setting(
         default=None,
         check=at_least(1),
-        doc="rows to make room for, relative to balanced experts; default: all rows, which the host waits to count",
+        doc="rows to make room for, relative to balanced experts; default: all rows, counted while the host waits",
     )
     _exchanges: dict[int, "SharedSlots"] = attrs.field(init=False, factory=dict)
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
-        Copy the tokens of all ranks to rows for the experts of this rank.
+        Copy all ranks' tokens to rows for this rank's experts.
 
         hidden is (tokens, width), chosen and probabilities (tokens, choices). Raises UserError for more tokens or rows
         than the settings allow.
@@ -90,10 +89,10 @@ class SymmetricExperts:
 
 class SharedSlots:
     """
-    Memory that the ranks of a group share, with two halves for the tokens of one exchange each.
+    Memory shared by a group's ranks, with two halves; a half has room for one exchange.
 
-    All ranks have the same number of token slots in an exchange. In training it is `max_tokens`, or if that is 0 the
-    maximum of the first microbatch over ranks.
+    All ranks have equally many token slots in an exchange: in training `max_tokens`, or if it is 0 the first
+    microbatch's maximum over ranks.
     """
 
     def __init__(self, group: Group, kernels: ExpertKernels, max_tokens: int) -> None:
@@ -107,7 +106,7 @@ class SharedSlots:
         self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
 
     def training_slots(self, hidden: Tensor) -> int:
-        """Return the slots of a training microbatch. Raises UserError if hidden (tokens, width) has more tokens."""
+        """Return the slots for a training microbatch. Raises UserError if hidden (tokens, width) has more tokens."""
         self._training_slots = self._training_slots or _max_tokens(len(hidden), self.group, hidden.device)
         if len(hidden) > self._training_slots:
             raise UserError(
@@ -120,9 +119,9 @@ class SharedSlots:
         self, slots: int, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None
     ) -> list[Peers]:
         """
-        Write tokens (tokens, width), scalars and chosen experts (tokens, choices) to memory that all ranks can read.
+        Write tokens (tokens, width), scalars and chosen experts (tokens, choices) to memory readable for all ranks.
 
-        Return the tensors of all ranks, (slots, ...) each.
+        Return all ranks' tensors, (slots, ...).
         """
         tensors = [tensor for tensor in (hidden, scalars, chosen) if tensor is not None]
         dtypes = [tensor.dtype if tensor.is_floating_point() else torch.int32 for tensor in tensors]
@@ -133,7 +132,7 @@ class SharedSlots:
         return published
 
     def views(self, slots: int, columns: list[tuple[int, torch.dtype]], ranks: int = 1) -> list[Peers]:
-        """Switch to the other half of the memory, and return tensors (ranks * slots, width) in it, one per column."""
+        """Switch to the memory's other half, and return tensors (ranks * slots, width) in it, one per column."""
         rows = ranks * slots
         self._half = 1 - self._half
         key = self._half, rows, *columns
@@ -145,7 +144,7 @@ class SharedSlots:
         return self._views[key]
 
     def _memory_for(self, slots: int, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
-        """Return memory with room, in each half, for the columns of all ranks' slots."""
+        """Return memory with room, in both halves, for the columns in all ranks' slots."""
         needed = sum(_align(self.group.size * slots * width * dtype.itemsize) for width, dtype in columns)
         if self._memory is None or 2 * needed > len(self._memory.parts[0]):
             self._outgrown += [self._memory] if self._memory else []
@@ -154,13 +153,13 @@ class SharedSlots:
         return self._memory
 
     def barrier(self) -> None:
-        """Make the writes of all ranks visible to later operations."""
+        """Make all ranks' writes visible to later operations."""
         if self._memory is not None:
             self._memory.barrier()
 
     def limit(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
         """
-        Cut routes to the number of rows, or with a capacity to the rows that it makes room for.
+        Cut routes to the row count, or with a capacity to its row count.
 
         With a capacity, also return a tensor (1,) on the device: NaN if rows were dropped, else 0. Raises UserError if
         an earlier layer dropped rows.
@@ -193,10 +192,10 @@ class SharedSlots:
 @attrs.frozen(eq=False)
 class SlotRoutes:
     """
-    Routes of a microbatch to the experts of a layer and back.
+    A microbatch's routes to a layer's experts and back.
 
-    `chosen` (tokens, choices) are the choices of this rank's tokens, `experts` is the number of experts per rank, and
-    `routes` lead from the tokens of all ranks to the rows of this rank's experts.
+    `chosen` (tokens, choices) are this rank's choices, `experts` is the expert count per rank, and `routes` lead from
+    all ranks' tokens to the rows of this rank's experts.
     """
 
     exchange: SharedSlots
@@ -205,7 +204,7 @@ class SlotRoutes:
     routes: Routes
 
     def rows(self, tokens: Peers, scalars: Peers | None) -> tuple[Tensor, Tensor | None]:
-        """Return the rows (rows, width) of this rank's experts and their scalars (rows,)."""
+        """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
         return self.exchange.kernels.moe_peers.rows(tokens, scalars, self.routes)
 
     def sums(self, rows: Tensor, scalars: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -221,12 +220,12 @@ class SlotRoutes:
 
     @property
     def slots(self) -> int:
-        """The number of slots per rank."""
+        """The slot count per rank."""
         return len(self.routes[0]) // self.exchange.group.size
 
 
 class _Rows(Function):
-    """Copy of tokens to the rows of their experts; the backward pass sums the rows' gradients by token."""
+    """Copy from tokens to their experts' rows; the backward pass sums the rows' gradients by token."""
 
     @staticmethod
     def forward(
@@ -243,11 +242,11 @@ class _Rows(Function):
 
 
 class _Sums(Function):
-    """Sum of the experts' results by token; the backward pass copies the tokens' gradients to rows."""
+    """Sum over the experts' results by token; the backward pass copies the tokens' gradients to rows."""
 
     @staticmethod
     def forward(ctx: Any, routes: SlotRoutes, results: Tensor) -> Tensor:
-        """Return the sums (tokens, width) of this rank's tokens over results (rows, width)."""
+        """Sum results (rows, width) by this rank's tokens: (tokens, width)."""
         ctx.routes = routes
         return routes.sums(results, None)[0]
 
@@ -259,7 +258,7 @@ class _Sums(Function):
 
 
 def _max_tokens(tokens: int, group: Group, device: torch.device) -> int:
-    """Return the maximum number of tokens over ranks, at least 1."""
+    """Return the maximum token count over ranks, at least 1."""
     maximum = torch.tensor([max(tokens, 1)], device=device)
     group.max(maximum)
     return int(maximum)
@@ -270,7 +269,7 @@ def _align(size: int) -> int:
 
 
 def _views(parts: Sequence[Tensor], half: int, rows: int, columns: list[tuple[int, torch.dtype]]) -> list[Peers]:
-    """Return tensors (rows, width), one per column and consecutive in a half of each rank's memory."""
+    """Return tensors (rows, width), one per column and consecutive in one half on every rank."""
     first, views = half * (len(parts[0]) // 2), list[Peers]()
     for width, dtype in columns:
         size = rows * width * dtype.itemsize

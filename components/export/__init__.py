@@ -1,1 +1,1 @@
-"""Export of a trained model as a Hugging Face folder."""
+"""Export from a trained model to a Hugging Face folder."""

@@ -11,17 +11,17 @@ import attrs
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
-from drawloom.components.export.hf_writer import STATE, exported_step
+from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
+from drawloom.components.ports.stages import AveragedWeights, Stages, with_averages
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_tensors
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, adapted_layers, adapted_model
+from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same
 from drawloom.components.workspace.workspace import get_configs_parallel
@@ -34,11 +34,11 @@ WEIGHTS = "adapter_model.safetensors"
 @component(impact="safe")
 class AdapterExport:
     """
-    Writer of `<run folder>/adapter/`, which PEFT loads over the base model of the run.
+    Writer for `<run folder>/adapter/`, which PEFT loads over the run's base model.
 
-    The export is exact, while merging adapters into narrow weights rounds their changes. Modules that are tuned in
-    full are included as `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`,
-    the exported weights are the averaged ones.
+    The export is exact, while merging adapters into narrow weights rounds their changes. Fully tuned
+    modules are included as `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`,
+    the averaged weights are exported.
     """
 
     model: LanguageModel
@@ -46,11 +46,11 @@ class AdapterExport:
     folder: RunFolder
     mesh: Mesh
     average: AveragedWeights | None = None
-    base_model: str | None = setting(default=None, doc="name or path of the base model, for adapter_config.json")
+    base_model: str | None = setting(default=None, doc="base model's name or path for adapter_config.json")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield a problem for new tokens, because PEFT would look for them in the base model, which lacks them."""
+        """Yield a problem for new tokens, because PEFT would look for them in the base model."""
         if (model := node.neighbour("model")) and model.settings.get("new_tokens"):
             text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
             remedy = f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
@@ -61,18 +61,18 @@ class AdapterExport:
         self._plan()
 
     def is_finished(self, step: int) -> bool:
-        """Return whether the folder, which is never incomplete, is of this step. A collective, with equal results."""
-        return bool(run_on_rank0(self.mesh.world, lambda: exported_step(self._target) == step))
+        """Return whether the folder, which is never incomplete, is from this step. A collective, with equal results."""
+        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """Write the folder with the tensors of all ranks. A collective of all ranks."""
+        """Write the folder with all ranks' tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         group = self.mesh.world
         mapper, config = self._plan()
         run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
-        with averaged(self.average):
+        with with_averages(self.average):
             share = own_share(self.stages, mapper, group, workspace, only_inputs=True)
             tensors, _ = run_on_all(group, share.tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
@@ -83,8 +83,8 @@ class AdapterExport:
                 workspace.rmdir()
 
     def _plan(self) -> tuple[Mapper, dict[str, Any]]:
-        """Return the mapper of parameters to PEFT's tensors, and the content of `adapter_config.json`."""
-        whole = adapted_model(self.model, self.stages.local[0].adapters)
+        """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
+        whole = build_adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         return adapter_mapper(whole, tied), adapter_config(whole, tied, self.base_model)
 
@@ -94,7 +94,7 @@ class AdapterExport:
 
 
 def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
-    """Write the folder with one file of tensors, of any shape, for PEFT; it appears complete or not at all."""
+    """Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all."""
     temporary = begin_folder(target)
     try:
         write_tensors(temporary.folder / WEIGHTS, tensors)
@@ -110,16 +110,16 @@ PREFIX = "base_model.model."
 
 
 def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
-    """Map the parameters of adapters and of fully tuned modules to PEFT's tensors."""
-    layers = [layer.peft_mapper(name) for name, layer in adapted_layers(whole)]
+    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors."""
+    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole)]
     return parallel(*layers, *(_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole)))
 
 
 def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
-    """Return the `adapter_config.json` of a model with adapters. Raises UserError if PEFT does not support them."""
+    """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     pairs = [
-        _by_parameter(has_experts, pair) for name, layer in adapted_layers(whole) for pair in layer.low_ranks(name)
+        _by_parameter(has_experts, pair) for name, layer in find_adapted_layers(whole) for pair in layer.low_ranks(name)
     ]
     if not pairs:
         raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
@@ -160,9 +160,9 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
 
 def _by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     """
-    Return the entry of a module, by its parameter in a model with experts.
+    Return a module's entry, by its parameter in a model with experts.
 
-    PEFT 0.21 treats all modules named like projections of experts as experts, even if they are not.
+    PEFT 0.21 treats all modules named like expert projections as experts, even if they are not.
     """
     if not has_experts or pair.target.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj") or pair.fused:
         return pair
@@ -184,7 +184,7 @@ def _target_modules(whole: nn.Module, pairs: list[LowRank]) -> list[str]:
 
 def _list_saved_tensors(whole: nn.Module) -> list[str]:
     """
-    Return the parameters and buffers of modules that are tuned in full or in part, because PEFT saves whole
+    Return parameters and buffers of fully or partly tuned modules, because PEFT saves whole
     modules.
     """
     return [
@@ -198,7 +198,7 @@ def _list_saved_tensors(whole: nn.Module) -> list[str]:
 
 
 def _map_saved_tensor(name: str, tied: bool) -> Mapper:
-    """Map a tensor of a fully tuned module; a tied embedding is also mapped to the head."""
+    """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
         outputs.append(f"{PREFIX}{HEAD}")

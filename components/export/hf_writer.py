@@ -1,4 +1,4 @@
-"""Writer of a model folder for transformers."""
+"""Writer for model folders that transformers loads."""
 
 import json
 import logging
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.export.shard_writer import held, write_stages
+from drawloom.components.export.shard_writer import parameters_by_name, write_stages
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
-from drawloom.components.weights.adapted import HEAD, MergeError, adapted_model, merge_error, merge_mapper
+from drawloom.components.weights.adapted import HEAD, MergeError, build_adapted_model, merge_error, merge_mapper
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 
@@ -27,8 +27,8 @@ STATE = "trainer_state.json"
 MAX_STATE_SIZE = 2**24  # bytes
 
 
-def exported_step(folder: Path) -> int | None:
-    """Return the step of the weights in an exported folder, or None if it is missing or unknown."""
+def read_exported_step(folder: Path) -> int | None:
+    """Return the weights' step from an exported folder, or None if it is missing or unknown."""
     try:
         state = json.loads(read_file(folder / STATE, MAX_STATE_SIZE))
     except (OSError, ValueError, RecursionError):
@@ -51,9 +51,9 @@ def write_folder(
     """
     Write safetensors, `config.json` and the tokenizer files; the folder appears complete or not at all.
 
-    The stages of all ranks of the group form the model. All ranks call this, and exchange their parameters through
-    `workspace`, a folder that all ranks see, or through shared memory of their machine. `max_shard` is in bytes;
-    without `dtype` tensors keep their dtypes; `step` is that of the weights, if known. Adapters are merged into the
+    The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
+    a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
+    tensors keep their dtypes; `step` is the weights' step, if known. Adapters are merged into the
     weights. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
@@ -61,12 +61,12 @@ def write_folder(
     adapters = stages.local[0].adapters
     merged = Mapper(())
     if adapters:
-        merged = merge_mapper(adapted_model(model, adapters), bool(config.get("tie_word_embeddings")))
+        merged = merge_mapper(build_adapted_model(model, adapters), bool(config.get("tie_word_embeddings")))
     mapper = sequential(merged, model.hugging_face_mapper())
     if HEAD in mapper.outputs:
         config["tie_word_embeddings"] = False
     if adapters:
-        _log_merge_error(merge_error(merged, held(stages), dtype), group)
+        _log_merge_error(merge_error(merged, parameters_by_name(stages), dtype), group)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
         _write_config(folder, config, files)
@@ -79,7 +79,7 @@ def write_folder(
 
 
 def _log_merge_error(error: MergeError, group: Group) -> None:
-    """Log the rounding loss of merging adapters, over all ranks."""
+    """Log the rounding loss from merging adapters, over all ranks."""
     changes, losses = zip(*group.gather_json([error.change, error.lost]), strict=True)
     total = MergeError(sum(changes), sum(losses))
     if total.lost and group.rank == 0:

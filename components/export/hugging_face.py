@@ -1,4 +1,4 @@
-"""Export of the trained model as a folder for Hugging Face's libraries."""
+"""Export from the trained model to a folder for Hugging Face's libraries."""
 
 import logging
 from contextlib import suppress
@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.export.hf_writer import exported_step, write_folder
+from drawloom.components.export.hf_writer import read_exported_step, write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, averaged
+from drawloom.components.ports.stages import AveragedWeights, Stages, with_averages
 from drawloom.components.storage.durable_files import remove_folder_at_once
 from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import at_least, component, setting, wired
@@ -26,10 +26,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @component(impact="safe")
 class HuggingFaceExport:
     """
-    Writer of `<run folder>/export/`: config.json, safetensors, the tokenizer files and trainer_state.json.
+    Writer for `<run folder>/export/`: config.json, safetensors, the tokenizer files and trainer_state.json.
 
-    trainer_state.json has the step of the weights as `global_step`, as in checkpoints of Hugging Face's Trainer.
-    With an `average`, the exported weights are the averaged ones.
+    trainer_state.json has the weights' step as `global_step`, as in checkpoints from Hugging Face's Trainer. With an
+    `average`, the averaged weights are exported.
     """
 
     model: LanguageModel
@@ -38,17 +38,17 @@ class HuggingFaceExport:
     mesh: Mesh
     tokenizer: Tokenizer | None = wired(default=None)
     average: AveragedWeights | None = None
-    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum bytes of tensors per file")
+    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum tensor bytes per file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, doc="dtype of the exported tensors; default: as trained"
+        default=None, doc="dtype for exported tensors; default: as trained"
     )
 
     def is_finished(self, step: int) -> bool:
-        """Return whether the folder, which is never incomplete, is of this step. A collective, with equal results."""
-        return bool(run_on_rank0(self.mesh.world, lambda: exported_step(self._target) == step))
+        """Return whether the folder, which is never incomplete, is from this step. A collective, with equal results."""
+        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """Write the folder, to which each rank adds the tensors that it owns. A collective of all ranks."""
+        """Write the folder, to which every rank adds its own tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         run_on_rank0(
@@ -56,7 +56,7 @@ class HuggingFaceExport:
         )  # it may have the export of an earlier step
         # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
-        with averaged(self.average):
+        with with_averages(self.average):
             write_folder(
                 self._target,
                 self.model,

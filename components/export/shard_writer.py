@@ -1,4 +1,4 @@
-"""Assigns a model's tensors to ranks, and writes each rank's share of a safetensors folder."""
+"""Assignment from a model's tensors to ranks, and writer for a rank's share of a safetensors folder."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,27 +32,27 @@ from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import UserError
 
 
-def held(stages: Stages) -> dict[str, ModelParameter]:
+def parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     """Return the model parameters on this rank, by name."""
     return {name: param for stage in stages.local for name, param in stage.model_parameters().items()}
 
 
 def buffers(stages: Stages) -> dict[str, ModelParameter]:
-    """Return the persistent buffers of the model on this rank, by name."""
+    """Return the model's persistent buffers on this rank, by name."""
     return {name: buffer for stage in stages.local for name, buffer in stage.model_buffers().items()}
 
 
 def holding(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
-    """Return the shapes and dtypes of parameters, by name, as JSON."""
+    """Return parameter shapes and dtypes, by name, as JSON."""
     return {"tensors": {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}}
 
 
 def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list[int]:
     """
-    For each group of a mapper, return the first rank that has all of its inputs.
+    Return the owner for every mapper group: the first rank that has all the group's inputs.
 
-    Replicated tensors, and a tied head, are thus written once. Raises UserError with the missing parameters, those
-    without a Hugging Face name, and those whose shape or dtype differs between ranks.
+    Replicated tensors, and a tied head, are thus written once. Raises UserError with missing parameters,
+    parameters without a Hugging Face name, and parameters with different shapes or dtypes on different ranks.
     """
     specs_by_rank = [holding["tensors"] for holding in holdings]
     _check_parameters(mapper, specs_by_rank)
@@ -69,7 +69,7 @@ def choose_owners(mapper: Mapper, holdings: Sequence[Mapping[str, Any]]) -> list
 
 def _check_parameters(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """
-    Raise UserError unless the ranks have exactly the inputs of the mapper, with equal specs of replicated
+    Raise UserError unless the ranks have exactly the mapper's inputs, with equal specs for replicated
     parameters.
     """
     expected = dict.fromkeys(mapper.inputs)
@@ -94,20 +94,20 @@ Finish = Callable[[Path, list[PlannedFile]], None]
 
 @attrs.frozen
 class Share:
-    """Share of one rank: the source and mapper of its groups, and the names of the outputs that it writes."""
+    """One rank's share: the source and mapper for its groups, and the output names that it writes."""
 
     source: TensorSource
     mapper: Mapper
     writes: Collection[str]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that the rank writes, of any shape. Ranks that share slices call this together."""
+        """Return all tensors that the rank writes, any shape. Ranks that share slices call this together."""
         return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
 
 
 @attrs.frozen
 class GatheredParameters:
-    """Source of whole parameters; reading one is a collective of the ranks that have slices of it."""
+    """Source for whole parameters; reading one is a collective over the ranks with its slices."""
 
     parameters: Mapping[str, ModelParameter]
 
@@ -122,9 +122,9 @@ def share(
     parameters: Mapping[str, ModelParameter], mapper: Mapper, owned_groups: Collection[int], dtype: torch.dtype | None
 ) -> Share:
     """
-    Return the share of a rank that owns the groups `mine`; `parameters` are all parameters on the rank.
+    Return the share for a rank that owns the groups `mine`; `parameters` are all parameters on the rank.
 
-    The rank also converts the groups of which it has slices but which it does not write, because gathering is a
+    The rank also converts groups that it has slices for but does not write, because gathering is a
     collective.
     """
     shared = {name for name, param in parameters.items() if param.is_shared}
@@ -147,13 +147,15 @@ def own_share(
     only_inputs: bool = False,
 ) -> Share:
     """
-    Return this rank's share of a mapper's outputs. A collective of the group.
+    Return this rank's share of a mapper's outputs. A collective over the group.
 
-    Ranks exchange the specs of their parameters through `workspace`, or through shared memory of their machine.
-    Raises UserError like `choose_owners`, for parameters that the mapper lacks too, unless `only_inputs`.
+    Ranks exchange parameter specs through `workspace`, or through their machine's shared memory. Raises UserError
+    like `choose_owners`, for parameters unknown to the mapper too, unless `only_inputs`.
     """
     inputs = set(mapper.inputs)
-    parameters = {name: param for name, param in held(stages).items() if not only_inputs or name in inputs}
+    parameters = {
+        name: param for name, param in parameters_by_name(stages).items() if not only_inputs or name in inputs
+    }
     parameters |= {name: buffer for name, buffer in buffers(stages).items() if name in inputs}
     with get_configs_parallel(holding(parameters), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
@@ -171,7 +173,7 @@ def write_stages(
     dtype: torch.dtype | None = None,
 ) -> None:
     """
-    Write a folder with a mapper's outputs for the parameters of all ranks. A collective of the group.
+    Write a folder with a mapper's outputs for all ranks' parameters. A collective over the group.
 
     Raises UserError like `own_share` and `write_shares`.
     """
@@ -181,11 +183,11 @@ def write_stages(
 
 def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish: Finish) -> None:
     """
-    Write a folder of safetensors files, to which each rank adds its share. A collective of the group.
+    Write a folder with safetensors files, to which every rank adds its share. A collective over the group.
 
     Rank 0 creates the temporary folder and, after all ranks have written, writes the index, calls `finish` for
     other files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two
-    ranks would write a tensor of the same name, or if the target exists; the target is then unchanged.
+    ranks would write a tensor with the same name, or if the target exists; the target is then unchanged.
     """
     _, specs_by_rank = run_on_all(group, lambda: _specs_json(own), share=lambda specs: specs)
     files = plan_files([_parse_specs(specs) for specs in specs_by_rank], max_shard)  # the same on every rank
@@ -203,7 +205,7 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
 
 
 def _specs_json(own: Share) -> dict[str, Any]:
-    """Return the shape and dtype of each tensor that a rank will write, as JSON."""
+    """Return shapes and dtypes for the tensors that a rank will write, as JSON."""
     specs = {name: spec for name, spec in output_specs(own.source, own.mapper).items() if name in own.writes}
     check_names(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
@@ -227,7 +229,7 @@ def _write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None
 
 
 def _commit_folder(temporary: TempFolder | None, files: list[PlannedFile], finish: Finish) -> None:
-    """Complete the temporary folder, and rename it to the target, on the rank that has it."""
+    """Complete the temporary folder, and rename it to the target, on the folder's rank."""
     if temporary is not None:
         write_index(temporary.folder, files)
         finish(temporary.folder, files)

@@ -1,4 +1,4 @@
-"""Gradient clipping by the p-norm of a parameter group."""
+"""Gradient clipping by a parameter group's p-norm."""
 
 import math
 from fnmatch import fnmatchcase
@@ -18,9 +18,9 @@ from drawloom.kernels.scale import scale
 @component(changes=("gradients",))
 class ClipGroupNorm:
     """
-    Clipping of a parameter group: scales its gradients by one factor, so that their total norm is at most `max_norm`.
+    Clipping for a parameter group: scales its gradients by one factor to a total norm of at most `max_norm`.
 
-    The norm is (sum of |g|^p)^(1/p) over all elements of the group on all ranks, and the largest |g| for p = inf. Use
+    The norm is (sum of |g|^p)^(1/p) over all elements in the group on all ranks, and the largest |g| for p = inf. Use
     one component per group. On a GPU the host does not wait.
     """
 
@@ -29,20 +29,24 @@ class ClipGroupNorm:
     device: Device
     max_norm: float = setting(check=above(0), doc="maximum group norm after clipping")
     norm_type: float | Literal["inf"] = setting(
-        default=2.0, check=at_least(1), doc='order p of the norm; "inf" for the largest magnitude'
+        default=2.0, check=at_least(1), doc='norm order p; "inf" for the largest magnitude'
     )
-    targets: list[str] = setting(factory=lambda: ["*"], doc="fnmatch patterns of parameter names")
+    targets: list[str] = setting(factory=lambda: ["*"], doc="parameter name patterns (fnmatch)")
     _checked: bool = attrs.field(init=False, default=False)
 
     def run_phase(self, step: Step) -> None:
         """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""
         factor = self.max_norm / (self._norm() + 1e-6)
-        group = [part.grad for name, part in self.parameters.named() if self._is_in(name) and part.grad is not None]
+        group = [
+            part.grad
+            for name, part in self.parameters.named_parameters()
+            if self._is_in(name) and part.grad is not None
+        ]
         scale(group, factor.clamp_max(1.0))
 
     def _norm(self) -> Tensor:
         """Return the norm over all ranks, float64 ()."""
-        gradients = [gradient_of(part) for name, part in self.parameters.counted() if self._is_in(name)]
+        gradients = [gradient_of(part) for name, part in self.parameters.owned_parameters() if self._is_in(name)]
         if not self._checked:
             self._check(len(gradients))
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice
@@ -56,7 +60,7 @@ class ClipGroupNorm:
         """Raise UserError if the patterns match no parameter on any rank."""
         total = self.reduce.total(self._zeros(1) + count)
         if not total.item():
-            name = next((name for name, _ in self.parameters.named()), "")
+            name = next((name for name, _ in self.parameters.named_parameters()), "")
             raise UserError(f"clipping: no trained parameter matches {self.targets}; one is called {name!r}", 2)
         self._checked = True
 

@@ -10,7 +10,7 @@ from drawloom.kernels.scale import scale
 
 @component(reads=("grad_norm",), changes=("gradients",))
 class ClipNorm:
-    """Clipping of all gradients by one factor, so that their total norm is at most `max_norm`."""
+    """Clipping for all gradients by one factor, to a total norm of at most `max_norm`."""
 
     parameters: Parameters
     max_norm: float = setting(check=above(0), doc="maximum total 2-norm after clipping")
@@ -19,5 +19,7 @@ class ClipNorm:
         """Scale the gradients by max_norm / norm if it is below 1; `grad_norm` remains the norm before clipping."""
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, because the norm may be 0
         factor = self.max_norm / (step.state["grad_norm"] + 1e-6)
-        gradients = [parameter.grad for _, parameter in self.parameters.named() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for _, parameter in self.parameters.named_parameters() if parameter.grad is not None
+        ]
         scale(gradients, torch.where(factor < 1, factor, 1.0))

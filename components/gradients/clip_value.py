@@ -7,13 +7,13 @@ from drawloom.graph import above, component, setting
 
 @component(changes=("gradients",))
 class ClipValue:
-    """Clamping of all elements of all gradients to [-max_value, max_value]."""
+    """Clamping for all gradient elements to [-max_value, max_value]."""
 
     parameters: Parameters
     max_value: float = setting(check=above(0), doc="maximum element magnitude after clipping")
 
     def run_phase(self, step: Step) -> None:
         """Clamp all gradients in place."""
-        for _, parameter in self.parameters.named():
+        for _, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
                 parameter.grad.clamp_(-self.max_value, self.max_value)

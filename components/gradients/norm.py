@@ -1,10 +1,10 @@
 """
-The total gradient norm of a model: local sums, one small all-reduce, and the square root.
+A model's total gradient norm: local sums, one small all-reduce, and the square root.
 
-The exact norm is bitwise equal for any order of the parameters and any distribution of whole parameters over ranks; if
-ranks own slices, it may differ in the last bits. The host waits for the device. Every float64 is an integer multiple
-of the smallest float64. The sum of these integers is reduced over ranks in digits, and a digit is a float64 small
-enough to be added without rounding.
+The exact norm is bitwise equal for any parameter order and any distribution of whole parameters over ranks; if ranks
+own slices, it may differ in the last bits. The host waits for the device. Every float64 is the smallest float64 times
+an integer. The integers' sum is reduced over ranks in digits; a digit is a float64 small enough to be added without
+rounding.
 """
 
 import math
@@ -22,9 +22,9 @@ DIGITS = 68  # for the largest float64, 2**1024, times the largest number of par
 
 def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device) -> Tensor:
     """
-    Return the 2-norm, float64 (), of the gradients (any shape) of all ranks.
+    Return the 2-norm, float64 (), of all ranks' gradients (any shape).
 
-    Gradients may be slices, but an element of the model's gradients must be passed on exactly one rank.
+    Gradients may be slices, but every gradient element must be passed on exactly one rank.
     """
     root = _exact_root(reduce.total(_exact_sum(gradients, device)))
     return torch.tensor(root, dtype=torch.float64, device=device)
@@ -38,7 +38,9 @@ def _norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _exact_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of non-finite squares, then the digits of the sum of squares: float64 (1 + DIGITS,) on the CPU."""
+    """
+    Return the sum of non-finite squares, then the digits for the sum of squares: float64 (1 + DIGITS,) on the CPU.
+    """
     squares: list[float] = _norms(gradients, device).square().tolist()
     # Infinities and NaN have no digits; their sum is the norm.
     nonfinite = [square for square in squares if not math.isfinite(square)]
@@ -51,13 +53,13 @@ def _exact_root(digits: Tensor) -> float:
 
 
 def _split_into_digits(numbers: Iterable[float]) -> list[float]:
-    """Return the digits of the exact sum of nonnegative numbers, the lowest first."""
+    """Return the exact sum's digits for nonnegative numbers, the lowest first."""
     total = sum(map(_to_integer, numbers))
     return [float(total >> DIGIT_BITS * index & 2**DIGIT_BITS - 1) for index in range(DIGITS)]
 
 
 def _to_integer(number: float) -> int:
-    """Return a float64 as an integer multiple of the smallest float64."""
+    """Return a float64 as an integer, in units of the smallest float64."""
     numerator, denominator = number.as_integer_ratio()
     return (numerator << FLOAT64_SHIFT) // denominator
 

@@ -1,7 +1,7 @@
 """
 Data-parallel gradient synchronization (DDP, FSDP): the sum over ranks, divided once by the total weight.
 
-For weights w and losses l of the tokens of all microbatches and replicas, the gradient is sum(w dl) / sum(w).
+For token weights w and losses l in all microbatches and replicas, the gradient is sum(w dl) / sum(w).
 """
 
 import math
@@ -33,23 +33,24 @@ class Synchronize:
     reduce: Reduce
     norm: Literal["auto", "exact", "device"] = setting(
         default="auto",
-        doc='computation of the gradient norm: "exact" has equal bits in any layout, and the host waits for it; '
-        '"device" is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and '
-        '"device" on a GPU',
+        doc=(
+            'gradient norm computation: "exact" has equal bits in any layout, and the host waits for it; "device"'
+            ' is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and'
+            ' "device" on a GPU'
+        ),
     )
 
     def run_phase(self, step: Step) -> None:
         """
-        Average the gradients, and write the step's numbers, float64 () on the device of the losses.
+        Average the gradients, and write the step's numbers, float64 () on the losses' device.
 
-        `loss` is the mean loss per token in nats, `grad_norm` the 2-norm of all gradients, `loss_weight` the sum of
-        the tokens' weights, and `tokens` the number of tokens. The step is skipped if the loss or the norm is not
-        finite.
+        `loss` is the mean loss per token in nats, `grad_norm` the 2-norm over all gradients, `loss_weight` the tokens'
+        total weight, and `tokens` the token count. The step is skipped if the loss or the norm is not finite.
         """
         total, weight, tokens = self._sums(step.state).unbind()
         self.parameters.sum_gradients()
-        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named()}
-        owned = {name for name, _ in self.parameters.counted()}
+        gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named_parameters()}
+        owned = {name for name, _ in self.parameters.owned_parameters()}
         # The sum is divided once, because an average of averages would give ranks with few tokens too much weight.
         factor = torch.where(weight > 0, 1 / weight, 1.0)
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)
@@ -66,7 +67,7 @@ class Synchronize:
         step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_skip_reason, step.state))
 
     def _sums(self, state: StepState) -> Tensor:
-        """Return the sums of losses, weights and tokens over all ranks: float64 (3,)."""
+        """Return total losses, weights and tokens over all ranks: float64 (3,)."""
         sums = sum_losses(state)
         self.mesh.pipeline_group.sum(sums)
         # Ranks along `context` split the same rows, but count whole rows; the quotient may be a fraction.

@@ -1,1 +1,1 @@
-"""Choice of an implementation for every operation of a model."""
+"""Choice of an implementation for every model operation."""

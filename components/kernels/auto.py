@@ -1,4 +1,4 @@
-"""Operations of a model in the best implementation for the device, or in the one that the recipe names."""
+"""Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -17,7 +17,9 @@ from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.recompute import cheap, note
 
@@ -26,7 +28,7 @@ Routes = tuple[Tensor, Tensor, Tensor]
 
 
 class Cached(NamedTuple):
-    """Mask of attention with a key-value cache, and the window, or None without one."""
+    """Attention mask with a key-value cache, and the window, or None without one."""
 
     cache: KeyValueCache
     window: int | None
@@ -40,13 +42,12 @@ def _operation(default: str, doc: str) -> Any:
 @component
 class AutoKernels:
     """
-    Operations of a model: `eager` is plain torch, `auto` the best implementation for the device.
+    Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
-    Embeddings, and linear layers that don't use float8, always use torch and have no setting. `triton` compiles a
-    kernel at its first use. Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of
-    several documents, and `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton`
-    stores the gradients of the logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch`
-    is torch's grouped product.
+    Embeddings, GeGLU, and linear layers without float8 always use torch. `triton` compiles a kernel at its first use.
+    Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
+    `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
+    logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     device: Device
@@ -64,7 +65,7 @@ class AutoKernels:
     filter_eps: float = setting(
         default=0.0,
         check=between(0, 1),
-        doc="threshold below which `cut` skips tiles of the logits' gradients; 0 is exact",
+        doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
     _moe_routes: Choice = _operation("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _operation("moe_permute", "copies of tokens for their experts")
@@ -85,7 +86,7 @@ class AutoKernels:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield the implementation that `auto` chooses for every operation on the recipe's device, and the reason."""
+        """Yield `auto`'s implementation for every operation on the recipe's device, and the reason."""
         available = "cuda" if torch.cuda.is_available() else "cpu"
         if _kind(node) == "cuda" != available:
             yield "auto: chosen on the GPU machine; this machine has no GPU to decide by"
@@ -101,7 +102,7 @@ class AutoKernels:
         _ = self._functions
 
     def chosen(self, operation: str) -> Chosen:
-        """Return the implementation of an operation and the reason for the choice."""
+        """Return an operation's implementation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
     @cached_property
@@ -117,7 +118,7 @@ class AutoKernels:
 
     @cached_property
     def _loss_options(self) -> Any:
-        """Return the loss's options: the index of ignored targets, and for `cut` the filter of logits."""
+        """Return the loss's options: the ignored target index, and for `cut` the logit filter."""
         cuts = self.chosen("linear_cross_entropy").name == "cut"
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
@@ -127,25 +128,42 @@ class AutoKernels:
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._functions["linear_float8"](x, weight, bias)  # type: ignore[no-any-return]
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return cheap(self._functions["rms_norm"], x, weight, eps)  # type: ignore[no-any-return]
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
-        note(normed, self._functions["norm_of_sum"], summed, weight, eps)
+        note(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return normed, summed
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
         return cheap(self._functions["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return cheap(geglu_eager, gate, up)  # type: ignore[no-any-return]
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `cheap`: its backward pass does not need x, so that recomputation would save no memory.
-        return self._functions["rope"](x, cos, sin)  # type: ignore[no-any-return]
+        return self._functions["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        zero_centered: bool = False,
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
+            q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
+            return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
         return cheap(self._functions["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
@@ -159,7 +177,7 @@ class AutoKernels:
         """
         Return the mask for `attention`, from document ids int64 (rows, length).
 
-        The queries are all tokens, a `part` of every row, or with a cache the tokens after those in the cache.
+        The queries are all tokens, a `part` of every row, or with a cache the tokens after the cached ones.
         """
         if cache is not None:
             return Cached(cache, window)
@@ -170,15 +188,24 @@ class AutoKernels:
             return chosen.mask(documents, window)
         return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(mask, PartMask):
-            k, v = torch.split(mask.part.gather(torch.cat([k, v], 2)), k.shape[2], 2)
+            k, v = _gather_keys_and_values(mask.part, k, v)
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             k, v = mask.cache.extend(k, v)
-            return attention_eager(q, k, v, causal_mask(q.shape[1], k.shape[1], mask.window, q.device))
-        return self._functions["attention"].attend(q, k, v, mask)  # type: ignore[no-any-return]
+            visible = causal_mask(q.shape[1], k.shape[1], mask.window, q.device)
+            return attention_eager(q, k, v, visible, options, sinks)
+        return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,
@@ -191,7 +218,7 @@ class AutoKernels:
         """
         Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
-        A `part` of the vocabulary requires `cut`, or its equivalent in plain torch.
+        A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
@@ -220,13 +247,21 @@ class AutoKernels:
 
 
 class PartMask(NamedTuple):
-    """Mask for this rank's queries and the keys of whole rows, and the part of every row that the queries are."""
+    """Mask for this rank's queries and whole rows' keys, and the queries' part of every row."""
 
     whole: Any
     part: RowPart
 
 
+def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
+    both = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
+    whole_k, whole_v = torch.split(both, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
+    rows, length = both.shape[:2]
+    return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
+
+
 def _kind(node: NodeView) -> str:
-    """Return the kind of device that the recipe names: auto, cpu or cuda."""
+    """Return the recipe's device kind: auto, cpu or cuda."""
     device = node.neighbour("device")
     return str((device and device.settings.get("kind")) or "auto")

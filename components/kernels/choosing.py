@@ -1,4 +1,4 @@
-"""Implementations of every operation, and the choice of an implementation for a device."""
+"""Implementations for every operation, and the choice for a device."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,10 +16,10 @@ KERNELS = "drawloom.kernels"
 @attrs.frozen
 class Operation:
     """
-    Implementations of an operation, from name to `module.function` below drawloom.kernels.
+    An operation's implementations, from name to `module.function` below drawloom.kernels.
 
-    On a GPU, `auto` chooses the first name in `on_gpu` that the GPU can run. An implementation of attention is an
-    object with functions for attention and for its mask.
+    On a GPU, `auto` chooses the first name in `on_gpu` supported on the GPU. An attention implementation is an object
+    with functions for attention and for its mask.
     """
 
     implementations: Mapping[str, str]
@@ -44,7 +44,7 @@ OPERATIONS = {
             "eager": "attention.EAGER",
             "cudnn": "attention_cudnn.CUDNN",
             "flex": "attention_flex.FLEX",
-            "varlen": "attention.VARLEN",
+            "varlen": "attention_flash.VARLEN",
         },
         ("cudnn", "flex", "eager"),
     ),
@@ -77,7 +77,7 @@ GPU = {"varlen", "cudnn", "flex"}
 
 @attrs.frozen
 class Chosen:
-    """Name of the chosen implementation, and the reason."""
+    """Name and reason for the chosen implementation."""
 
     name: str
     why: str
@@ -109,7 +109,7 @@ def why_not(implementation: str, device: torch.device) -> str:
 
 
 def load(operation: str, implementation: str) -> Any:
-    """Return the function of an implementation."""
+    """Return an implementation's function."""
     # Modules are imported on demand, so that a run on a CPU never imports triton.
     module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
     return getattr(import_module(f"{KERNELS}.{module}"), name)

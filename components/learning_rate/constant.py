@@ -16,5 +16,5 @@ class Constant(AfterWarmup):
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Return whether the warm-up is a percentage of all steps."""
+        """Return whether the warm-up is a percentage."""
         return node.settings["warmup_percent"] is not None

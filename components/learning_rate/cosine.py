@@ -1,4 +1,4 @@
-"""A learning rate that falls like half a cosine (Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, equation 5)."""
+"""Learning rate that falls like half a cosine (Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, equation 5)."""
 
 from drawloom.components.learning_rate.piecewise import between
 from drawloom.components.learning_rate.warmup import AfterWarmup
@@ -12,5 +12,5 @@ class Cosine(AfterWarmup):
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
     def after(self, done: int, rest: int, total: int) -> float:
-        """Return the value of the cosine."""
+        """Return the cosine's value."""
         return between("cosine", 1.0, self.end, min(done / rest, 1.0))

@@ -1,4 +1,4 @@
-"""Lengths of parts of a run in the units of recipes: steps, tokens, or a percentage of all steps."""
+"""Lengths of a run's parts in recipe units: steps, tokens, or a percentage of all steps."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -17,9 +17,8 @@ def steps_of(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
 ) -> int:
     """
-    Convert a length to steps; 0 if no unit is set. The percentage is of all `total` steps.
-
-    A length in tokens becomes the smallest number of first steps (last steps with `at_end`) that have the tokens.
+    Convert a length to steps; 0 if no unit is set. The percentage refers to all `total` steps. A length in tokens
+    becomes the smallest number of first steps (last steps with `at_end`) with so many tokens.
     """
     if tokens is not None:
         if at_end:
@@ -31,12 +30,12 @@ def steps_of(
 
 @attrs.frozen
 class TokenCounts:
-    """Token counts of a run's steps, in full rows: `tokens_after(n)` is the number of tokens in the first n steps."""
+    """Token counts of a run's steps, in full rows: `tokens_after(n)` is the token count of the first n steps."""
 
     tokens_after: Callable[[int], int]
 
     def steps_until(self, tokens: int) -> int:
-        """Return the smallest number of steps with at least `tokens` tokens."""
+        """Return the smallest step count with at least `tokens` tokens."""
         upper = 1
         while self.tokens_after(upper) < tokens:
             upper *= 2
@@ -44,7 +43,7 @@ class TokenCounts:
 
 
 def token_counts(batching: Batching | None, rows: PackedDataset | None) -> TokenCounts:
-    """Return the token counts of a run. Counting raises ValueError without the batch size and sequence length."""
+    """Return a run's token counts. Counting raises ValueError without the batch size and sequence length."""
 
     def tokens_after(steps: int) -> int:
         if batching is None or rows is None:
@@ -54,8 +53,8 @@ def token_counts(batching: Batching | None, rows: PackedDataset | None) -> Token
     return TokenCounts(tokens_after)
 
 
-def declared_token_counts(node: Any) -> TokenCounts | None:
-    """Return the token counts that follow from settings; None if they depend on the run, as with a batch-size ramp."""
+def token_counts_from_settings(node: Any) -> TokenCounts | None:
+    """Return the token counts implied by settings; None if they depend on the run, as with a batch-size ramp."""
     batch, rows = (node.neighbour(edge) for edge in SIZES)
     if not batch or not rows or batch.settings.get("ramp"):
         return None
@@ -70,17 +69,17 @@ def several_given(node: Any, name: str) -> Iterator[Problem]:
         yield node.problem(keys[-1], f"both {keys[0]} and {keys[-1]} are given", "leave one of them out")
 
 
-def declared_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
+def steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> int:
     """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
     steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
-    sizes = declared_token_counts(node)
+    sizes = token_counts_from_settings(node)
     if sizes is None and tokens is not None:
         return 0
     return steps_of(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
 
 
 def unit_given(node: Any, name: str) -> str:
-    """Return the name of the setting that gives a length, such as `warmup_steps`."""
+    """Return the name of a length's setting, such as `warmup_steps`."""
     return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)
 
 

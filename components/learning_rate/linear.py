@@ -1,4 +1,4 @@
-"""Linear decay of the learning rate."""
+"""Linear learning rate decay."""
 
 from drawloom.components.learning_rate.piecewise import between
 from drawloom.components.learning_rate.warmup import AfterWarmup
@@ -12,5 +12,5 @@ class LinearDecay(AfterWarmup):
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
     def after(self, done: int, rest: int, total: int) -> float:
-        """Return the value of the line."""
+        """Return the line's value."""
         return between("linear", 1.0, self.end, min(done / rest, 1.0))

@@ -1,4 +1,4 @@
-"""A learning rate schedule of consecutive phases."""
+"""Learning rate schedule with consecutive phases."""
 
 import math
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import attrs
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    declared_token_counts,
     token_counts,
+    token_counts_from_settings,
     tokens_without_sizes,
 )
 from drawloom.components.ports.data import PackedDataset
@@ -24,7 +24,7 @@ MIN_FACTOR = 1e-8
 
 
 def between(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
-    """Return the value of a curve at `progress` from 0 to 1; `power` is the polynomial's exponent."""
+    """Return a curve's value at `progress` from 0 to 1; `power` is the polynomial's exponent."""
     match curve:
         case "linear":
             return start + (end - start) * progress
@@ -39,19 +39,19 @@ def between(curve: Curve, start: float, end: float, progress: float, power: floa
 
 @attrs.frozen(kw_only=True)
 class SchedulePiece:
-    """A phase of a schedule: a curve from the end value of the previous phase to `to`."""
+    """Schedule phase: a curve from the previous phase's end value to `to`."""
 
-    to: float = setting(check=at_least(0), doc="learning-rate multiplier at the end of the phase")
+    to: float = setting(check=at_least(0), doc="learning-rate multiplier at the phase's end")
     curve: Curve = setting(default="linear", doc="curve to the end value")
     steps: int | None = setting(default=None, check=at_least(0), doc="phase length in steps")
     until_tokens: int | None = setting(
-        default=None, check=at_least(1), doc="tokens, in full rows, from the start of the run to the end of the phase"
+        default=None, check=at_least(1), doc="tokens, in full rows, from the run's start to the phase's end"
     )
-    until_percent: float | None = setting(default=None, doc="percentage of all steps at which the phase ends, 0 to 100")
+    until_percent: float | None = setting(default=None, doc="end of the phase as a percentage of all steps, 0 to 100")
     power: float = setting(default=2.0, check=above(0), doc="exponent for a polynomial curve")
 
     def end(self, begin: int, total: int, sizes: TokenCounts) -> int:
-        """Return the step, from 0, at which the phase is over; for a phase in steps it depends on `begin`."""
+        """Return the first step, from 0, after the phase; for a phase in steps it depends on `begin`."""
         if self.steps is not None:
             return begin + self.steps
         if self.until_tokens is not None:
@@ -62,7 +62,7 @@ class SchedulePiece:
 @component(writes=("lr_factor",))
 class Piecewise:
     """
-    Schedule of consecutive phases; after the last phase, the factor stays at its end value.
+    Schedule with consecutive phases; after the last phase, the factor stays at its end value.
 
     Phases with `until_tokens` need `batching = "@batch"` and `rows = "@packing"`.
     """
@@ -79,11 +79,11 @@ class Piecewise:
         return token_counts(self.batching, self.rows)
 
     def run_phase(self, step: Step) -> None:
-        """Write `lr_factor`, the multiplier of the base learning rate."""
+        """Write `lr_factor`, which multiplies the base learning rate."""
         step.state["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
-        """Return the factor after `done` of `total` steps."""
+        """Return the factor after `done` out of `total` steps."""
         value, begin = self.start, 0
         for phase in self.phases:
             end = max(begin, phase.end(begin, total, self._sizes))
@@ -94,7 +94,7 @@ class Piecewise:
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Return whether another number of steps would change the factor of any step."""
+        """Return whether another step count would change any step's factor."""
         value, floating = node.settings["start"], False
         for phase in node.settings["phases"]:
             # a percentage or the rest ends at a step that depends on the number of steps; so do all later phases
@@ -109,7 +109,7 @@ class Piecewise:
         """Report the first phase that ends before it begins, or after the run."""
         if any(cls.constraints(node)):
             return
-        begin, sizes = 0, declared_token_counts(node)
+        begin, sizes = 0, token_counts_from_settings(node)
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
                 return  # the last steps of this phase and all later ones are known only in the run
@@ -127,7 +127,7 @@ class Piecewise:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Report percentages that do not rise, and phases after a phase that takes the rest."""
+        """Report percentages that do not rise, and phases after a phase with all remaining steps."""
         phases: list[SchedulePiece] = node.settings["phases"]
         if not phases:
             yield node.problem("phases", "phases is empty", "write at least one phase, such as { to = 1.0 }")

@@ -1,4 +1,4 @@
-"""The warm-up that learning rate schedules share."""
+"""The common warm-up of learning rate schedules."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from typing import Any
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    declared_steps,
     several_given,
+    steps_from_settings,
     steps_of,
     token_counts,
     tokens_without_sizes,
@@ -27,13 +27,13 @@ class AfterWarmup:
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.
 
-    The first step of a warm-up has the factor `start`, as in transformers. A length in tokens needs
-    `batching = "@batch"` and `rows = "@packing"`, and ends with the step that reaches the tokens.
+    A warm-up's first step has the factor `start`, as in transformers. A length in tokens needs `batching = "@batch"`
+    and `rows = "@packing"`, and ends with the step at which the tokens are reached.
     """
 
     batching: Batching | None = None
     rows: PackedDataset | None = None
-    start: float = setting(default=0.0, check=between(0, 1), doc="learning-rate multiplier of the first step")
+    start: float = setting(default=0.0, check=between(0, 1), doc="learning-rate multiplier at the first step")
     warmup_steps: int | None = setting(default=None, check=at_least(0), doc="warm-up length in steps")
     warmup_tokens: int | None = setting(
         default=None, check=at_least(0), doc="warm-up length in tokens, counted in full rows"
@@ -45,41 +45,41 @@ class AfterWarmup:
     )
 
     def run_phase(self, step: Step) -> None:
-        """Write `lr_factor`, the multiplier of the base learning rate."""
+        """Write `lr_factor`, which multiplies the base learning rate."""
         step.state["lr_factor"] = self.factor(step.index - 1, step.total)
 
     def factor(self, done: int, total: int) -> float:
-        """Return the factor after `done` of `total` steps."""
+        """Return the factor after `done` out of `total` steps."""
         warmup = self.warmup(total)
         if done < warmup:
             return self.start + (1 - self.start) * done / warmup
         return self.after(done - warmup, max(total - warmup, 1), total)
 
     def warmup(self, total: int) -> int:
-        """Return the length of the warm-up in steps, in a run of `total` steps."""
+        """Return the warm-up length in steps, in a run with `total` steps."""
         return steps_of(
             self.warmup_steps, self.warmup_tokens, self.warmup_percent, total=total, sizes=self.sizes, at_end=False
         )
 
     @property
     def sizes(self) -> TokenCounts:
-        """Token counts of the run's steps."""
+        """The run's token counts."""
         return token_counts(self.batching, self.rows)
 
     @abstractmethod
     def after(self, done: int, rest: int, total: int) -> float:
-        """Return the factor after `done` of the `rest` steps that follow the warm-up, in a run of `total` steps."""
+        """Return the factor after `done` out of `rest` steps behind the warm-up, in a run with `total` steps."""
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Return whether another number of steps would change the factor of any step; True unless overridden."""
+        """Return whether another step count would change any step's factor; True unless overridden."""
         return True
 
     @classmethod
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
-        """Report a warm-up that is longer than the run, and a decay that is longer than the rest of the run."""
+        """Report a warm-up longer than the run, and a decay longer than the rest of the run."""
         names = [name for name in LENGTHS if f"{name}_steps" in node.settings]
-        steps = {name: declared_steps(node, name, total, at_end=name == "decay") for name in names}
+        steps = {name: steps_from_settings(node, name, total, at_end=name == "decay") for name in names}
         if steps["warmup"] > total:
             text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
             yield node.problem(unit_given(node, "warmup"), text, SHORTEN.format(name="warmup"))

@@ -12,8 +12,8 @@ class WarmupStableDecay(AfterWarmup):
     """
     WSD schedule: a warm-up, the base learning rate, and a decay in the last steps to `end` after the last step.
 
-    A run that was stopped before the decay may continue to a larger number of steps, because the factors before the
-    decay do not depend on the number.
+    A run stopped before the decay may continue with more steps, because the factors before the decay do not depend on
+    the step count.
     """
 
     decay_steps: int | None = setting(default=None, check=at_least(0), doc="decay length in steps")
@@ -25,11 +25,11 @@ class WarmupStableDecay(AfterWarmup):
         check=within(0, 100),
         doc="decay length as a percentage of all steps; without any length there is no decay",
     )
-    curve: Curve = setting(default="linear", doc="curve of the decay")
+    curve: Curve = setting(default="linear", doc="decay curve")
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
     def after(self, done: int, rest: int, total: int) -> float:
-        """Return 1 before the decay, and then the value of the curve."""
+        """Return 1 before the decay, and then the curve's value."""
         steps = steps_of(
             self.decay_steps, self.decay_tokens, self.decay_percent, total=total, sizes=self.sizes, at_end=True
         )

@@ -26,7 +26,7 @@ def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
 
 
 def coordinates(mesh: Mesh, launches: Iterable[Processes]) -> str:
-    """Return this rank's host and its index along each mesh dimension, without hosts and dimensions of size 1."""
+    """Return this rank's host and mesh indices, without hosts and dimensions of size 1."""
     sizes = mesh.sizes.dense()
     parts = [f"host {launch.node_rank}" for launch in launches if launch.node_count > 1]
     parts += [f"{name} {index}" for name, index in mesh.indices.dense().items() if sizes[name] > 1]
@@ -60,9 +60,9 @@ class LogFile(WatchedFileHandler):
 @component(impact="safe")
 class RunLogging:
     """
-    Configuration of the loggers `drawloom` and `drawloom.run` and of Python's warnings while the run is open.
+    Configuration for the loggers `drawloom` and `drawloom.run` and for Python's warnings while the run is open.
 
-    On rank 0, INFO messages of `drawloom.run`, such as step lines, go to standard output, and messages of `level` or
+    On rank 0, INFO messages from `drawloom.run`, such as step lines, go to standard output, and messages at `level` or
     above to standard error. On all ranks, all messages go to `log/rank-N.log`, with the rank's host and mesh indices.
     """
 
@@ -72,7 +72,7 @@ class RunLogging:
     mesh: Mesh
     launches: Every[Processes]
     level: Literal["debug", "info", "warning", "error"] = setting(
-        default="warning", doc="lowest level of messages on standard error"
+        default="warning", doc="lowest message level on standard error"
     )
 
     _added: list[tuple[logging.Logger, logging.Handler]] = attrs.field(init=False, factory=list)
@@ -135,7 +135,7 @@ class _OneLine(logging.Formatter):
 
 
 def is_run_line(record: logging.LogRecord) -> bool:
-    """Return whether a record is a line for standard output: an INFO message of `drawloom.run`."""
+    """Return whether a record is a line for standard output: an INFO message from `drawloom.run`."""
     return record.name == "drawloom.run" and record.levelno == logging.INFO
 
 

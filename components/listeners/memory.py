@@ -1,4 +1,4 @@
-"""Memory by kind at the start of a run, and an out-of-memory message with remedies."""
+"""Memory by kind at a run's start, and an out-of-memory message with remedies."""
 
 import logging
 import re
@@ -27,10 +27,10 @@ CPU_MESSAGE = "can't allocate memory"
 @component(impact="safe")
 class MemoryReport:
     """
-    Report of this rank's memory for parameters, gradients and optimizer state, logged at the start of the run.
+    Report about this rank's memory for parameters, gradients and optimizer state, logged at the run's start.
 
     If memory runs out, also while the run opens, the run ends with a message instead of a traceback. It shows the
-    failed allocation, the memory by kind, and the settings that would help, with their present values.
+    failed allocation, the memory by kind, and the helpful settings, with their present values.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started",)
@@ -106,7 +106,7 @@ def name(kind: str) -> str:
 
 
 def _describe_allocation(error: BaseException) -> str:
-    """Return the size of the failed allocation, and the pipeline's note on where it failed, if there is one."""
+    """Return the failed allocation's size, and the pipeline's note on where it failed, if there is one."""
     match = ALLOCATION.search(str(error))
     text = "an allocation failed" if match is None else f"{_format_amount(match[1])} could not be allocated"
     return " ".join([text, *getattr(error, "__notes__", ())])

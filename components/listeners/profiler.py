@@ -1,4 +1,4 @@
-"""torch.profiler traces of some steps, with ranges for steps, phases, pipeline actions and layers."""
+"""torch.profiler traces for some steps, with ranges for steps, phases, pipeline actions and layers."""
 
 import gzip
 import json
@@ -30,11 +30,11 @@ MEMORY_EVENTS = 200_000
 @component(impact="safe")
 class Profiler:
     """
-    Profiler that writes `traces/steps-A-B-rank-R.json.gz` in the run folder, for ui.perfetto.dev or chrome://tracing.
+    Profiler: writes `traces/steps-A-B-rank-R.json.gz` in the run folder, for ui.perfetto.dev or chrome://tracing.
 
-    The steps of the process form cycles: `wait` steps run without the profiler, `warmup` steps are profiled and
+    The process's steps form cycles: `wait` steps run without the profiler, `warmup` steps are profiled and
     discarded because the first profiled steps are slower, and `active` steps are traced into one file. With `memory`
-    the trace also contains allocations and a graph of allocated memory, and on a GPU the profiler also writes
+    the trace also contains allocations and an allocated memory graph, and on a GPU the profiler also writes
     `traces/steps-A-B-rank-R.pickle` for docs.pytorch.org/memory_viz.
 
     If the profiler fails, it is turned off with a warning.
@@ -44,11 +44,11 @@ class Profiler:
     mesh: Mesh
     device: Device
     stages: Every[Stages]
-    wait: int = setting(default=3, check=at_least(0), doc="steps without the profiler at the start of a cycle")
-    warmup: int = setting(default=1, check=at_least(1), doc="steps that are profiled and discarded")
+    wait: int = setting(default=3, check=at_least(0), doc="steps without the profiler at a cycle's start")
+    warmup: int = setting(default=1, check=at_least(1), doc="profiled and discarded steps")
     active: int = setting(default=2, check=at_least(1), doc="steps in one trace")
-    repeat: int = setting(default=1, check=at_least(0), doc="number of traces per process; 0: traces until the end")
-    memory: bool = setting(default=False, doc="whether to trace allocations, which makes steps slower")
+    repeat: int = setting(default=1, check=at_least(0), doc="traces per process; 0: traces until the end")
+    memory: bool = setting(default=False, doc="trace allocations, which makes steps slower")
 
     _running: profile | None = attrs.field(init=False, default=None)
     _first: int = attrs.field(init=False, default=0)
@@ -65,7 +65,7 @@ class Profiler:
         self._end()
 
     def on_event(self, event: Event) -> None:
-        """Begin or end a range, and advance the profiler at the end of a step."""
+        """Begin or end a range, and advance the profiler at a step's end."""
         if self._off or event.step is None:
             return
         try:
@@ -188,7 +188,7 @@ class Profiler:
 
 
 def add_memory_counters(path: Path) -> None:
-    """Add a graph of every device's memory, which Perfetto draws, to a trace; torch writes only allocations."""
+    """Add memory graphs by device, for Perfetto, to a trace; torch writes only allocations."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace: dict[str, Any] = json.load(file)
     trace["traceEvents"] += [_counter(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"]

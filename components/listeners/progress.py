@@ -25,7 +25,7 @@ class ProgressBar:
     Progress bar with step, loss, validation loss, learning rate, peak memory, speed and time left, on a terminal.
 
     Rank 0 shows the bar. On a GPU, loss and speed are one step late. While the bar is shown, step lines are not printed
-    on the terminal, and warnings are printed above the bar. The bar is refreshed at the end of steps, without a thread.
+    on the terminal, and warnings are printed above the bar. The bar is refreshed after steps, without a thread.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "step_ended")
@@ -94,7 +94,7 @@ class ProgressBar:
             self.close()
 
     def _show(self, bar: Progress) -> None:
-        """Put the values of a step into the bar; called only before a refresh."""
+        """Put a step's values into the bar; called only before a refresh."""
         if self._shown is not None:
             step, seconds = self._shown
             self._values |= values_of(step)
@@ -107,7 +107,7 @@ ORDER = ("loss", "validation_loss", "lr", "memory", "speed")
 
 
 def values_of(step: Step) -> dict[str, str]:
-    """Return the loss and learning rate of a step; the bar keeps showing earlier values of missing ones."""
+    """Return a step's loss and learning rate; the bar keeps showing earlier values for missing ones."""
     state = step.state
     loss = {"loss": f"loss {state.number('loss'):.4f}"} if "loss" in state else {}
     skipped = {"loss": "loss skipped"} if step.skip_reason else {}

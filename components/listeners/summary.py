@@ -1,4 +1,4 @@
-"""The header of a run before its first step, and the summary after its last step."""
+"""Header before a run's first step, and summary after its last step."""
 
 import logging
 import time
@@ -26,10 +26,10 @@ MIN_FULL_RATE = 0.99  # packed rows are full except the last row
 @component(impact="safe")
 class RunSummary:
     """
-    Header with the parts of a run, logged when it starts, and summary of its results, logged when it ends.
+    Header with a run's parts, logged at the start, and summary with its results, logged at the end.
 
-    `drawloom run --dry-run` prints the header without a run. Checkpoints contain the best validation loss, so that the
-    summary of a resumed run covers the whole run; time and tokens count this process only.
+    `drawloom run --dry-run` prints the header without a run. Checkpoints contain the best validation loss, so a resumed
+    run's summary covers the whole run; time and tokens count this process only.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "phase_ended", "step_ended", "run_ended")
@@ -53,7 +53,7 @@ class RunSummary:
     _best: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `loss` and `step` of the best validation loss so far; empty without validation."""
+        """Return `loss` and `step` for the best validation loss so far; empty without validation."""
         return dict(self._best)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

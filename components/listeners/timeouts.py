@@ -1,4 +1,4 @@
-"""Timeouts of collectives and steps, longer for the first step and for saving; a process that hangs exits."""
+"""Timeouts for collectives and steps, longer for the first step and for saving; a hanging process exits."""
 
 import faulthandler
 import logging
@@ -25,7 +25,7 @@ class Watchdog:
     """
     Thread that calls `expired(limit)` once when a time limit is over, and `slow(limit)` once at an earlier time.
 
-    It polls every `tick` seconds. At most two ticks count between two polls, so that a limit does not expire while the
+    It polls every `tick` seconds. At most two ticks count between two polls, so a limit does not expire while the
     process is suspended or the machine sleeps.
     """
 
@@ -98,7 +98,7 @@ REPORT_TIMEOUT = 5.0  # seconds for the message and the stacks, which may hang o
 
 
 class _SignOfLife(logging.Handler):
-    """Handler that calls a function for every log message, except for messages of this module."""
+    """Handler that calls a function for every log message, except this module's."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
@@ -116,13 +116,13 @@ log_module = "timeouts"  # its warning of a slow component does not show that th
 @component(impact="safe")
 class Timeouts:
     """
-    Timeouts of collectives and of whole steps, for every stage of the run.
+    Timeouts for collectives and whole steps, in every stage of the run.
 
-    A collective that times out raises an error that names the rank it waited for. A process that exceeds the limit by
-    WATCHDOG_MARGIN hangs elsewhere: it reports its step, its phase and the hang diagnosis, dumps the stacks of its
-    threads to its log, and exits with code 1. The guard kills a process that can't exit, because C code holds the GIL.
+    A timed-out collective raises an error that names the awaited rank. A process that exceeds the limit by
+    WATCHDOG_MARGIN hangs elsewhere: it reports its step, its phase and the hang diagnosis, dumps its threads'
+    stacks to its log, and exits with code 1. The guard kills a process that can't exit, because C code holds the GIL.
 
-    A component has `opening` seconds to open or close, and the time starts again after every message that it logs.
+    A component has `opening` seconds to open or close, and the time starts again after every logged message.
     Components that open before this one, and close after it, are ended by the guard alone, without the watchdog.
     """
 
@@ -130,7 +130,7 @@ class Timeouts:
     folder: RunFolder
     mesh: Mesh
     first_step: float = setting(
-        default=1800.0, check=above(0), doc="seconds for the first step of a process, which compiles and connects"
+        default=1800.0, check=above(0), doc="seconds for a process's first step, which compiles and connects"
     )
     step: float = setting(default=600.0, check=above(0), doc="seconds for every later step")
     saving: float = setting(
@@ -157,7 +157,7 @@ class Timeouts:
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""
-        self._watchdog = Watchdog(self._expired, self.tick, slow=self._slow)
+        self._watchdog = Watchdog(self._exit, self.tick, slow=self._slow)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class Timeouts:
         self._allow(self.opening, slow=min(self.opening / 2, SLOW_OPENING))
 
     def on_event(self, event: Event) -> None:
-        """Set the time limit for the next part of the run."""
+        """Set the time limit for the run's next part."""
         try:
             self._set_location(event)
             match event.kind:
@@ -251,12 +251,12 @@ class Timeouts:
         return f"{self._where} took more than {self._allowed:g} s{phase}"
 
     def _slow(self, _limit: float) -> None:
-        """Warn that a part of the limit is over. Runs in the watchdog's thread."""
+        """Warn after a part of the limit. Runs in the watchdog's thread."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
         log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
-    def _expired(self, _limit: float) -> None:
+    def _exit(self, _limit: float) -> None:
         """Report the hang, and exit. Runs in the watchdog's thread."""
         delay = self._describe_delay()
         reporter = threading.Thread(target=self._report, args=(delay,), name="hang report", daemon=True)

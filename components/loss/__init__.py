@@ -1,1 +1,1 @@
-"""Losses of language models."""
+"""Losses for language models."""

@@ -1,4 +1,4 @@
-"""Model inputs of all losses of decoders."""
+"""Model inputs for decoder losses."""
 
 from typing import ClassVar
 
@@ -9,10 +9,10 @@ from drawloom.components.ports.model import TokenContext
 
 
 class DecoderInputs:
-    """Base of losses for models that read token ids."""
+    """Base class for losses of models that read token ids."""
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "targets", "positions", "document_ids", "weights")
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
-        """Return token ids, int64 (rows, length), for the first stage, and the context of every stage."""
+        """Return token ids, int64 (rows, length), for the first stage, and the context for all stages."""
         return batch.tokens, TokenContext(batch.positions, batch.document_ids, batch.weights)

@@ -1,5 +1,5 @@
 """
-Dynamic Fine-Tuning: the loss of a token times the probability of its target.
+Dynamic Fine-Tuning: token losses times target probabilities.
 
 Wu et al. 2025, "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
 arXiv 2508.05629, equation 9. Seen as a policy gradient, plain fine-tuning weights a token by the inverse of its
@@ -23,7 +23,7 @@ class Dft(DecoderInputs):
     """
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the sum of losses, the sum of token weights, and named sums; hidden is (rows, length, hidden_size)."""
+        """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         losses, _ = head.token_losses(hidden, batch.targets)
         plain = losses.detach()  # a factor without a gradient: the probability is exp(-plain)
         total = (losses * (-plain).exp() * batch.weights).sum()

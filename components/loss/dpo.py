@@ -2,7 +2,7 @@
 Direct Preference Optimization: make the chosen answer likelier than the rejected one, relative to a reference model.
 
 Rafailov et al. 2023, "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", arXiv
-2305.18290, equation 7. The reward of an answer is beta times the difference of its log-probabilities under the model
+2305.18290, equation 7. An answer's reward is beta times the difference between its log-probabilities under the model
 and under the reference. The reference is the model without its adapters, or the data contain its log-probabilities.
 """
 
@@ -28,10 +28,10 @@ A different order of summation, such as another number of tensor-parallel ranks,
 @component
 class Dpo(DecoderInputs):
     """
-    -log(sigmoid(margin)) of every pair of answers, where the margin is the difference of their rewards.
+    -log(sigmoid(margin)) per answer pair, where the margin is the reward difference.
 
-    `data.packing.pairs` makes the rows. The log-probability of an answer is the float64 sum over its tokens with a
-    weight; the weight of a pair is the sum of its token weights. Named sums, weighted by pair like the loss, are
+    `data.packing.pairs` makes the rows. An answer's log-probability is the float64 sum over its tokens with a
+    weight; a pair's weight is the sum of its token weights. Named sums, weighted by pair like the loss, are
     `reward_margin`, `reward_accuracy` (1 for a margin above 0, 0.5 for a tie), `reward_chosen` and `reward_rejected`.
     A margin within rounding errors is a tie, as are all margins at the first step.
     """
@@ -44,14 +44,14 @@ class Dpo(DecoderInputs):
     beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
 
     def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
-        """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
+        """Return log-probabilities where targets have a weight, at least float32 (rows, length), 0 elsewhere."""
         return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
 
     def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
         return batch.evolve(reference=logps)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
+        """Return the loss sum, the pair weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.reference is None:
             raise UserError(
                 'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '

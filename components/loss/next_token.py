@@ -1,4 +1,4 @@
-"""Next-token prediction, the loss of a language model."""
+"""Next-token prediction, the language modelling loss."""
 
 from functools import partial
 
@@ -26,23 +26,23 @@ class NextToken(DecoderInputs):
         doc="z-loss coefficient, of log(sum(exp(logits)))^2, to keep logits small; 0 is off",
     )
     label_smoothing: float = setting(
-        default=0.0, check=between(0, 1), doc="fraction of a target's probability that is spread over the vocabulary"
+        default=0.0, check=between(0, 1), doc="label smoothing: probability spread over the vocabulary"
     )
     accuracy: bool = setting(
         default=False,
         impact="safe",
-        doc="report how many targets are the likeliest token; costs one more product with the head",
+        doc="report the fraction of targets predicted as the likeliest token; costs one more product with the head",
     )
 
     top_k: int | None = setting(
         default=None,
         impact="safe",
         check=at_least(1),
-        doc="report as `top_k_accuracy` how many targets are among the k likeliest tokens; default: off",
+        doc="report as `top_k_accuracy` the fraction of targets among the k likeliest tokens; default: off",
     )
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the sum of losses, the sum of token weights, and named sums; hidden is (rows, length, hidden_size)."""
+        """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         losses, lse = head.token_losses(hidden, batch.targets, batch.weights)
         total = losses.sum()
         sums = {"cross_entropy": total.detach()}

@@ -1,4 +1,4 @@
-"""Root mean square of activations by layer."""
+"""Root mean square (RMS) of activations by layer."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
 @component(impact="safe")
 class ActivationRms:
     """
-    `activation_rms/<layer>`: the root mean square of a layer's outputs, over the tokens and channels of a step.
+    `activation_rms/<layer>`: the root mean square over a layer's outputs, for all tokens and channels in a step.
 
     Layers are the modules `layers.<number>`, numbered as in the whole model, on all stages. Padding counts like other
     tokens; evaluations do not count. The values depend neither on the batch size nor on gradient accumulation.
@@ -38,7 +38,7 @@ class ActivationRms:
     _tokens: int | None = attrs.field(init=False, default=0)
 
     def open(self) -> None:
-        """Gather the layers of all stages, and observe this rank's. Raises UserError if there are none."""
+        """Gather all stages' layers, and observe this rank's. Raises UserError if there are none."""
         local = {
             int(match[1]): module
             for stage in self.stages.local
@@ -60,8 +60,8 @@ class ActivationRms:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The sum of squares and the count of elements, by layer."""
-        return {"sums": Accumulator(shape=(len(self._layers), 2), of="activations")}
+        """Sums of squares and element counts, by layer."""
+        return {"sums": Accumulator(shape=(len(self._layers), 2), scope="activations")}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums of squares and counts over the forward passes since the last step: float64 (layers, 2)."""
@@ -97,7 +97,7 @@ class ActivationRms:
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Return the sum of squares, float64 (), without a wider copy of the tensor."""
+    """Sum the squares, float64 (), without a wider copy of the tensor."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
     return norm.double().square()

@@ -1,4 +1,4 @@
-"""Area under the ROC curve of a binary classifier."""
+"""Area under the ROC curve for a binary classifier."""
 
 from collections.abc import Mapping
 
@@ -13,17 +13,17 @@ from drawloom.graph import between, component, setting
 @component(impact="safe")
 class Auroc:
     """
-    `auroc`, over all microbatches and replicas, exact up to the width of a histogram's bins.
+    `auroc`, over all microbatches and replicas, exact up to a histogram's bin width.
 
-    The loss must make a named sum by `class_counts.score_histogram` with the same number of `bins`.
+    The loss must make a named sum by `class_counts.score_histogram` with equally many `bins`.
     """
 
-    bins: int = setting(default=1000, check=between(2, 1_000_001), doc="bins of the histogram of scores")
-    of: str = setting(default="score_histogram", doc="name of the loss's sum that is a histogram of scores")
+    bins: int = setting(default=1000, check=between(2, 1_000_001), doc="number of bins in the score histogram")
+    of: str = setting(default="score_histogram", doc="name of the loss's score histogram")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The histograms of both labels."""
+        """Histograms for both labels."""
         return {"histogram": Accumulator(shape=(2, self.bins))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
@@ -32,5 +32,5 @@ class Auroc:
         return {} if losses is None else {"histogram": tensor_sum(losses, self.of, (2, self.bins), "bins")}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return `auroc`, None unless there are items of both labels; `histogram` is float64 (2, bins)."""
+        """Return `auroc`, None unless both labels occur; `histogram` is float64 (2, bins)."""
         return {"auroc": auroc(totals["histogram"])}

@@ -1,4 +1,4 @@
-"""Loss per byte of text, which does not depend on the tokenizer."""
+"""Loss per text byte, which does not depend on the tokenizer."""
 
 import math
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ from drawloom.graph import component, setting
 @component(impact="safe")
 class BitsPerByte:
     """
-    `bits_per_byte`: the cross entropy of all targets in bits, divided by the bytes of their text.
+    `bits_per_byte`: the cross entropy over all targets in bits, divided by their text's bytes.
 
-    Token weights of the batch weight both. The end of a document has a loss but no bytes.
+    The batch's token weights apply to both. A document's end token has a loss but no bytes.
     """
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("targets", "weights")
 
     tokenizer: Tokenizer
-    of: str = setting(default="cross_entropy", doc="name of the loss's sum that is a cross entropy in nats")
+    of: str = setting(default="cross_entropy", doc="name of the loss's cross entropy sum, in nats")
 
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator(of="rows")}
+    accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator(scope="rows")}
     _table: Tensor = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Load the number of bytes of every token id."""
+        """Load the byte counts by token id."""
         self._table = torch.from_numpy(self.tokenizer.token_bytes()).double()
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return nats and bytes of this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
+        """Return nats and bytes for this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
         # batches are on the CPU, so that nothing waits for a device

@@ -1,5 +1,5 @@
 """
-Counts of classified items, as named sums of a loss, and scores computed from them: pure functions of tensors.
+Counts over classified items, as named sums of a loss, and scores computed from them: pure functions on tensors.
 
 Losses call `confusion_matrix`, `label_counts`, `top_k_predictions` and `score_histogram`, which do not wait for the
 device. `scores`, `label_scores` and `auroc` take totals over microbatches and ranks. Counts are float64, because
@@ -17,10 +17,11 @@ Average = Literal["micro", "macro", "weighted", "per_class"]
 
 def confusion_matrix(predictions: Tensor, targets: Tensor, classes: int, weights: Tensor | None = None) -> Tensor:
     """
-    Sum the weights of items by target (rows) and prediction (columns): float64 (classes, classes).
+    Sum item weights by target (rows) and prediction (columns): float64 (classes, classes).
 
-    predictions and targets: integers or booleans of one shape, from 0 to below `classes`, or anything where `weights`,
-    of the same shape, is 0. Without weights an item counts 1, or 0 with a negative target such as IGNORE_INDEX.
+    predictions and targets: integers or booleans with one shape, from 0 to below `classes`, or anything where
+    `weights`, with the same shape, is 0. Without weights an item counts 1, or 0 with a negative target such as
+    IGNORE_INDEX.
     """
     counted = targets >= 0 if weights is None else weights
     row, column = (labels.long().clamp(0, classes - 1).flatten() for labels in (targets, predictions))
@@ -30,10 +31,10 @@ def confusion_matrix(predictions: Tensor, targets: Tensor, classes: int, weights
 
 def label_counts(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """
-    Return a confusion matrix per label of items with several labels: float64 (labels, 2, 2).
+    Return one confusion matrix per label, for items with several labels: float64 (labels, 2, 2).
 
-    predictions and targets: booleans, or 0 and 1, (..., labels); negative targets do not count. A matrix sums the
-    weights of items by target (rows) and prediction (columns). weights: (..., labels) or (...,); default: 1.
+    predictions and targets: booleans, or 0 and 1, (..., labels); negative targets do not count. A matrix sums
+    item weights by target (rows) and prediction (columns). weights: (..., labels) or (...,); default: 1.
     """
     counted = (targets >= 0).double() if weights is None else weights.double()
     if counted.ndim < targets.ndim:
@@ -49,7 +50,7 @@ def top_k_predictions(class_scores: Tensor, targets: Tensor, k: int) -> Tensor:
     Return the target where its score is among the k highest, and elsewhere the class with the highest score.
 
     class_scores: (..., classes), such as logits; targets: integers (...,), negative for items to ignore. Among equal
-    scores the lower class comes first. The accuracy of a confusion matrix of the result is the top-k accuracy.
+    scores the lower class comes first. The accuracy from the result's confusion matrix is the top-k accuracy.
     """
     classes = torch.arange(class_scores.shape[-1], device=class_scores.device)
     target = targets.long().clamp(0, class_scores.shape[-1] - 1).unsqueeze(-1)
@@ -60,9 +61,9 @@ def top_k_predictions(class_scores: Tensor, targets: Tensor, k: int) -> Tensor:
 
 def score_histogram(scores: Tensor, labels: Tensor, bins: int, weights: Tensor | None = None) -> Tensor:
     """
-    Sum the weights of items by label, 0 or 1, and by score, in equal bins from 0 to 1: float64 (2, bins).
+    Sum item weights by label, 0 or 1, and by score, in equal bins from 0 to 1: float64 (2, bins).
 
-    scores: floating point of any shape; labels: integers or booleans, and weights, as in `confusion_matrix`.
+    scores: floating point, any shape; labels: integers or booleans, and weights, as in `confusion_matrix`.
     """
     counted = labels >= 0 if weights is None else weights
     column = (scores.detach().double() * bins).clamp(0, bins - 1).long().flatten()
@@ -73,10 +74,10 @@ def score_histogram(scores: Tensor, labels: Tensor, bins: int, weights: Tensor |
 
 def auroc(histogram: Tensor) -> float | None:
     """
-    Return the area under the ROC curve of a float64 `score_histogram` (2, bins), or None if a label has no items.
+    Return the area under the ROC curve from a float64 `score_histogram` (2, bins), or None if a label has no items.
 
-    It is the probability that an item of label 1 has a higher score than an item of label 0. Scores in the same bin
-    are equal and count one half, as in the trapezoidal rule.
+    The area is the probability that an item with label 1 has a higher score than an item with label 0. Scores in the
+    same bin are equal and count one half, as in the trapezoidal rule.
     """
     negatives, positives = histogram
     pairs = positives.sum() * negatives.sum()
@@ -86,7 +87,7 @@ def auroc(histogram: Tensor) -> float | None:
 
 def scores(confusion: Tensor, averages: Sequence[Average], beta: float = 1.0) -> Mapping[str, float | None]:
     """
-    Return `accuracy`, and precision, recall and F-beta of classes: averages as `f1/macro`, single classes as `f1/3`.
+    Return `accuracy`, and precision, recall and F-beta for classes: averages as `f1/macro`, single classes as `f1/3`.
 
     confusion: float64 (classes, classes) from `confusion_matrix`. Averages ignore classes without items, whose scores
     are None. A class that is never predicted has a precision of 0. "weighted" weights classes by their items. Micro
@@ -99,10 +100,10 @@ def scores(confusion: Tensor, averages: Sequence[Average], beta: float = 1.0) ->
 
 def label_scores(counts: Tensor, averages: Sequence[Average], beta: float = 1.0) -> Mapping[str, float | None]:
     """
-    Return `label_accuracy`, and precision, recall and F-beta of labels, named and averaged as in `scores`.
+    Return `label_accuracy`, and precision, recall and F-beta for labels, named and averaged as in `scores`.
 
-    counts: float64 (labels, 2, 2) from `label_counts`. The accuracy is the fraction of right decisions over all labels
-    of all items. A label that no item has is treated like a class without items. "micro" sums the counts of all labels
+    counts: float64 (labels, 2, 2) from `label_counts`. The accuracy is the fraction of right decisions over all
+    items and labels. A label without items is treated like a class without items. "micro" sums the counts of all labels
     before it divides.
     """
     hits, support, predicted = counts[:, 1, 1], counts[:, 1].sum(-1), counts[..., 1].sum(-1)
@@ -113,7 +114,7 @@ def label_scores(counts: Tensor, averages: Sequence[Average], beta: float = 1.0)
 def _by_class(
     hits: Tensor, support: Tensor, predicted: Tensor, averages: Sequence[Average], beta: float
 ) -> Mapping[str, float | None]:
-    """Return averages of scores by name; all three counts are float64 (classes,)."""
+    """Return score averages by name; all three counts are float64 (classes,)."""
     is_target = support > 0
     weights = {"macro": is_target.double(), "weighted": support}
     by_class, total = _score(hits, support, predicted, beta), _score(hits.sum(), support.sum(), predicted.sum(), beta)

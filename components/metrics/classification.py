@@ -1,4 +1,4 @@
-"""Accuracy, precision, recall and F-beta of a classifier."""
+"""Accuracy, precision, recall and F-beta for classifiers."""
 
 from collections.abc import Mapping
 
@@ -21,9 +21,9 @@ class Classification:
     """
 
     classes: int = setting(check=between(2, 10_001), doc="number of classes")
-    of: str = setting(default="confusion", doc="name of the loss's sum that is a confusion matrix")
+    of: str = setting(default="confusion", doc="name of the loss's confusion matrix")
     averages: tuple[Average, ...] = setting(default=("macro",), doc="averages to report, or per_class for every class")
-    beta: float = setting(default=1.0, check=above(0), doc="weight of recall relative to precision in the F-score")
+    beta: float = setting(default=1.0, check=above(0), doc="recall's weight relative to precision in the F-score")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:

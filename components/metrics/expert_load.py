@@ -1,4 +1,4 @@
-"""Balance of routers between experts."""
+"""Router balance between experts."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +19,19 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 @component(impact="safe")
 class ExpertLoad:
     """
-    `expert_imbalance/<layer>`, `router_entropy/<layer>` and `expert_tokens/<layer>/<expert>` of layers with experts.
+    `expert_imbalance/<layer>`, `router_entropy/<layer>` and `expert_tokens/<layer>/<expert>` for layers with experts.
 
-    The imbalance is the maximum number of tokens of an expert divided by the mean: 1 for balanced experts, and experts
-    divided by choices per token if all tokens choose the same experts. The entropy is the mean entropy of a token's
-    scores, in nats, at most log(experts). `expert_tokens` are the tokens that were sent to an expert. Values are of a
-    whole step, over all microbatches and ranks, without evaluations. No token is dropped: the tokens of a layer's
-    experts add up to all tokens times the choices per token.
+    The imbalance is an expert's maximum token count divided by the mean: 1 for balanced experts, and experts divided by
+    choices per token if all tokens choose the same experts. The entropy is the mean over the tokens' score entropies,
+    in nats, at most log(experts). `expert_tokens` are the tokens sent to an expert. Values cover a whole step, all
+    microbatches and ranks, without evaluations. No token is dropped: the token counts of a layer's experts add up to
+    all tokens times the choices per token.
     """
 
     stages: Stages
     mesh: Mesh
     device: Device
-    by_expert: bool = setting(default=False, doc="report the tokens of every expert, too")
+    by_expert: bool = setting(default=False, doc="also report token counts by expert")
 
     _names: list[str] = attrs.field(init=False, factory=list)
     _experts: int = attrs.field(init=False, default=0)
@@ -39,7 +39,7 @@ class ExpertLoad:
     _observed: list[tuple[ExpertRouter, Callable[[Tensor, Tensor], None]]] = attrs.field(init=False, factory=list)
 
     def open(self) -> None:
-        """Gather the routers of all stages, and observe this rank's. Raises UserError if there are none."""
+        """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""
         local = {_name(path): router for path, router in routers_of(self.stages).items()}
         by_rank = self.mesh.pipeline_group.gather_json({name: router.num_experts for name, router in local.items()})
         sizes: dict[str, int] = {name: size for rank_sizes in by_rank for name, size in rank_sizes.items()}
@@ -62,8 +62,8 @@ class ExpertLoad:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The tokens of every expert, the sum of entropies and the number of tokens, by layer."""
-        return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), of="activations")}
+        """Token counts by expert, the entropy sum and the token count, by layer."""
+        return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), scope="activations")}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums over the forward passes since the last step: float64 (layers, experts + 2)."""
@@ -80,7 +80,7 @@ class ExpertLoad:
         )
 
     def _layer_values(self, name: str, row: Tensor) -> Iterator[tuple[str, Value]]:
-        """Yield the values of a layer, from its row of the totals (experts + 2,)."""
+        """Yield a layer's values from its row in the totals (experts + 2,)."""
         tokens, entropy, count = row[:-2], float(row[-2]), float(row[-1])
         yield f"expert_imbalance/{name}", float(tokens.max() / tokens.mean()) if count else None
         yield f"router_entropy/{name}", entropy / count if count else None
@@ -98,6 +98,6 @@ class ExpertLoad:
 
 
 def _name(path: str) -> str:
-    """Return the number of a router's layer, or the whole path of a router outside of numbered layers."""
+    """Return a router's layer number, or its whole path outside numbered layers."""
     match = LAYER.search(f"{path}.")
     return match[1] if match else path

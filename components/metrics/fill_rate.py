@@ -12,7 +12,7 @@ from drawloom.graph import component
 
 @component(impact="safe")
 class FillRate:
-    """`fill_rate`: the fraction of tokens in training rows that are not padding."""
+    """`fill_rate`: the fraction of positions in training rows that are not padding."""
 
     rows: PackedDataset
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}

@@ -12,14 +12,14 @@ from drawloom.graph import component, setting
 
 @component(impact="safe")
 class MetricGroup:
-    """Values of all members, with `prefix` before their names."""
+    """All members' values, with `prefix` before their names."""
 
     members: list[Metric] = attrs.field(factory=list)
     prefix: str = setting(default="", doc="prefix of every name: 'train/' makes loss train/loss")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The accumulators of all members, with the member's index in the name."""
+        """All members' accumulators, with the member's index in the name."""
         return {
             f"{number}/{name}": accumulator
             for number, member in enumerate(self.members)
@@ -42,7 +42,7 @@ class MetricGroup:
         return values
 
     def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
-        """Return the histograms of the members that measure distributions."""
+        """Return the histograms from members that measure distributions."""
         histograms: dict[str, Histogram] = {}
         for number, member in enumerate(self.members):
             if isinstance(member, DistributionMetric):

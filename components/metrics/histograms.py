@@ -1,4 +1,4 @@
-"""Histograms of gradients and weights, by patterns of parameter names."""
+"""Histograms of gradients and weights, by parameter name patterns."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -36,22 +36,22 @@ def check_targets(patterns: list[str]) -> str | None:
 @component(reads=("gradients",), impact="safe")
 class Histograms:
     """
-    Histograms `gradients/<name>` and `weights/<name>` of parameters by name, for trackers that take distributions.
+    Histograms `gradients/<name>` and `weights/<name>` by parameter name, for trackers that accept distributions.
 
-    A phase, between clipping and the optimizer, and a metric. A histogram counts a whole parameter of the model, or all
+    A phase, between clipping and the optimizer, and a metric. A histogram counts a whole model parameter, or all
     parameters that match a pattern, with the same result on every mesh: its bins lie between the minimum and the
-    maximum over all ranks, and one rank counts an element. Elements that are not finite are ignored.
+    maximum over all ranks, and one rank counts an element. Non-finite elements are ignored.
     """
 
     parameters: SpreadParameters
     mesh: Mesh
     device: Device
-    targets: list[str] = setting(check=check_targets, doc="patterns (fnmatch) of parameter names")
+    targets: list[str] = setting(check=check_targets, doc="parameter name patterns (fnmatch)")
     of: tuple[Literal["gradients", "weights"], ...] = setting(
-        default=("gradients", "weights"), doc="tensors of a parameter to count"
+        default=("gradients", "weights"), doc="tensors to count by parameter"
     )
     per: Literal["parameter", "pattern"] = setting(
-        default="parameter", doc="one histogram per parameter, or per pattern for all parameters that match it"
+        default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
     )
     bins: int = setting(default=64, check=check_bins, doc=f"bins of a histogram, at most {MAX_BINS}")
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between histograms, or "last" or "never"')
@@ -60,8 +60,8 @@ class Histograms:
     _measured: dict[str, Tensor] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
-        """Gather the names of the model's parameters. Raises UserError for a pattern that matches no parameter."""
-        local = [name for name, _ in self.parameters.named()]
+        """Gather the model's parameter names. Raises UserError for a pattern without a match."""
+        local = [name for name, _ in self.parameters.named_parameters()]
         names = sorted({name for names in self.mesh.pipeline_group.gather_json(local) for name in names})
         for pattern in self.targets:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -72,7 +72,7 @@ class Histograms:
         self._series = [f"{kind}/{name}" for kind in self.of for name in series]
 
     def run_phase(self, step: Step) -> None:
-        """Count the elements of gradients and weights while there are gradients, at the steps of `every`."""
+        """Count elements in gradients and weights while there are gradients, at the steps in `every`."""
         self._measured = {}
         if due(self.every, step):
             parts = [*self._parts()]
@@ -81,12 +81,12 @@ class Histograms:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Bounds and counts of each histogram; replicas count the same."""
+        """Bounds and counts by histogram; replicas count the same."""
         size = len(self._series)
         return {
             "low": Accumulator("min", (size,)),
             "high": Accumulator("max", (size,)),
-            "counts": Accumulator(shape=(size, self.bins), of="model"),
+            "counts": Accumulator(shape=(size, self.bins), scope="model"),
         }
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
@@ -99,7 +99,7 @@ class Histograms:
         return {}
 
     def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
-        """Return the histograms of a measured step, without tensors that have no finite element."""
+        """Return a measured step's histograms, without tensors that have no finite element."""
         bounds = zip(self._series, totals["low"].tolist(), totals["high"].tolist(), strict=True)
         return {
             name: Histogram(low, high, tuple(counts))
@@ -108,15 +108,15 @@ class Histograms:
         }
 
     def _parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's tensors in flat chunks, each with the index of its histogram."""
-        for name, parameter in self.parameters.counted():
+        """Yield this rank's tensors in flat chunks, with their histogram's index."""
+        for name, parameter in self.parameters.owned_parameters():
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad
                 chunks = () if tensor is None else torch.split(tensor.detach().flatten(), CHUNK)
                 yield from ((index, chunk) for index in self._indices(kind, name) for chunk in chunks)
 
     def _indices(self, kind: str, name: str) -> list[int]:
-        """Return the indices of the histograms that count a tensor."""
+        """Return the histogram indices that count a tensor."""
         matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
         names = matching if self.per == "pattern" else [name] if matching else []
         return [self._series.index(f"{kind}/{label}") for label in names]

@@ -1,4 +1,4 @@
-"""Norms of gradients and weights by layer."""
+"""Gradient and weight norms by layer."""
 
 import re
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 @component(reads=("gradients",), impact="safe")
 class LayerNorms:
     """
-    `grad_norm/<layer>` and `weight_norm/<layer>`: 2-norms over the parameters of a layer, on all stages.
+    `grad_norm/<layer>` and `weight_norm/<layer>`: 2-norms over a layer's parameters, on all stages.
 
     A phase, between clipping and the optimizer, and a metric. Layers are numbered as in the whole model; other
-    parameters have the name of their module: `embed_tokens`, `norm`, `lm_head`.
+    parameters have their module's name: `embed_tokens`, `norm`, `lm_head`.
     """
 
     parameters: SpreadParameters
@@ -32,15 +32,15 @@ class LayerNorms:
     _squares: dict[str, Tensor] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:
-        """Gather the layers of all stages."""
-        local = [layer_of(name) for name, _ in self.parameters.named()]
+        """Gather all stages' layers."""
+        local = [layer_of(name) for name, _ in self.parameters.named_parameters()]
         names = {name for rank_names in self.mesh.pipeline_group.gather_json(local) for name in rank_names}
         numbers, words = ([name for name in names if name.isdecimal() is is_number] for is_number in (True, False))
         self._layers = [*sorted(numbers, key=int), *sorted(words)]
 
     def run_phase(self, step: Step) -> None:
-        """Sum the squares of gradients and weights while there are gradients."""
-        owned = self.parameters.counted()
+        """Sum squared gradients and weights while there are gradients."""
+        owned = self.parameters.owned_parameters()
         self._squares = {
             "grad_norm": self._sum_squares(owned, lambda parameter: parameter.grad),
             "weight_norm": self._sum_squares(owned, lambda parameter: parameter),
@@ -49,12 +49,12 @@ class LayerNorms:
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """Sums of squares by layer, the same on replicas."""
-        squares = Accumulator(shape=(len(self._layers),), of="model")
+        squares = Accumulator(shape=(len(self._layers),), scope="model")
         return {"grad_norm": squares, "weight_norm": squares}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """
-        Return sums of squares of the parameters that this rank owns, float64 (layers,).
+        Return sums of squares over this rank's own parameters, float64 (layers,).
 
         Return {} if the phase did not run.
         """
@@ -70,7 +70,7 @@ class LayerNorms:
         }
 
     def _sum_squares(self, owned: list[tuple[str, nn.Parameter]], tensor_of: Any) -> Tensor:
-        """Sum the squares of the parameters' tensors by layer: float64 (layers,)."""
+        """Sum the parameters' squared elements by layer: float64 (layers,)."""
         tensors = [(layer_of(name), tensor_of(parameter)) for name, parameter in owned]
         present = [(self._layers.index(layer), tensor) for layer, tensor in tensors if tensor is not None]
         if not present:
@@ -82,7 +82,7 @@ class LayerNorms:
 
 
 def layer_of(name: str) -> str:
-    """Return the number of a parameter's layer, or the name of its module: `norm` for `model.norm.weight`."""
+    """Return a parameter's layer number, or its module's name: `norm` for `model.norm.weight`."""
     if match := LAYER.match(name):
         return match[1]
     parts = name.split(".")

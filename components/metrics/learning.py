@@ -1,4 +1,4 @@
-"""Progress of training, from the values that phases write to a step."""
+"""Training progress, from the values that phases write to a step."""
 
 from collections.abc import Mapping
 from typing import ClassVar

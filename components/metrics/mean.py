@@ -1,4 +1,4 @@
-"""Named sum of the loss: per token, per microbatch, or per step."""
+"""Named sum from the loss: per token, per microbatch, or per step."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -15,27 +15,27 @@ from drawloom.graph import component, setting
 @component(impact="safe")
 class Mean:
     """
-    Mean of `of`, a named sum of the loss such as `accuracy` or `z_loss`, over all microbatches and replicas.
+    Mean of `of`, a named sum from the loss such as `accuracy` or `z_loss`, over all microbatches and replicas.
 
-    Per `token`, the sum is divided by the token weights, so that the mean does not depend on gradient accumulation;
-    per `microbatch`, the value is the mean of the microbatches' means; per `step`, it is the sum itself.
+    Per `token`, the sum is divided by the token weights, so the mean does not depend on gradient accumulation; per
+    `microbatch`, the value averages the microbatches' means; per `step`, it is the sum itself.
     """
 
     mesh: Mesh
-    of: str = setting(doc="name of a sum of the loss, or 'loss'")
+    of: str = setting(doc="name of the loss's sum, or 'loss'")
     per: Literal["token", "microbatch", "step"] = setting(
         default="token", doc="divisor of the sum: token weights, microbatches, or 1"
     )
-    name: str = setting(default="", doc="name in logs; default: the name of the sum")
+    name: str = setting(default="", doc="name in logs; default: the sum's name")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """The sum and its divisor; per microbatch, ranks along `context` have the same values."""
-        accumulator = Accumulator(of="rows" if self.per == "microbatch" else "data")
+        accumulator = Accumulator(scope="rows" if self.per == "microbatch" else "data")
         return {"total": accumulator, "count": accumulator}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return sum and divisor of this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
+        """Return sum and divisor on this rank, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := losses_of(step)) is None:
             return {}
         if self.per == "microbatch":
@@ -44,6 +44,6 @@ class Mean:
         return {"total": total_of(losses, self.of), "count": weight_of(losses)}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return the mean, None if it is not finite or all weights of the step are 0."""
+        """Return the mean, None if it is not finite or all the step's weights are 0."""
         total = totals["total"] if self.per == "step" else totals["total"] / totals["count"]
         return {self.name or self.of: float(total) if torch.isfinite(total) and totals["count"] > 0 else None}

@@ -1,4 +1,4 @@
-"""Memory of the run."""
+"""Peak memory, in total and by kind."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,9 @@ from drawloom.graph import Every, component, setting
 @component(impact="safe")
 class Memory:
     """
-    `memory`: the peak of bytes in use so far, the maximum over ranks.
+    `memory`: the peak bytes in use so far, the maximum over ranks.
 
-    With `by_kind` also `memory/<kind>`, such as `memory/optimizer_state`, the maximum of the kind over ranks.
+    With `by_kind` also `memory/<kind>`, such as `memory/optimizer_state`, the kind's maximum over ranks.
     `memory/workspace` is the rest of the peak: activations and temporary tensors, and on a CPU the process itself.
     """
 
@@ -26,12 +26,12 @@ class Memory:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The peak, and bytes by kind in the order of MEMORY_KINDS."""
+        """The peak, and bytes by kind in MEMORY_KINDS order."""
         kinds = {"kinds": Accumulator("max", (len(MEMORY_KINDS),))} if self.by_kind else {}
         return {"bytes": Accumulator("max"), **kinds}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return the peak bytes of this rank's device, 0-dimensional, and bytes by kind (kinds,), both float64."""
+        """Return this rank's peak device bytes, 0-dimensional, and bytes by kind (kinds,), both float64."""
         peak = self.device.memory()
         measured = {"bytes": torch.tensor(peak, dtype=torch.float64)}
         if self.by_kind:

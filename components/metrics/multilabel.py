@@ -1,4 +1,4 @@
-"""Accuracy, precision, recall and F-beta of a multi-label classifier."""
+"""Accuracy, precision, recall and F-beta for multi-label classifiers."""
 
 from collections.abc import Mapping
 
@@ -16,20 +16,20 @@ class Multilabel:
     `label_accuracy`, and `precision`, `recall` and `f1` by label and on average, over all microbatches and replicas.
 
     The loss must make a named sum by `class_counts.label_counts`. Names are as in `metrics.classification`; to use
-    both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all labels
-    of all items. Averages except "micro" ignore labels without items.
+    both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all
+    items and labels. Averages except "micro" ignore labels without items.
     """
 
     labels: int = setting(check=between(1, 1_000_001), doc="number of labels")
-    of: str = setting(default="labels", doc="name of the loss's sum with a confusion matrix per label")
+    of: str = setting(default="labels", doc="name of the loss's sum with one confusion matrix per label")
     averages: tuple[Average, ...] = setting(
         default=("micro", "macro"), doc="averages to report, or per_class for every label"
     )
-    beta: float = setting(default=1.0, check=above(0), doc="weight of recall relative to precision in the F-score")
+    beta: float = setting(default=1.0, check=above(0), doc="recall's weight relative to precision in the F-score")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The confusion matrix of every label."""
+        """Confusion matrices by label."""
         return {"counts": Accumulator(shape=(self.labels, 2, 2))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Named sums of the loss in the state of a step, in total and by microbatch."""
+"""The loss's named sums in a step's state, in total and by microbatch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def losses_of(step: Step) -> Mapping[str, Any] | None:
 
 
 def weight_of(losses: Mapping[str, Any]) -> Tensor:
-    """Return the sum of the weights over this rank's microbatches: float64 ()."""
+    """Sum the weights over this rank's microbatches: float64 ()."""
     weight: Tensor = losses["weight"]
     return weight.double().sum()
 
@@ -44,9 +44,9 @@ def tensor_sum(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], set
 
 def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:
     """
-    Return a named sum of each microbatch divided by its weights: float64 (microbatches,), NaN if all weights are 0.
+    Divide a named sum by the weights, by microbatch: float64 (microbatches,), NaN if all weights are 0.
 
-    Collective along `context`: ranks that have parts of the same rows return the mean of the whole rows.
+    Collective along `context`: ranks with parts of the same rows return the mean over whole rows.
     """
     total_of(losses, name)
     both = torch.stack([_by_microbatch(losses, name).double(), losses["weight"].double()])
@@ -55,7 +55,7 @@ def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tens
 
 
 def _by_microbatch(losses: Mapping[str, Any], name: str) -> Tensor:
-    """Return `loss` or a named sum of each microbatch: (microbatches, ...). Raises UserError for other names."""
+    """Return `loss` or a named sum by microbatch: (microbatches, ...). Raises UserError for other names."""
     values = {"loss": losses["loss"], **losses["sums"]}
     if name not in values:
         known = ", ".join(values)

@@ -1,4 +1,4 @@
-"""Perplexity, the exponential of the loss."""
+"""Perplexity, exp(loss)."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ MAX_NATS = 700.0  # exp of more overflows float64
 
 @component(impact="safe")
 class Perplexity:
-    """`perplexity`, exp of the mean cross entropy per token, and `validation_perplexity` if a step evaluates."""
+    """`perplexity`, exp(mean cross entropy per token), and `validation_perplexity` if a step evaluates."""
 
-    of: str = setting(default="cross_entropy", doc="name of the loss's sum that is a cross entropy in nats")
+    of: str = setting(default="cross_entropy", doc="name of the loss's cross entropy sum, in nats")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "weight": Accumulator()}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return nats and weights of this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
+        """Return nats and weights on this rank, 0-dimensional, or {} on ranks without the last stage."""
         losses = losses_of(step)
         return {} if losses is None else {"total": total_of(losses, self.of), "weight": weight_of(losses)}
 

@@ -1,4 +1,4 @@
-"""Time of the phases of a step."""
+"""Times for a step's phases."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,12 +20,11 @@ DATA, PASSES, SYNC, UPDATE = "data", "forward_backward", "sync", "update"
 @component(impact="safe")
 class PhaseTimes:
     """
-    `seconds/data`, `seconds/forward_backward`, `seconds/sync`, `seconds/update`, and seconds of every other phase.
+    `seconds/data`, `seconds/forward_backward`, `seconds/sync`, `seconds/update`, and seconds for every other phase.
 
-    `data` is the time for which the phase that computes gradients waits for data, `sync` the phase that sums gradients
-    over ranks, and `update` all later phases that change gradients or weights. Phases after the measuring phase are
-    left out. The times are measured on rank 0; on a GPU by events, without a wait of the host, so that `data` is the
-    time for which the GPU was idle.
+    `data` is how long the phase that computes gradients waits for data, `sync` the phase that sums gradients over
+    ranks, and `update` all later phases that change gradients or weights. Phases after the measuring phase are left
+    out. Times are measured on rank 0; on a GPU by events, without blocking the host, so `data` is the GPU's idle time.
     """
 
     device: Device
@@ -39,7 +38,7 @@ class PhaseTimes:
     _measured: list[tuple[str, Any]] = attrs.field(init=False, factory=list)
 
     def on_event(self, event: Event) -> None:
-        """Mark the beginning and end of phases, and the end of loading data."""
+        """Mark where phases begin and end, and where data loading ends."""
         if event.kind == "step_started":
             self._marks = []
         elif event.kind == "data_loaded":
@@ -50,12 +49,12 @@ class PhaseTimes:
             self._mark(self._kind(event.phase))
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Keep the marks of this step until `compute`, which on a GPU is a step later."""
+        """Keep this step's marks until `compute`, which on a GPU is a step later."""
         self._measured = [*self._marks]
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return the seconds between consecutive marks, by the name of the second mark."""
+        """Return the seconds between consecutive marks, by the second mark's name."""
         times: dict[str, float] = {}
         for (_, start), (name, end) in pairwise(self._measured):
             if name:
@@ -71,7 +70,7 @@ class PhaseTimes:
         self._marks.append((name, mark))
 
     def _kind(self, phase: str) -> str:
-        """Return the kind of a phase, by the values that it declares to write and change."""
+        """Return a phase's kind, by the values that it declares to write and change."""
         if phase not in self.phases:
             return phase
         flow = flow_of(self.phases[phase])

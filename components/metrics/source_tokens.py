@@ -1,4 +1,4 @@
-"""Tokens and epochs of every source of a mixture."""
+"""Tokens and epochs by source in a mixture."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -13,9 +13,9 @@ from drawloom.graph import component
 @component(impact="safe")
 class SourceTokens:
     """
-    `tokens/<source>`, the tokens of a source so far, and `epochs/<source>`, the passes over the source.
+    `tokens/<source>`, a source's tokens so far, and `epochs/<source>`, the passes over the source.
 
-    The values follow from the position in the order of rows, so that they do not depend on restarts of the run.
+    The values follow from the position in the row order, so they do not depend on restarts.
     """
 
     progress: SourceProgress
@@ -27,7 +27,7 @@ class SourceTokens:
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return the tokens and epochs of all steps up to this one."""
+        """Return the tokens and epochs in all steps up to this one."""
         tokens = self.progress.tokens_by_source(step.index)
         sources = {source.name: source for source in self.rows.row_sources("train") if source.tokens}
         return {

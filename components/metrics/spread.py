@@ -1,4 +1,4 @@
-"""Spread of the loss over microbatches, which shows a bad document that the mean hides."""
+"""Loss spread over microbatches, which shows bad documents hidden by the mean."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,18 +16,18 @@ from drawloom.graph.wiring.node import NodeView
 @component(impact="safe")
 class Spread:
     """
-    Minimum, maximum and `quantiles`, over all microbatches and replicas, of the mean per token of a named sum.
+    Minimum, maximum and `quantiles`, over all microbatches and replicas, for a named sum's mean per token.
 
-    Quantiles come from a histogram of `bins` equal bins between `low` and `high`, and are exact up to the width of a
-    bin. Values outside count to the nearest bin. Names are `loss_min`, `loss_max`, and for quantiles like `loss_p90`.
+    Quantiles come from a histogram with `bins` equal bins between `low` and `high`, and are exact up to the bin
+    width. Values outside count to the nearest bin. Names are `loss_min`, `loss_max`, and for quantiles like `loss_p90`.
     """
 
     mesh: Mesh
-    of: str = setting(default="loss", doc="name of a sum of the loss, or 'loss'")
+    of: str = setting(default="loss", doc="name of the loss's sum, or 'loss'")
     quantiles: tuple[float, ...] = setting(default=(), doc="quantiles from 0 to 1, such as 0.5 and 0.9")
-    low: float = setting(default=0.0, doc="lower bound of the histogram")
-    high: float = setting(default=20.0, doc="upper bound of the histogram")
-    bins: int = setting(default=2000, check=between(1, 1_000_001), doc="number of bins of the histogram")
+    low: float = setting(default=0.0, doc="the histogram's lower bound")
+    high: float = setting(default=20.0, doc="the histogram's upper bound")
+    bins: int = setting(default=2000, check=between(1, 1_000_001), doc="number of histogram bins")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -42,12 +42,12 @@ class Spread:
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """The minimum, the maximum, and the histogram if there are quantiles."""
-        histogram = {"histogram": Accumulator(shape=(self.bins,), of="rows")} if self.quantiles else {}
+        histogram = {"histogram": Accumulator(shape=(self.bins,), scope="rows")} if self.quantiles else {}
         return {"min": Accumulator("min"), "max": Accumulator("max"), **histogram}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """
-        Return 0-dimensional minimum and maximum, and the histogram, float64 (bins,), of microbatches with weight.
+        Return 0-dimensional minimum and maximum, and the histogram, float64 (bins,), over microbatches with weight.
 
         Return {} on ranks without the last stage.
         """
@@ -71,7 +71,7 @@ class Spread:
         return values
 
     def _quantile(self, counts: Tensor, part: float) -> float | None:
-        """Return the middle of the first bin at which the cumulative count reaches the fraction `part`."""
+        """Return the center of the first bin where the cumulative count reaches the fraction `part`."""
         reached = counts.cumsum(0)
         if reached[-1] == 0:
             return None

@@ -1,4 +1,4 @@
-"""Number of tokens, and tokens per second."""
+"""Token count, and tokens per second."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice
 @component(impact="safe")
 class Throughput:
     """
-    `tokens` since the beginning of the run, including skipped steps, and `tokens_per_second` of the step.
+    `tokens` since the run's beginning, including skipped steps, and `tokens_per_second` in the step.
 
-    Padding does not count as tokens. Seconds that are excluded from a step, such as evaluations, do not count.
+    Padding does not count as tokens. Seconds excluded from a step, such as evaluations, do not count.
     """
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
@@ -28,7 +28,7 @@ class Throughput:
     _seconds: float = attrs.field(init=False, default=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of tokens so far."""
+        """Return the token count so far."""
         return {"tokens": self._count()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Throughput:
         self._tokens, self._measured = int(state["tokens"]), None
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Read the clock. On a GPU, the host learns the tokens of all ranks later."""
+        """Read the clock. On a GPU, the host learns all ranks' token count later."""
         self._count()
         self._measured, self._seconds = step, self.clock() - step.started - step.excluded_seconds
         return {}
@@ -46,7 +46,7 @@ class Throughput:
         return {"tokens": self._count(), "tokens_per_second": step.tokens / max(self._seconds, MIN_SECONDS)}
 
     def _count(self) -> int:
-        """Return the number of tokens so far, including the step that was measured last."""
+        """Return the token count so far, including the last measured step."""
         measured, self._measured = self._measured, None
         if measured is not None:
             self._tokens += measured.tokens

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU) of a run."""
+"""Model FLOPs utilization (MFU)."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.components.distributed.device_model import peak_of, products_in
 from drawloom.components.ports.data import token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops, attended_pairs
+from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.state.batch import Batch
@@ -24,10 +24,11 @@ class Utilization:
     """
     `tflops`, the TFLOP/s per device in a step, and `mfu`, their fraction of the device's peak.
 
-    With several devices also `device_tokens_per_second`. Only matrix products of a forward and a backward pass count:
-    causal attention within documents, no recomputation by activation checkpointing, and no gradients of frozen weights.
-    The seconds are those of `tokens_per_second`. The peak of dense products in the compute dtype, also with float8, comes from
-    `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no values unless
+    With several devices also `device_tokens_per_second`. Only matrix products in a forward and a backward pass count:
+    causal attention within documents, no recomputation by activation checkpointing, and no gradients for frozen
+    weights. The seconds are the same as for `tokens_per_second`. The peak for dense products in the compute dtype, even
+    with float8, comes from `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no
+    values unless
     `peak_tflops` is set.
     """
 
@@ -37,7 +38,7 @@ class Utilization:
     stages: Stages
     models: Every[CountsFlops]
     peak_tflops: float | None = setting(
-        default=None, check=above(0), doc="peak TFLOP/s of the device; default: a table of known devices"
+        default=None, check=above(0), doc="the device's peak TFLOP/s; default: a table with known devices"
     )
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
@@ -47,7 +48,7 @@ class Utilization:
     _seconds: float = attrs.field(init=False, default=0.0)
 
     def open(self) -> None:
-        """Look up the FLOPs of the model, if a model counts them, and the peak of the device."""
+        """Look up the model's FLOPs, if a model counts them, and the device's peak."""
         device = self.device.device
         if len(self.models) != 1 or (device.type == "cpu" and self.peak_tflops is None):
             return
@@ -64,12 +65,12 @@ class Utilization:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """The positions, including padding, and the query-key pairs of each window."""
+        """The positions, including padding, and the query-key pairs by window."""
         if self._flops is None:
             return {}
         return {
-            "positions": Accumulator(of="rows"),
-            "pairs": Accumulator(shape=(len(self._flops.per_pair),), of="rows"),
+            "positions": Accumulator(scope="rows"),
+            "pairs": Accumulator(shape=(len(self._flops.per_pair),), scope="rows"),
         }
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
@@ -82,7 +83,7 @@ class Utilization:
         if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
-        pairs = [sum(_attended_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
+        pairs = [sum(_count_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
         positions = float(sum(batch.weights.numel() for batch in batches))
         return {
             "positions": torch.tensor(positions, dtype=torch.float64),
@@ -102,5 +103,5 @@ class Utilization:
         return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
 
 
-def _attended_pairs(batch: Batch, window: int | None) -> float:
-    return attended_pairs(token_batch(batch, "utilization").document_ids, window)
+def _count_pairs(batch: Batch, window: int | None) -> float:
+    return count_attended_pairs(token_batch(batch, "utilization").document_ids, window)

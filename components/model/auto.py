@@ -15,11 +15,16 @@ from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, Deco
 from drawloom.components.model.decoder.config import num_experts, tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.granite import Granite
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
+from drawloom.components.model.olmo2 import Olmo2
+from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.experts import ExpertKernels
@@ -32,7 +37,20 @@ from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
-    kind.family.model_type: kind for kind in (Dots1, Llama, Mistral, Qwen2, Qwen3Dense, Qwen3Moe)
+    kind.family.model_type: kind
+    for kind in (
+        Dots1,
+        Gemma3,
+        Granite,
+        Llama,
+        Mistral,
+        Olmo2,
+        Olmo3,
+        Qwen2,
+        Qwen3Dense,
+        Qwen3Moe,
+        SmolLm3,
+    )
 }
 """Model components by `model_type`."""
 

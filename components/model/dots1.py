@@ -1,18 +1,16 @@
 """The component `model.dots1`: dots.llm1 (Huo et al. 2025, arXiv 2506.05767)."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
-from torch import nn
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, missing_size, size
-from drawloom.components.model.decoder.experts import SharedExpertsMoeBlock
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import above, at_least, component, setting
@@ -22,17 +20,17 @@ from drawloom.graph import above, at_least, component, setting
 class Dots1Config(MoeConfig):
     """Config of dots.llm1: routed and shared experts in all but the first layers, and windows in the last layers."""
 
-    qk_norm: ClassVar[bool] = True
+    qk_norm = "head"
 
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.0  # the router's bias balances
+    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
     n_group: int = 1
     topk_group: int = 1
-    first_k_dense_replace: int = 0
+    first_k_dense_replace: int = config_key(COUNT, 0)
     sliding_window: int | None = None
-    max_window_layers: int = 62
+    max_window_layers: int = config_key(COUNT, 62)
 
     @property
     def routing(self) -> Routing:
@@ -45,6 +43,10 @@ class Dots1Config(MoeConfig):
             n_group=self.n_group,
             topk_group=self.topk_group,
         )
+
+    @property
+    def shared_width(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
 
     def has_experts(self, number: int) -> bool:
         return number >= self.first_k_dense_replace
@@ -175,9 +177,3 @@ class Dots1(DecoderBuilder):
         impact="changes_training",
         doc="index of the first layer with a window; default: 62",
     )
-
-    def mlp_of(self, number: int) -> nn.Module:
-        architecture: Any = self.architecture
-        if architecture.has_experts(number):
-            return SharedExpertsMoeBlock(architecture, architecture.n_shared_experts, self.kernels)
-        return SwiGLU(architecture, self.kernels)

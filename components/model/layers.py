@@ -12,6 +12,7 @@ from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import Head, HeadLayer, Kernels, LinearLayer
+from drawloom.components.ports.parameter_roles import BIAS, MATRIX, RESIDUAL_OUTPUT, SCALE, TABLE, Role
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
@@ -23,7 +24,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
     `style` is the tensor-parallel style of torch and transformers: `colwise` splits the outputs, `rowwise` the inputs,
     in units of `unit` channels. Parts may differ in size if `uneven`. The outputs of a split rowwise layer are partial
-    sums; the first rank adds the bias.
+    sums; the first rank adds the bias. The outputs of a residual layer are added to the residual stream.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         style: Literal["colwise", "rowwise"] = "colwise",
         unit: int = 1,
         uneven: bool = False,
+        is_residual: bool = False,
     ) -> None:
         super().__init__(inputs, outputs, bias)
+        self.is_residual = is_residual
         self.kernels = kernels
         self.style: Literal["colwise", "rowwise"] = style
         self.unit = unit
@@ -66,19 +69,52 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         split = SplitDim(1 if self.style == "rowwise" else 0, self.unit, self.uneven)
         return {"weight": split} | ({} if self.bias is None or self.style == "rowwise" else {"bias": split})
 
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"weight": RESIDUAL_OUTPUT if self.is_residual else MATRIX, "bias": BIAS}
+
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension, x / sqrt(mean(x^2) + eps) * weight; the weight is (width,)."""
+    """
+    RMSNorm over the last dimension, x / sqrt(mean(x^2) + eps) * weight; the weight is (width,).
 
-    def __init__(self, width: int, eps: float, kernels: Kernels) -> None:
+    If `zero_centered`, the factor is 1 + weight, and the weight starts at 0.
+    """
+
+    def __init__(self, width: int, eps: float, kernels: Kernels, zero_centered: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.zeros(width) if zero_centered else torch.ones(width))
         self.eps = eps
+        self.zero_centered = zero_centered
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width), in its dtype."""
-        return self.kernels.rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"weight": Role(False, 0.0) if self.zero_centered else SCALE}
+
+
+class ProjectionNorm(RMSNorm, TensorParallel):
+    """RMSNorm over all heads of queries or keys; tensor-parallel ranks partition the channels, in units of a head."""
+
+    def __init__(self, width: int, eps: float, kernels: Kernels, unit: int) -> None:
+        super().__init__(width, eps, kernels)
+        self.width = width
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., width), or this rank's channels of it, in its dtype."""
+        if self.ranks.size == 1:
+            return super().forward(x)
+        wide = x.to(_wide(x))
+        # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
+        squares = self.ranks.copy(self.ranks.sum(wide.square().sum(-1, keepdim=True)))
+        return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
+
+    def split_dims(self) -> Mapping[str, SplitDim]:
+        """Return the split of channels."""
+        return {"weight": SplitDim(0, self.unit)}
 
 
 class Embedding(nn.Embedding, TensorParallel, HeadLayer):
@@ -114,6 +150,9 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Return the split of the vocabulary."""
         return {"weight": VOCABULARY}
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"weight": TABLE}
 
 
 class _Chunked:

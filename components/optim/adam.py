@@ -15,5 +15,5 @@ class Adam(AdamSettings):
     )
 
     def open(self) -> None:
-        """Create the optimizer of the parameters."""
+        """Create the parameters' optimizer."""
         self._optimizers = [torch.optim.Adam(self._param_groups(), fused=True, **self._options())]

@@ -1,4 +1,4 @@
-"""Settings that `optim.adam` and `optim.adamw` share."""
+"""Common settings for `optim.adam` and `optim.adamw`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class AdamSettings(TorchOptimizer):
     betas: tuple[float, float] = setting(
         default=(0.9, 0.999),
         check=check_betas,
-        doc="decay rates of the running means of gradients and their squares",
+        doc="decay rates for the running means of gradients and squared gradients",
     )
     eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator for numerical stability")
     amsgrad: bool = setting(
@@ -37,11 +37,11 @@ class AdamSettings(TorchOptimizer):
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return the names of the two running means, and with `amsgrad` of the largest mean of squares."""
+        """Return the two running means' names, and with `amsgrad` the largest one's."""
         names = AMSGRAD_MOMENTS if self.amsgrad else ADAM_MOMENTS
-        return {name: names for name, _ in self.parameters.named()}
+        return {name: names for name, _ in self.parameters.named_parameters()}
 
     def _options(self) -> dict[str, Any]:
-        """Return torch's options of the same names; the weight decay is an option of the parameter groups."""
+        """Return torch's options with the same names; weight decay is a parameter group option."""
         names = ("lr", "betas", "eps", "amsgrad", "maximize")
         return {name: getattr(self, name) for name in names}

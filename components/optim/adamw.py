@@ -11,10 +11,12 @@ class AdamW(AdamSettings):
     """AdamW with decoupled weight decay; norms and biases do not decay."""
 
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay rates of the running means of gradients and their squares"
+        default=(0.9, 0.95),
+        check=check_betas,
+        doc="decay rates for the running means of gradients and squared gradients",
     )
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
 
     def open(self) -> None:
-        """Create the optimizer of the parameters."""
+        """Create the parameters' optimizer."""
         self._optimizers = [adamw(self._param_groups(), **self._options())]

@@ -1,4 +1,4 @@
-"""AdamW steps by torch's fused kernels, or on GPUs by a Triton kernel that moves less memory."""
+"""AdamW steps with torch's fused kernels, or on GPUs with a Triton kernel with less memory traffic."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,9 +33,9 @@ def _fits_triton(parameter: nn.Parameter) -> bool:
 
 class WideGradientStep(torch.optim.Optimizer):
     """
-    Optimizer that accepts gradients in wider dtypes than the weights.
+    Optimizer for gradients in wider dtypes than the weights.
 
-    A step changes nothing if `found_inf`, float32 () on the device of the weights, is not 0.
+    A step changes nothing if `found_inf`, float32 () on the weights' device, is not 0.
     """
 
     found_inf: Tensor | None = None
@@ -43,10 +43,10 @@ class WideGradientStep(torch.optim.Optimizer):
 
 class AdamWTriton(torch.optim.AdamW, WideGradientStep):
     """
-    torch's AdamW for contiguous weights in float32 or bfloat16, with one launch for each parameter group.
+    torch's AdamW for contiguous weights in float32 or bfloat16, with one launch per parameter group.
 
     Gradients have any float dtype; weights without a gradient are left out. A step changes nothing and does not count
-    if `found_inf`, float32 () on the device of the weights, is not 0; the host does not wait for the flag.
+    if `found_inf`, float32 () on the weights' device, is not 0; the host does not wait for the flag.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
@@ -102,6 +102,6 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the state by a copy of the state of a `torch.optim.AdamW`."""
+        """Replace the state by a copy of a `torch.optim.AdamW` state."""
         super().load_state_dict(state_dict)
         self._steppers.clear()

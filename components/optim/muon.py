@@ -25,30 +25,32 @@ class Muon(TorchOptimizer):
     """
     Muon for the matrices of layers, and AdamW for the rest: embeddings, the head, norms and biases.
 
-    The update of a matrix is its orthogonalised momentum. If ranks share a matrix, one of them gathers the slices,
-    orthogonalises the whole, and scatters the result. Every expert of a stack is a matrix; gate and up projections in
+    A matrix's update is its orthogonalised momentum. If ranks share a matrix, one rank gathers the slices,
+    orthogonalises the whole, and scatters the result. Every expert in a stack is a matrix; gate and up projections in
     one parameter are one matrix.
     """
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="base learning rate of Muon and AdamW")
+    lr: float = setting(check=above(0), doc="base learning rate for Muon and AdamW")
     targets: list[str] = setting(
         factory=lambda: ["*layers.*"],
         check=check_targets,
         impact="incompatible",
-        doc="name patterns (fnmatch) of the matrices that Muon trains",
+        doc="name patterns (fnmatch) for Muon's matrices",
     )
     adjust_lr_fn: Adjustment = setting(
         default="match_rms_adamw",
-        doc="learning-rate multiplier of a matrix: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for updates as "
-        "large as AdamW's; original is sqrt(max(1, rows / columns))",
+        doc=(
+            "learning-rate multiplier by matrix shape: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for "
+            "updates as large as AdamW's; original is sqrt(max(1, rows / columns))"
+        ),
     )
-    momentum: float = setting(default=0.95, check=between(0, 1), doc="decay rate of Muon's running mean of gradients")
+    momentum: float = setting(default=0.95, check=between(0, 1), doc="decay rate for Muon's running mean of gradients")
     nesterov: bool = setting(default=True, doc="mix the gradient into its running mean once more (Nesterov momentum)")
-    ns_steps: int = setting(default=5, check=between(1, 1001), doc="number of Newton-Schulz iterations")
+    ns_steps: int = setting(default=5, check=between(1, 1001), doc="Newton-Schulz iterations")
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay rates of AdamW's two running means"
+        default=(0.9, 0.95), check=check_betas, doc="decay rates for AdamW's two running means"
     )
     eps: float = setting(default=1e-8, check=above(0), doc="constant added to AdamW's denominator")
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
@@ -57,22 +59,23 @@ class Muon(TorchOptimizer):
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return one name for the matrices that Muon trains, and AdamW's two names for other parameters."""
+        """Return one name for Muon's matrices, and AdamW's two names for other parameters."""
         matrices = self._muon_matrices()
         return {
-            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS for name, part in self.parameters.named()
+            name: ("momentum_buffer",) if part in matrices else ADAM_MOMENTS
+            for name, part in self.parameters.named_parameters()
         }
 
     def update_flops(self) -> float:
-        """Return the FLOPs of the orthogonalisation on this rank. Ranks that share a matrix split the work."""
+        """Return this rank's FLOPs for the orthogonalisation. Ranks with a common matrix split the work."""
         slices, matrices = self.parameters.slices(), self._muon_matrices()
-        parts = ((slices[name], part) for name, part in self.parameters.named() if part in matrices)
+        parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
         return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing.size
 
     @property
     def _sharing(self) -> Group:
-        """The ranks that have slices or copies of the same matrices."""
+        """Ranks with slices or copies of the same matrices."""
         return self.mesh.data_tensor_group
 
     def open(self) -> None:
@@ -83,7 +86,7 @@ class Muon(TorchOptimizer):
             for wanted in (True, False)
         )
         known = self.parameters.slices()
-        matrices = {name: part for name, part in self.parameters.named() if part in chosen}
+        matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
         shared = SharedMatrices(slices, self._sharing)
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
@@ -94,7 +97,7 @@ class Muon(TorchOptimizer):
 
     def _muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
-        matrices = [(name, part) for name, part in self.parameters.named() if decays(part)]
+        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(part)]
         indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 
@@ -103,7 +106,7 @@ class MuonStep(WideGradientStep):
     """
     `torch.optim.Muon` for stacks and slices of matrices; a missing gradient counts as zeros.
 
-    A step changes nothing if `found_inf`, float32 () on the device of the weights, is not 0.
+    A step changes nothing if `found_inf`, float32 () on the weights' device, is not 0.
     """
 
     def __init__(
@@ -149,6 +152,6 @@ class MuonStep(WideGradientStep):
 
 
 def _lr_multiplier(adjustment: Adjustment, shape: tuple[int, ...]) -> float:
-    """Return the learning-rate multiplier of whole matrices (..., rows, columns)."""
+    """Return the learning-rate multiplier for whole matrices (..., rows, columns)."""
     rows, columns = shape[-2:]
     return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))

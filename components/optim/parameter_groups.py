@@ -1,4 +1,4 @@
-"""Parameter groups: parameters that an optimizer trains with options of their own."""
+"""Parameter groups: parameters with their own optimizer options."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -34,27 +34,27 @@ class ParameterGroup:
     """
     Parameters matched by name, with options that replace the optimizer's settings.
 
-    A parameter that matches several groups belongs to the first of them.
+    A parameter belongs to its first matching group.
     """
 
-    targets: list[str] = setting(check=check_targets, doc="name patterns (fnmatch) of the parameters")
+    targets: list[str] = setting(check=check_targets, doc="parameter name patterns (fnmatch)")
     lr_multiplier: float = setting(default=1.0, check=at_least(0), doc="learning-rate multiplier")
     weight_decay: float | None = setting(
-        default=None, check=at_least(0), doc="weight decay coefficient of the group, for norms and biases, too"
+        default=None, check=at_least(0), doc="the group's weight decay coefficient, for norms and biases, too"
     )
 
     def options(self) -> dict[str, Any]:
-        """Return the options that are set, by their names in torch's parameter groups."""
+        """Return the explicit options, by their names in torch's parameter groups."""
         options = attrs.asdict(self, recurse=False)
         return {name: value for name, value in options.items() if name != "targets" and value is not None}
 
 
 @attrs.frozen(kw_only=True)
 class AdamGroup(ParameterGroup):
-    """Parameter group of an optimizer with Adam's two running means."""
+    """Parameter group for an optimizer with Adam's two running means."""
 
     betas: tuple[float, float] | None = setting(
-        default=None, check=check_betas, doc="decay rates of the two running means"
+        default=None, check=check_betas, doc="decay rates for the two running means"
     )
 
 
@@ -67,14 +67,14 @@ def param_groups(
     parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh
 ) -> list[dict[str, Any]]:
     """
-    Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, and the options that a group sets.
+    Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, and a group's explicit options.
 
-    Every trained parameter is in one group. The parameters without a group, and then those of every group, make two
-    groups of torch: matrices, and vectors without weight decay. Groups may be empty: torch rejects an empty list of
-    groups, but all parameters of a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern that
-    matches no parameter.
+    Every trained parameter is in one group. Parameters without a group, and then every group's parameters, form two
+    torch groups: matrices, and vectors without weight decay. Groups may be empty: torch rejects an empty group list,
+    but all parameters on a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern without a
+    matching parameter.
     """
-    named = parameters.named()
+    named = parameters.named_parameters()
     indices = match_targets([name for name, _ in named], _targets(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):
@@ -86,9 +86,9 @@ def param_groups(
     return torch_groups
 
 
-def unmatched(node: NodeView) -> Iterator[Problem]:
+def check_patterns(node: NodeView) -> Iterator[Problem]:
     """
-    Yield a warning for every pattern, in groups or the optimizer's `targets`, that selects no parameter of the model.
+    Yield a warning for every pattern, in groups or the optimizer's `targets`, without a model parameter.
 
     Only models with `known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
     parameters when the run starts. `targets` select matrices only.
@@ -99,15 +99,15 @@ def unmatched(node: NodeView) -> Iterator[Problem]:
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
-    parameters = _declared_parameters(stages) if stages else {}
+    parameters = _model_parameters(stages) if stages else {}
     for kind, targets, paths in kinds:
         names = [name for name, part in parameters.items() if kind == "parameter" or decays(part)]
         for index, pattern, text in _faults(_pair_with_index(names, targets), targets, kind):
             yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 
 
-def _declared_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
-    """Return the parameters that the stages' model declares; {} if another part of the stages changes them."""
+def _model_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
+    """Return the stages' model parameters; {} if another part of the stages changes them."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
     trains_loss = loss and loss.implements(TrainableLoss)
     if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
@@ -124,10 +124,10 @@ def match_targets(
     names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh, kind: ParameterKind = "parameter"
 ) -> list[int]:
     """
-    Return for each parameter name the 1-based index of the first matching group, or 0.
+    Return by parameter name the 1-based index of the first matching group, or 0.
 
-    `targets` maps the name of a group's setting to its patterns; all names belong to parameters of `kind`. Raises
-    UserError, on all ranks, for a pattern that selects no parameter on any rank.
+    `targets` maps the group setting's name to its patterns; all names belong to `kind` parameters. Raises UserError, on
+    all ranks, for a pattern without a parameter on any rank.
     """
     pairs = _pair_with_index(names, targets)
     # Most runs have no patterns and need no collective.
@@ -140,7 +140,7 @@ def match_targets(
 
 
 def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
-    """Return each name with the 1-based index of its first matching group, or 0."""
+    """Return names with the 1-based index of their first matching group, or 0."""
     return [
         (name, next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0))
         for name in names
@@ -150,7 +150,7 @@ def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]])
 def _faults(
     pairs: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], kind: ParameterKind
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield the 0-based index of a group, its pattern that selects no name, and the text of the fault."""
+    """Yield a group's 0-based index, its pattern without a match, and the fault."""
     # A model without trained parameters is not a fault of the patterns.
     if not pairs:
         return

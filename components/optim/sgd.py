@@ -21,9 +21,13 @@ class SGD(TorchOptimizer):
     parameters: Parameters
     mesh: Mesh
     lr: float = setting(check=above(0), doc="base learning rate")
-    momentum: float = setting(default=0.9, check=between(0, 1), doc="decay of the momentum, a running sum of gradients")
+    momentum: float = setting(
+        default=0.9, check=between(0, 1), doc="momentum decay rate (momentum is a running sum of gradients)"
+    )
     dampening: float = setting(
-        default=0.0, check=between(0, 1), doc="fraction of a gradient that momentum ignores, except for the first one"
+        default=0.0,
+        check=between(0, 1),
+        doc="gradient fraction left out of the momentum, except at the first step (dampening)",
     )
     nesterov: bool = setting(default=False, doc="add the gradient to its momentum once more (Nesterov momentum)")
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
@@ -38,7 +42,7 @@ class SGD(TorchOptimizer):
     def moments(self) -> dict[str, Sequence[str]]:
         """Return `momentum_buffer` for every parameter, or no names without momentum."""
         names = ("momentum_buffer",) if self.momentum else ()
-        return {name: names for name, _ in self.parameters.named()}
+        return {name: names for name, _ in self.parameters.named_parameters()}
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -52,7 +56,7 @@ class SGD(TorchOptimizer):
             yield node.problem("dampening", "dampening does nothing without momentum", "write momentum = 0.9")
 
     def open(self) -> None:
-        """Create the optimizer of the parameters."""
+        """Create the parameters' optimizer."""
         options = {name: getattr(self, name) for name in ("lr", "momentum", "dampening", "nesterov", "maximize")}
         self._optimizers = [torch.optim.SGD(self._param_groups(), fused=True, **options)]
 
@@ -72,9 +76,10 @@ class SGD(TorchOptimizer):
         """
         Fill missing momentum with zeros.
 
-        torch would leave it uninitialized if the first step is skipped, and rejects a mix of weights with and without.
+        torch would leave it uninitialized if the first step is skipped, and rejects a mixture of weights with and
+        without it.
         """
-        for _, parameter in self.parameters.named():
+        for _, parameter in self.parameters.named_parameters():
             state = self._optimizers[0].state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,5 +1,5 @@
 """
-Orthogonalisation of matrices that ranks share: one rank gathers a matrix's slices and scatters the result.
+Orthogonalisation of shared matrices: one rank gathers a matrix's slices and scatters the result.
 
 Jordan et al. 2024, "Muon", https://kellerjordan.github.io/posts/muon; Liu et al. 2025, "Muon is Scalable for LLM
 Training", arXiv 2502.16982, section 2.3, algorithm 1.
@@ -24,7 +24,7 @@ def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
     """
     Return matrices with about the same singular vectors and singular values near 1: (..., rows, columns), bfloat16.
 
-    The algorithm is a quintic Newton-Schulz iteration, as in `torch.optim.Muon`, for stacks of matrices.
+    The algorithm is a quintic Newton-Schulz iteration, as in `torch.optim.Muon`, for matrix stacks.
     """
     if not matrices.numel():
         return matrices.bfloat16()
@@ -41,7 +41,7 @@ def orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
 
 
 def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
-    """Return the floating-point operations of `orthogonalize` for matrices of a shape."""
+    """Return `orthogonalize`'s floating-point operations for matrices with a shape."""
     *stack, small, large = *shape[:-2], *sorted(shape[-2:])
     return ns_steps * prod(stack) * (4.0 * small**2 * large + 2.0 * small**3)
 
@@ -49,9 +49,9 @@ def orthogonalize_flops(shape: Sequence[int], ns_steps: int) -> float:
 @attrs.frozen(eq=False)
 class _Share:
     """
-    Matrices that the rank `owner` orthogonalises: the box `region` of a parameter.
+    Matrices orthogonalised on the rank `owner`: the box `region` of a parameter.
 
-    `parts` are the overlaps of the region with each rank's slice, None without overlap.
+    `parts` are the region's overlaps with the ranks' slices, None without overlap.
     """
 
     name: str
@@ -61,7 +61,7 @@ class _Share:
 
     @property
     def senders(self) -> list[int]:
-        """Return one rank for every different part that the owner lacks: the first rank with that part."""
+        """Return one rank per part missing on the owner: the first rank with the part."""
         first: dict[TensorSlice, int] = {}
         for rank, part in enumerate(self.parts):
             if part is not None:
@@ -71,16 +71,16 @@ class _Share:
 
 class SharedMatrices:
     """
-    Matrices of which the ranks of a group have slices or copies.
+    Matrices with slices or copies on a group's ranks.
 
-    The last two dimensions of a parameter are rows and columns; other dimensions stack matrices, such as experts. If
-    every rank has whole matrices of a stack, they are not moved, and ranks with copies split them. Any other parameter
-    is orthogonalised on one rank, chosen to balance the work. Matrices are exchanged in bfloat16, the dtype of the
+    A parameter's last two dimensions are rows and columns; other dimensions stack matrices, such as experts. If every
+    rank has whole matrices from a stack, they are not moved, and ranks with copies split them. Any other parameter is
+    orthogonalised on one rank, chosen to balance the work. Matrices are exchanged in bfloat16, like the
     orthogonalisation.
     """
 
     def __init__(self, slices: Mapping[str, TensorSlice], ranks: Group) -> None:
-        """Plan the exchange of this rank's slices with the other ranks. A collective."""
+        """Plan how this rank exchanges slices with the other ranks. A collective."""
         self._slices = slices
         self._ranks = ranks
         fields = [[name, own.shape, own.offsets, own.size] for name, own in slices.items()]
@@ -93,7 +93,7 @@ class SharedMatrices:
         self._exchanges = any(share.parts.count(None) < ranks.size - 1 for share in self._shares)
 
     def orthogonalize(self, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
-        """Return the slices of the orthogonalised matrices by name, given the slices; bfloat16. A collective."""
+        """Return the orthogonalised matrices' slices by name, given the slices; bfloat16. A collective."""
         outputs = {name: torch.empty_like(update, dtype=torch.bfloat16) for name, update in updates.items()}
         received = self._send_to_owners(updates)
         results: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
@@ -109,7 +109,7 @@ class SharedMatrices:
         return outputs
 
     def _send_to_owners(self, updates: Mapping[str, Tensor]) -> dict[tuple[int, int], Tensor]:
-        """Send parts to the owners that lack them, and return received ones by index of owned share and sender."""
+        """Send missing parts to the owners, and return received parts by owned share and sender."""
         if not self._exchanges:
             return {}
         this_rank = self._ranks.rank
@@ -134,7 +134,7 @@ class SharedMatrices:
         }
 
     def _assemble(self, share: _Share, update: Tensor, received: Mapping[int, Tensor]) -> Tensor:
-        """Return the matrices of a share, given this rank's slice of the parameter and the received parts by rank."""
+        """Return a share's matrices, given this rank's parameter slice and the received parts by rank."""
         own, own_slice = share.parts[share.owner], self._slices[share.name]
         if own == share.region:
             return update[own.index(own_slice)].bfloat16()
@@ -148,7 +148,7 @@ class SharedMatrices:
         return whole
 
     def _return_results(self, results: Sequence[Sequence[Tensor]], outputs: dict[str, Tensor]) -> None:
-        """Send results to the ranks that have slices of them, and copy received ones to `outputs`."""
+        """Send results to the ranks with slices of them, and copy received results to `outputs`."""
         if not self._exchanges:
             return
         this_rank = self._ranks.rank
@@ -168,7 +168,9 @@ class SharedMatrices:
     def _all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[int]], like: Mapping[str, Tensor]
     ) -> Sequence[Tensor]:
-        """Send flat pieces (elements,) by rank, and return the received pieces, of sizes `received`, in rank order."""
+        """
+        Send flat pieces (elements,) by rank, and return the received pieces, with sizes `received`, in rank order.
+        """
         device = next(iter(like.values())).device
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         flat = torch.cat([empty, *(piece for pieces in sent for piece in pieces)])
@@ -178,7 +180,7 @@ class SharedMatrices:
 
 
 def _plan_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterator[_Share]:
-    """Yield the shares of all matrices, the same on every rank. All ranks have slices of the same names."""
+    """Yield all matrices' shares, the same on every rank. All ranks have slices with the same names."""
     work = [0] * len(slices_by_rank)
     first_rank = slices_by_rank[0]
     for name in sorted(first_rank, key=lambda name: (-_cost(first_rank[name].shape), name)):
@@ -193,7 +195,7 @@ def _plan_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterato
 
 
 def _cost(shape: Sequence[int]) -> int:
-    """Return about the number of multiplications of an iteration."""
+    """Return roughly an iteration's number of multiplications."""
     return prod(shape) * min(shape[-2:])
 
 

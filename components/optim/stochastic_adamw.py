@@ -1,4 +1,4 @@
-"""AdamW on bfloat16 weights with stochastic rounding, so that small updates accumulate."""
+"""AdamW on bfloat16 weights with stochastic rounding, so small updates accumulate."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, param_groups, unmatched
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_patterns, param_groups
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import RunInfo, Step
@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @attrs.frozen
 class _Launch:
-    """Parameters that one launch of the kernel updates, with their learning-rate multiplier and betas."""
+    """Parameters in one kernel launch, with their learning-rate multiplier and betas."""
 
     parameters: Sequence[nn.Parameter]
     stepper: Any
@@ -39,13 +39,13 @@ class _Launch:
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
-    AdamW with stochastic rounding of bfloat16 weights, which needs no float32 master weights.
+    AdamW with stochastic rounding for bfloat16 weights, without float32 master weights.
 
-    Norms and biases do not decay. One launch updates all weights; groups with their own learning rate or betas take
-    one more launch each. With `amsgrad`, the largest mean of squares is the maximum of the rounded means.
+    Norms and biases do not decay. One launch updates all weights; groups with their own learning rate or betas take one
+    more launch each. With `amsgrad`, the largest mean of squares is the maximum over the rounded means.
 
-    The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the number of
-    the step. It is the same for any layout of ranks, and resuming is bit-exact.
+    The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the step number.
+    It is the same for any rank layout, and resuming is bit-exact.
     """
 
     parameters: Parameters
@@ -54,7 +54,7 @@ class StochasticAdamW:
     device: Device
     lr: float = setting(check=above(0), doc="base learning rate")
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=check_betas, doc="decay rates of the two running means"
+        default=(0.9, 0.95), check=check_betas, doc="decay rates for the two running means"
     )
     eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator")
     weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
@@ -68,7 +68,7 @@ class StochasticAdamW:
     state_dtype: Literal["bfloat16", "float32"] = setting(
         default="bfloat16",
         impact="incompatible",
-        doc="dtype of the running means; bfloat16 is rounded stochastically too",
+        doc="running mean dtype; bfloat16 is rounded stochastically too",
     )
     implementation: Literal["auto", "triton", "eager"] = setting(
         default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
@@ -80,18 +80,18 @@ class StochasticAdamW:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn of groups without a parameter, and require a GPU for Triton."""
-        yield from unmatched(node)
+        """Warn about groups without a parameter, and require a GPU for Triton."""
+        yield from check_patterns(node)
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
 
     def open(self) -> None:
-        """Create the optimizer state of all parameters, filled with zeros."""
+        """Create all parameters' optimizer state, filled with zeros."""
         slices = self.parameters.slices()
         groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
-        for name, parameter in self.parameters.named():
+        for name, parameter in self.parameters.named_parameters():
             weight = parameter.detach()
             moments = {key: torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for key in self._moments.values()}
             first, width, stride = slice_rows(slices[name])
@@ -116,12 +116,12 @@ class StochasticAdamW:
         """
         Update the weights unless the step is skipped, clear the gradients, and write the learning rate as `lr`.
 
-        Each group multiplies the learning rate by its `lr_multiplier`.
+        A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
         self._last = step
-        for _, parameter in self.parameters.named():
+        for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
     def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
@@ -131,15 +131,15 @@ class StochasticAdamW:
 
     @property
     def _moments(self) -> dict[str, str]:
-        """Return the fields of ParamState by their keys in the state dict."""
+        """Return ParamState's fields by their keys in the state dict."""
         moments = {"mean": "exp_avg", "square": "exp_avg_sq"}
         return moments | ({"max_square": "max_exp_avg_sq"} if self.amsgrad else {})
 
     def _states(self) -> dict[nn.Parameter, ParamState]:
-        return {parameter: self._params[name] for name, parameter in self.parameters.named()}
+        return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
     def _steps_taken(self) -> int:
-        """Return the number of steps that were not skipped, after waiting to learn whether the last one was."""
+        """Return the number of steps without the skipped ones, after waiting for the last step."""
         if self._last is not None:
             self._steps += not self._last.skip_reason
             self._last = None
@@ -147,14 +147,14 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the running means, and with `amsgrad` of the largest mean of squares."""
-        count = sum(parameter.numel() for _, parameter in self.parameters.named())
+        count = sum(parameter.numel() for _, parameter in self.parameters.named_parameters())
         return {"optimizer_state": len(self._moments) * count * DTYPES[self.state_dtype].itemsize}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running means of each parameter (its shape, `state_dtype`), and the number of steps."""
+        """Return running means by parameter (its shape, `state_dtype`), and the step count."""
         steps = self._steps_taken()
         return {
             name: {key: getattr(param, field) for key, field in self._moments.items()} | {"steps": steps}
@@ -162,7 +162,7 @@ class StochasticAdamW:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
+        """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
         if state.keys() != self._params.keys():
             raise KeyError(f"optimizer state differs for {sorted(state.keys() ^ self._params.keys())}")
         steps = {values["steps"] for values in state.values()}

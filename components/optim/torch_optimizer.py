@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
-from drawloom.components.optim.parameter_groups import ParameterGroup, param_groups, unmatched
+from drawloom.components.optim.parameter_groups import ParameterGroup, check_patterns, param_groups
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
@@ -26,17 +26,17 @@ KEEP_UPDATES = (
 )
 
 
-def named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
-    """Return the optimizer state of each parameter by name; {} before the parameter's first gradient."""
+def state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
+    """Return the optimizer state by parameter name; {} before the parameter's first gradient."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     return {name: dict(states.get(parameter, {})) for name, parameter in named}
 
 
 def load_named_state(optimizers: Sequence[torch.optim.Optimizer], named: Named, state: dict[str, Any]) -> None:
     """
-    Replace the optimizers' state by a copy of a saved state, which is empty before the first step.
+    Replace the optimizers' state by a copy of a saved state, empty before the first step.
 
-    Raises KeyError for the state of other parameters.
+    Raises KeyError for other parameters' state.
     """
     parameters = dict(named)
     if state and parameters.keys() != state.keys():
@@ -55,7 +55,7 @@ def _copy_tensors(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
-    """Return the shapes and dtypes of torch's state of a parameter."""
+    """Return the shapes and dtypes in torch's state for a parameter."""
     state = {name: torch.empty_like(parameter, device="meta") for name in moments}
     # torch's optimizers with two means count the steps of each parameter for the bias correction
     return {"step": torch.empty((), device="meta"), **state} if {*ADAM_MOMENTS} <= {*moments} else state
@@ -63,7 +63,7 @@ def _state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str,
 
 @contextmanager
 def _narrow_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Cast gradients to the dtypes of their parameters."""
+    """Cast gradients to their parameters' dtypes."""
     parameters = [part for group in optimizer.param_groups for part in group["params"]]
     wide = [part for part in parameters if part.grad is not None and part.grad.dtype != part.dtype]
     dtypes = [part.grad_dtype for part in wide]
@@ -78,9 +78,9 @@ def _narrow_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 class TorchOptimizer:
     """
-    Training phase and saved state of torch optimizers, which subclasses create in `open`.
+    Training phase and saved state for torch optimizers, created in subclasses' `open`.
 
-    Every trained parameter belongs to one of the optimizers.
+    Every trained parameter belongs to one optimizer.
     """
 
     parameters: Parameters
@@ -92,8 +92,8 @@ class TorchOptimizer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn of groups without a parameter, and of weights that lose small updates by rounding."""
-        yield from unmatched(node)
+        """Warn about groups without a parameter, and about weights that lose small updates by rounding."""
+        yield from check_patterns(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
         if precision and precision.settings.get("parameter") == "bfloat16":
@@ -102,24 +102,28 @@ class TorchOptimizer:
             yield precision.warning("parameter", text, KEEP_UPDATES.format(node.name))
 
     def moments(self) -> dict[str, Sequence[str]]:
-        """Return the names of the running means that the optimizer keeps of each parameter from its first step on."""
+        """Return the names of the running means kept for every parameter from its first step on."""
         raise NotImplementedError
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of the moments, without the step counters, 4 bytes per parameter."""
+        """Return the moments' bytes, without the step counters, 4 bytes per parameter."""
         moments = self.moments()
-        return {"optimizer_state": sum(len(moments[name]) * part.nbytes for name, part in self.parameters.named())}
+        return {
+            "optimizer_state": sum(
+                len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()
+            )
+        }
 
     def forecast_state(self) -> dict[str, Any]:
-        """Return the state after a step in which every parameter has a gradient, on the meta device."""
+        """Return the state after a step with a gradient for every parameter, on the meta device."""
         moments = self.moments()
-        return {name: _state_on_meta(part, moments[name]) for name, part in self.parameters.named()}
+        return {name: _state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
 
     def run_phase(self, step: Step) -> None:
         """
         Update the weights unless the step is skipped, and clear the gradients.
 
-        The learning rate, written as `lr`, is the base learning rate times `lr_factor` (1 without one). Each group
+        The learning rate, written as `lr`, is the base learning rate times `lr_factor` (1 without one). A group
         multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
@@ -145,8 +149,8 @@ class TorchOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state by parameter name; tensors of any shape."""
-        return named_state(self._optimizers, self.parameters.named())
+        return state_by_name(self._optimizers, self.parameters.named_parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
-        load_named_state(self._optimizers, self.parameters.named(), state)
+        load_named_state(self._optimizers, self.parameters.named_parameters(), state)

@@ -1,1 +1,1 @@
-"""Parallelism: one module for each mesh dimension, and what they share."""
+"""Parallelism: one module per mesh dimension, and shared parts."""

@@ -1,4 +1,4 @@
-"""All-reduce of many tensors in buckets, as in DDP."""
+"""All-reduce for many tensors in buckets, as in DDP."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -15,10 +15,8 @@ BUCKET_BYTES = 32 * 2**20
 @attrs.define(eq=False)
 class BucketedSums:
     """
-    Sums over the ranks of a group, in progress; each collective sums a bucket of about `bucket_bytes`.
-
-    All ranks add tensors of the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it
-    is wider.
+    Pending sums over a group's ranks; a collective sums one bucket, about `bucket_bytes`. All ranks add tensors with
+    the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it is wider.
     """
 
     group: Group
@@ -29,7 +27,7 @@ class BucketedSums:
     _started: list[tuple[list[Tensor], Tensor, Pending]] = attrs.field(factory=list)
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor of any shape, which must not change until `finish`, and send the bucket if it is full."""
+        """Add a tensor (any shape), which must not change until `finish`, and send the bucket if it is full."""
         self._bucket.append(tensor)
         self._bytes += tensor.nbytes
         if self._bytes >= self.bucket_bytes:
@@ -60,7 +58,7 @@ class BucketedSums:
 def sum_in_buckets(
     tensors: Sequence[Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """All-reduce tensors of any shapes in place, as `BucketedSums` does; a single rank sends nothing."""
+    """All-reduce tensors (any shapes) in place, as `BucketedSums` does; a single rank sends nothing."""
     if group.size > 1:
         sums = BucketedSums(group, dtype, bucket_bytes)
         for tensor in tensors:

@@ -1,9 +1,9 @@
 """
-Context parallelism: the tokens of each row are partitioned over ranks, which exchange keys and values.
+Context parallelism: every row's tokens are partitioned over ranks, which exchange keys and values.
 
-A rank has one piece from the beginning of each row and one from its end, so that causal attention costs the same on all
-ranks (Dubey et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Each rank gathers all keys and
-values, which are small with grouped queries.
+A rank has one piece from a row's beginning and one from its end, so causal attention costs the same on all ranks (Dubey
+et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Every rank gathers all keys and values,
+which are small with grouped queries.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -26,7 +26,7 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 @attrs.frozen(eq=False)
 class ContextPart:
     """
-    This rank's tokens of each row: `places` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
+    This rank's tokens in a row: `places` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
     tokens.
     """
 
@@ -36,12 +36,14 @@ class ContextPart:
 
     @classmethod
     def of(cls, length: int, group: Group) -> "ContextPart":
-        """Return this rank's part of rows of `length` tokens. Raises UserError if the rows can't be divided evenly."""
+        """
+        Return this rank's part of rows with `length` tokens. Raises UserError if the rows can't be divided evenly.
+        """
         positions = [_token_positions(length, group.size, rank) for rank in range(group.size)]
         return cls(positions[group.rank], torch.cat(positions).argsort(), group)
 
     def cut(self, batch: AnyBatch) -> AnyBatch:
-        """Return this rank's tokens of a batch."""
+        """Return this rank's tokens in a batch."""
         return batch.take_tokens(self.places)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -51,14 +53,14 @@ class ContextPart:
 
 @attrs.define(eq=False)
 class ContextDimension(Dimension):
-    """Ranks with other tokens of the same rows, over which FSDP also shards parameters (`data_shard.py`)."""
+    """Ranks with other tokens of the same rows; FSDP shards parameters over them too (`data_shard.py`)."""
 
     name: ClassVar[str] = "context"
     splits_work: ClassVar[bool] = True
     can_capture: ClassVar[bool] = False
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
-        """Set the ranks with other tokens of the same rows on the modules that sum over rows."""
+        """Tell modules with sums over rows which ranks have other tokens of the same rows."""
         share_rows(module, self.mesh.context_group)
         return {}
 

@@ -1,4 +1,4 @@
-"""Data parallelism of a stage's parameters: sharded (FSDP, ZeRO-3), replicated (DDP), both (HSDP), or on one rank."""
+"""Data parallelism for a stage's parameters: sharded (FSDP, ZeRO-3), replicated (DDP), both (HSDP), or on one rank."""
 
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -17,11 +17,11 @@ from drawloom.components.ports.distributed import Mesh, Precision
 @attrs.frozen(kw_only=True, eq=False)
 class DataParallel:
     """
-    Factory of parameter stores for the stages of this rank.
+    Factory for parameter stores of this rank's stages.
 
-    `blocks` returns the blocks of a module; with `by_block`, FSDP gathers them one by one. With `by_microbatch`,
-    gradients are reduced after each microbatch. With `overlaps`, replicas start to sum gradients during the backward
-    pass, in buckets of `bucket_bytes`. `experts` are the names of parameters that are split over expert ranks.
+    `blocks` returns a module's blocks; with `by_block`, FSDP gathers them one by one. With `by_microbatch`, gradients
+    are reduced after every microbatch. With `overlaps`, replicas start to sum gradients during the backward pass, in
+    buckets with `bucket_bytes`. `experts` are the names of parameters split over expert ranks.
     """
 
     mesh: Mesh
@@ -35,16 +35,18 @@ class DataParallel:
 
     @property
     def _shards_experts(self) -> bool:
-        """Whether several ranks of one copy of the model have the same experts."""
+        """Whether several ranks in one model copy have the same experts."""
         return bool(self.experts) and self.mesh.sizes.expert_shard > 1
 
     def _torch_mesh(self, replicas: str, *shards: str) -> Any:
-        """Return torch's mesh of the ranks along `shards`, after a first dimension of replicas if there are several."""
+        """
+        Return torch's mesh with the ranks along `shards`, after a first dimension for replicas if there are several.
+        """
         outer = [(replicas,)] if self.mesh.group(replicas).size > 1 else []
         return self.mesh.torch_mesh(*outer, shards)
 
     def shard(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
-        """Shard the parameters of modules on the meta device; return an empty list without ranks that shard."""
+        """Shard the parameters of meta modules; return an empty list without sharding."""
         if self.mesh.shard_group.size == 1:
             return []
         expert_mesh = self._torch_mesh("expert_replicate", "expert_shard") if self._shards_experts else None
@@ -60,14 +62,14 @@ class DataParallel:
         )
 
     def store(self, modules: Sequence[nn.Module], sharded: Sequence[ShardedModule]) -> ParameterStore | ShardedStore:
-        """Return the store of the parameters of modules, which have memory and values."""
+        """Return the parameter store for modules with memory and values."""
         if sharded:
             return ShardedStore.of(sharded, self.precision)
         replicas = self.mesh.data_group
         if replicas.size == 1 or not self.overlaps:
             return ParameterStore.of(modules, self.precision)
         has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
-        return ReplicatedStore.replicated(
+        return ReplicatedStore.replicate(
             modules,
             self.blocks,
             self.precision,
@@ -76,11 +78,11 @@ class DataParallel:
             frozenset() if has_same_replicas else self.experts,
         )
 
-    def planned_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
-        """Return the store of the parameters of modules on the meta device, for a plan."""
+    def plan_store(self, modules: Sequence[nn.Module]) -> ParameterStore:
+        """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
             return ParameterStore.of(modules, self.precision)
-        return SlicedStore.sliced(
+        return SlicedStore.slice_parameters(
             modules,
             self.blocks,
             ranks,

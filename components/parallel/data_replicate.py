@@ -1,5 +1,5 @@
 """
-DDP: gradients of parameters that every replica has are summed over replicas during the last backward pass.
+DDP: replicated parameters' gradients are summed over replicas during the last backward pass.
 
 Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704, sections 3.2.3 and 4.2, by block instead of by parameter:
 weight gradients are added by the matrix products themselves (`kernels/deferred_grads.py`), without a hook of the
@@ -29,7 +29,7 @@ class DataReplicateDimension(Dimension):
 
     name: ClassVar[str] = "data_replicate"
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         # Several replicas together have one copy of the experts if `expert` is larger than a replica.
         replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replicas.size
         if self.mesh.indices.data_replicate % replicas_per_copy:
@@ -37,7 +37,7 @@ class DataReplicateDimension(Dimension):
         return frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of dense parameters over all ranks with other tokens: replicas, shards and contexts."""
+        """Sum dense parameters' gradients over all ranks with other tokens: replicas, shards and contexts."""
         unsummed = [name for name in parameters.trained if name not in parameters.summed | parameters.experts]
         parameters.sum_named(unsummed, self.mesh.data_group)
 
@@ -45,11 +45,10 @@ class DataReplicateDimension(Dimension):
 @attrs.define(eq=False)
 class ReplicatedModule:
     """
-    A stage's module with all parameters on each rank of a group (DDP).
+    A stage's module with all parameters on every rank in a group (DDP).
 
-    The gradients of a block are final when the step's last backward pass has computed the gradient of the block's
-    input; then they are added to `sums`. A weight without a gradient contributes zeros, so that all ranks send the same
-    tensors.
+    A block's gradients are final when the step's last backward pass has computed the block's input gradient; then they
+    are added to `sums`. A weight without a gradient contributes zeros, so all ranks send the same tensors.
     """
 
     sums: BucketedSums
@@ -61,7 +60,7 @@ class ReplicatedModule:
     _reduces: bool = False
 
     def add(self, trained: Iterable[nn.Parameter], module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Register the trained parameters of a module, whose gradients are summed block by block."""
+        """Register a module's trained parameters, whose gradients are summed block by block."""
         self._trained = list(trained)
         # The gradient of a weight with several names, shared by layers, is final only at the end of the pass.
         name_counts = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
@@ -77,18 +76,16 @@ class ReplicatedModule:
         """Do nothing: all parameters stay on this rank."""
 
     def reduce_next(self, final: bool) -> None:
-        """Start to send each block's gradients as soon as the next backward pass has computed them."""
+        """Start to send gradients block by block, as soon as the next backward pass has computed them."""
         if not final:
             raise ValueError("replicas have nothing to reduce before the last microbatch")
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """Do nothing: remaining gradients are sent at the end of the step."""
 
     def parts(self) -> list[ReducedPart]:
-        """
-        Return the blocks, last to first, for a pass of weight gradients alone, which calls no hook of a block's input.
-        """
+        """Return the blocks, last to first, for a pass with weight gradients alone, which calls no input hooks."""
         return [ReducedPart(set(map(id, block)), partial(self._send, block)) for block in reversed(self._blocks)]
 
     def reduce(self) -> None:
@@ -97,14 +94,14 @@ class ReplicatedModule:
         self.sums.flush()
 
     def finish(self) -> None:
-        """Wait for the sums of the step, which replace the gradients."""
+        """Wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce()
         self._reduces = False
         self.sums.finish()
 
     def _watch(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Register a hook for the gradient of a block's input, which sends the block's weight gradients."""
+        """Register a hook for a block's input gradient; the hook sends the block's weight gradients."""
         if not torch.is_grad_enabled():
             return
         # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
@@ -127,13 +124,13 @@ class ReplicatedModule:
 
 @attrs.define(eq=False)
 class ReplicatedStore(ParameterStore):
-    """The parameters of modules on every rank of a group; `modules` sum the gradients of `summed`."""
+    """Modules' parameters on every rank in a group; `modules` sum the gradients of `summed`."""
 
     modules: dict[nn.Module, ReplicatedModule] = attrs.field(factory=dict)
     summed: Set[str] = frozenset()
 
     @classmethod
-    def replicated(
+    def replicate(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
@@ -163,5 +160,5 @@ class ReplicatedStore(ParameterStore):
         super().hand_over_gradients()
 
     def shards_of(self, module: nn.Module) -> ReplicatedModule:
-        """Return the replicated module that sums the gradients of `module`."""
+        """Return the replicated module for `module`."""
         return self.modules[module]

@@ -1,10 +1,10 @@
 """
-FSDP: every rank keeps a slice of each parameter, and gathers the parameters of a block to compute with it (ZeRO-3).
+FSDP: every rank keeps a slice of every parameter, and gathers a block's parameters to compute with it (ZeRO-3).
 
 torch's `fully_shard` (FSDP2) does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one
 forward and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward
-pass, so the program announces when gradients are final; until then each rank accumulates its own, as without shards.
-Only this file and shard_transfers.py use private names of torch's FSDP2 (tried on 2.11, 2.13 and 2.14).
+pass, so the program announces when gradients are final; until then every rank accumulates its own, as without shards.
+Only this file and shard_transfers.py use private names from torch's FSDP2 (tried on 2.11, 2.13 and 2.14).
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype
-from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, sent_dtype
+from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, message_dtype
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import HeadLayer
@@ -39,7 +39,7 @@ class DataShardDimension(Dimension):
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield the problem of a gradient dtype that FSDP can't keep: gradients have the dtype of parameters."""
+        """Yield a problem for a gradient dtype that FSDP can't keep: gradients have the parameters' dtype."""
         if nodes.precision is None or nodes.sizes.data_shard * nodes.sizes.context == 1:
             return
         dtype, grad_dtype = nodes.precision.settings["parameter"], nodes.precision.settings["gradient"]
@@ -58,15 +58,15 @@ class DataShardDimension(Dimension):
             frequency = "by layer" if by_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return the parameters that are whole on each rank, such as the loss's, except on the first rank."""
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """Return the whole parameters, such as the loss's, except on the first rank."""
         if not self.mesh.shard_group.rank:
             return frozenset()
         return parameters.trained.keys() - parameters.sharded - parameters.experts
 
 
 def gathers_by_block(setting: bool | None, pipeline: int) -> bool:
-    """Return whether each layer is gathered when it is used, by the setting and the number of pipeline ranks."""
+    """Return whether layers are gathered when they are used, by the setting and the number of pipeline ranks."""
     # In a pipeline, each microbatch would gather each block anew; so the whole stage is gathered once a step.
     return pipeline == 1 if setting is None else setting
 
@@ -76,13 +76,13 @@ class ShardedModule:
     """
     A stage's module with sharded parameters (FSDP).
 
-    Units of FSDP are: the module, for parameters outside of all other units; a head that is not tied, so that it is
-    gathered while the last block computes and its gradient is reduced first; each block; and in a block its experts, if
-    they are sharded over other ranks than the rest.
+    FSDP units are: the module, for parameters outside all other units; an untied head, which is gathered while the last
+    block computes and whose gradient is reduced first; every block; and in a block its experts, if they are sharded
+    over other ranks than the rest.
 
-    With `by_block`, each block is gathered when it is used and freed afterwards, in forward and backward. Otherwise the
-    program gathers the whole stage before its first use in a step, and the reduction of its gradients frees it. With
-    `by_microbatch`, gradients are reduced after each microbatch, so that only one microbatch's gradients are unsharded.
+    With `by_block`, a block is gathered when it is used and freed afterwards, in forward and backward. Otherwise the
+    program gathers the whole stage before its first use in a step, and frees it when it reduces the gradients. With
+    `by_microbatch`, gradients are reduced after every microbatch, so only one microbatch's gradients are unsharded.
     """
 
     root: Any
@@ -147,11 +147,11 @@ class ShardedModule:
 
     @property
     def units(self) -> list[Any]:
-        """Modules that torch gathers and reduces one by one, outer ones before inner ones."""
+        """Modules gathered and reduced one by one, outer ones before inner ones."""
         return [self.root, *self.heads, *chain(*self.blocks)]
 
     def open(self, gradient: torch.dtype) -> None:
-        """Allocate what torch allocates at the first use; gradients are accumulated in dtype `gradient`."""
+        """Allocate torch's buffers before the first use; gradients are accumulated in dtype `gradient`."""
         for group in chain(*map(_param_groups, self.units)):
             group.lazy_init()
             for param in group.fsdp_params:
@@ -171,9 +171,7 @@ class ShardedModule:
         self._reduce_in_backward(False)
 
     def unshard(self) -> None:
-        """
-        Start to gather the whole stage in the order of use; each part of the forward waits for its own parameters.
-        """
+        """Start to gather the whole stage in order; a part of the forward pass waits for its own parameters."""
         for unit in (self.root, *chain(*self.blocks), *self.heads):
             unit.unshard(async_op=True)
 
@@ -187,20 +185,20 @@ class ShardedModule:
 
     def reduce_next(self, final: bool) -> None:
         """
-        Reduce each block's gradients as soon as the next backward pass has computed them.
+        Reduce gradients block by block, as soon as the next backward pass has computed them.
 
         The reduced gradients are added to the slices' gradients. Unless they are `final`, they are not summed over
         replicas, and the stage's gathered parameters stay.
         """
         self._reduce_in_backward(True, final)
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.by_microbatch:
             self._reduce_in_backward(False)
 
     def parts(self) -> list[ReducedPart]:
-        """Return the units, for a pass of weight gradients alone, which runs none of torch's hooks."""
+        """Return the units, for a pass with weight gradients alone, which runs no torch hooks."""
         # Heads first, because they are large; the root last, because the embedding's gradient is last.
         ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
         return [
@@ -209,16 +207,16 @@ class ShardedModule:
         ]
 
     def reduce(self) -> None:
-        """End the reduction of all units."""
+        """End all units' reductions."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
-    def gathered_bytes(self) -> int:
-        """Return the most bytes that are gathered at one time; of blocks, the one in use and the next."""
-        block_bytes = [sum(map(_unsharded_bytes, units)) for units in self.blocks]
-        other_bytes = sum(map(_unsharded_bytes, (self.root, *self.heads)))
+    def gather_bytes(self) -> int:
+        """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
+        block_bytes = [sum(map(_whole_bytes, units)) for units in self.blocks]
+        other_bytes = sum(map(_whole_bytes, (self.root, *self.heads)))
         return other_bytes + (2 * max(block_bytes, default=0) if self.by_block else sum(block_bytes))
 
-    def sharded(self) -> Iterator[tuple[str, Any]]:
+    def iterate_shards(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and sharded parameters (DTensors), while they are not gathered."""
         for name, parameter in self.root.named_parameters():
             if is_dtensor(parameter):
@@ -239,8 +237,8 @@ class ShardedStore:
     The parameters of modules on one rank, sharded over ranks; `masters` are this rank's slices, as plain parameters.
 
     `slices` has the position of each slice in its whole parameter. Parameters without an entry are whole on every rank:
-    parameters of a loss and of adapters, parameters that are not cast, since FSDP gathers one dtype at a time, and
-    parameters that two local stages share.
+    a loss's and adapters' parameters, parameters without a cast (FSDP gathers one dtype at a time), and parameters
+    shared by two local stages.
     """
 
     modules: Sequence[ShardedModule]
@@ -257,7 +255,7 @@ class ShardedStore:
         masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
         for module in modules:
             module.open(precision.gradient)
-            for name, parameter in module.sharded():
+            for name, parameter in module.iterate_shards():
                 # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
                 # need not know about shards.
                 masters[name] = nn.Parameter(local_part(parameter), parameter.requires_grad)
@@ -285,27 +283,27 @@ class ShardedStore:
         self._gathered_at = []
 
     def local_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of this rank's slice of a tensor of any shape."""
+        """Return the bytes in this rank's slice of a tensor (any shape)."""
         return local_part(tensor).nbytes if is_dtensor(tensor) else tensor.nbytes
 
     @property
     def summed(self) -> Set[str]:
-        """The parameters with gradients that backward passes reduce."""
+        """The parameters whose gradients are reduced in backward passes."""
         return self.slices.keys()
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of the compute copies among the parameters of the modules."""
-        return self._whole.copied_bytes
+    def copy_bytes(self) -> int:
+        """Bytes of the compute copies among the modules' parameters."""
+        return self._whole.copy_bytes
 
     def shards_of(self, module: nn.Module) -> ShardedModule:
-        """Return the shards of one of the modules."""
+        """Return one module's shards."""
         return next(sharded for sharded in self.modules if sharded.root is module)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of masters that have copies, of these copies, and of the parameters gathered at one time."""
+        """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
         whole = self._whole.memory_bytes()
-        gathered = sum(module.gathered_bytes() for module in self.modules)
+        gathered = sum(module.gather_bytes() for module in self.modules)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
@@ -320,17 +318,17 @@ def shard(
     expert_mesh: Any = None,
 ) -> list[ShardedModule]:
     """
-    Shard modules that are on the meta device over the ranks of a torch mesh.
+    Shard meta modules over the ranks of a torch mesh.
 
-    A mesh of two dimensions has replicas along the first (HSDP), over which slices of gradients are summed, too. The
-    parameters of `experts` are slices of expert ranks: they are sharded over `expert_mesh`, or not at all.
+    A two-dimensional mesh has replicas along the first dimension (HSDP); gradient slices are summed over them, too.
+    `experts` are expert ranks' slices: they are sharded over `expert_mesh`, or not at all.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     modules = list(modules)
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute,
-        reduce_dtype=sent_dtype(precision, replicas=mesh.ndim > 1),
+        reduce_dtype=message_dtype(precision, replicas=mesh.ndim > 1),
         # Layers cast the inputs of products; positions and weights of tokens must keep their dtype.
         cast_forward_inputs=False,
     )
@@ -351,7 +349,7 @@ def shard(
 
 
 def heads_of(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a stage that are only a head, not those that are tied to the embedding."""
+    """Return a stage's layers that consist of an untied head."""
     return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
@@ -360,18 +358,14 @@ def _experts_in(block: nn.Module) -> list[nn.Module]:
 
 
 def whole_parameters(modules: Sequence[nn.Module], precision: Precision, experts: Set[str]) -> list[set[nn.Parameter]]:
-    """
-    Return the parameters of each module that are not sharded, including `experts` and parameters of several modules.
-    """
+    """Return unsharded parameters by module, including `experts` and parameters in several modules."""
     module_counts = Counter(name for module in modules for name, _ in module.named_parameters())
     names = {name for name in module_counts if module_counts[name] > 1} | experts
     return [_select_whole(module, precision, names) for module in modules]
 
 
 def _select_whole(module: nn.Module, precision: Precision, names: Set[str]) -> set[nn.Parameter]:
-    """
-    Return the parameters of a module that are not sharded: the named ones, small ones such as adapters', and others.
-    """
+    """Return a module's unsharded parameters: the named ones, small ones such as adapters', and others."""
     adapters = adapter_names(module)
     return {
         parameter
@@ -386,7 +380,7 @@ def _select_whole(module: nn.Module, precision: Precision, names: Set[str]) -> s
 
 
 def _param_groups(unit: Any) -> list[Any]:
-    """Return the FSDP parameter groups of a unit: none if it has no parameters of its own; one in torch 2.11."""
+    """Return a unit's FSDP parameter groups: none if it has no parameters of its own; one in torch 2.11."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -404,29 +398,27 @@ def _fsdp_params(unit: Any) -> Iterator[Any]:
 
 
 def _allocate_outputs(unit: Any) -> list[Tensor]:
-    """
-    Allocate the tensors that a unit's parameters are gathered into, (ranks * n,) for slices (n,), and return them.
-    """
+    """Allocate and return tensors for a unit's gathered parameters, (ranks * n,) for slices (n,)."""
     params = [*_fsdp_params(unit)]
     for param in params:
         param.alloc_all_gather_outputs()
     return [param.all_gather_outputs[0] for param in params]
 
 
-def _unsharded_bytes(unit: Any) -> int:
+def _whole_bytes(unit: Any) -> int:
     sizes: list[int] = [param.unsharded_param.nbytes for param in _fsdp_params(unit)]
     return sum(sizes)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's slice of a DTensor of any shape, sharing its memory, without a graph."""
+    """Return this rank's slice of a DTensor (any shape), sharing its memory, without a graph."""
     with torch.no_grad():
         part: Tensor = tensor.to_local().detach()
     return part
 
 
 def slice_of(tensor: Any) -> TensorSlice:
-    """Return the position of this rank's slice in a DTensor of any shape."""
+    """Return this rank's slice position in a DTensor (any shape)."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""Interface of a mesh dimension, along which ranks share a model."""
+"""Interface for a mesh dimension, along which ranks share a model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import ClassVar
@@ -17,7 +17,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen(kw_only=True)
 class StageNodes:
-    """The nodes of a recipe that determine parallelism. A missing edge is reported elsewhere."""
+    """A recipe's nodes that determine parallelism. A missing edge is reported elsewhere."""
 
     stages: NodeView
     mesh: NodeView
@@ -26,14 +26,14 @@ class StageNodes:
 
     @property
     def sizes(self) -> PerDimension:
-        """The number of ranks along each dimension, as written in the recipe."""
+        """The rank count by dimension, as written in the recipe."""
         return PerDimension.of_settings(self.mesh.settings)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class SharedParameters:
     """
-    The parameters that this rank trains, and sets of names by the way in which ranks share the parameters.
+    This rank's trained parameters, and sets of names by the way ranks share the parameters.
 
     `split` are parameters with a slice on this rank along `tensor` or `expert`. `experts` belong to experts. `sharded`
     are sharded by FSDP. Backward passes sum the gradients of `summed` over ranks with other tokens.
@@ -54,18 +54,18 @@ class SharedParameters:
         return {name for name in self.trained if not name.startswith(f"{LOSS}.")}
 
     def gradient(self, name: str, shape: Sequence[int] = ()) -> Tensor:
-        """Return the gradient of a parameter, or zeros of `shape` if this rank doesn't train it."""
+        """Return a parameter's gradient, or zeros with `shape` if this rank doesn't train it."""
         if name in self.trained:
             return gradient_of(self.trained[name])
         return torch.zeros(shape, dtype=self.precision.gradient, device=self.device)
 
     def sum(self, gradients: Sequence[Tensor], group: Group) -> None:
-        """Sum gradients over the ranks of a group, in place, in `precision.reduce` or in their own wider dtype."""
+        """Sum gradients over a group, in place, in `precision.reduce` or in their own wider dtype."""
         dtype = torch.promote_types(self.precision.gradient, self.precision.reduce)
         sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
 
     def sum_named(self, names: Iterable[str], group: Group) -> None:
-        """Sum the gradients of parameters that this rank trains."""
+        """Sum the gradients for this rank's trained parameters."""
         self.sum([self.gradient(name) for name in names], group)
 
 
@@ -74,7 +74,7 @@ class Dimension:
     """
     One mesh dimension, along which ranks share a model in a certain way.
 
-    The methods are called for meshes of any size. The defaults share nothing; a dimension overrides the methods it
+    The methods are called for meshes with any size. The defaults share nothing; a dimension overrides the methods it
     needs.
     """
 
@@ -88,30 +88,28 @@ class Dimension:
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of a recipe whose model or dtypes the dimension does not support."""
+        """Yield a problem if the dimension does not support the recipe's model or dtypes."""
         yield from ()
 
     @classmethod
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
-        """Yield sentences for `explain` about the work and memory that the ranks share."""
+        """Yield sentences for `explain` about the ranks' shared work and memory."""
         yield from ()
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         """
-        Replace parameters of a module on the meta device by this rank's slices, and return the slices by name.
+        Replace a meta module's parameters by this rank's slices, and return the slices by name.
 
-        Raises UserError for a parameter that the ranks can't share.
+        Raises UserError for a parameter without a possible split.
         """
         return {}
 
     def open(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Determine which other ranks have this rank's parameters; a collective of the ranks of the dimension."""
+        """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return the names of the parameters that another rank along this dimension owns."""
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """Return the names of the parameters owned by another rank along this dimension."""
         return frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """
-        Sum gradients over the ranks of the dimension, except gradients that backward passes have summed; a collective.
-        """
+        """Sum gradients over the dimension's ranks, except gradients summed in backward passes; a collective."""

@@ -1,5 +1,5 @@
 """
-Expert parallelism: each rank of a group has some of the experts of every layer, and tokens are sent to their experts.
+Expert parallelism: a rank has some of every layer's experts, and tokens are sent to their experts.
 
 Lepikhin et al. 2020, "GShard", arXiv 2006.16668, section 3.2. The rest of the model treats the same ranks as data,
 context and tensor parallel ranks. A dispatcher exchanges the tokens.
@@ -23,7 +23,7 @@ from drawloom.graph import Problem
 
 class ExpertParallel(nn.Module):
     """
-    Experts of a layer; the module's own parameters are stacked by expert, (experts, ...).
+    A layer's experts; the module's own parameters are stacked by expert, (experts, ...).
 
     `dispatcher` sends tokens to the experts; without one, or with one rank, all experts are on this rank.
     """
@@ -37,7 +37,7 @@ WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages
 
 @attrs.define(eq=False)
 class ExpertDimension(Dimension):
-    """Ranks that partition the experts of a layer; ranks along `expert_replicate` and `expert_shard` have copies."""
+    """Ranks that partition a layer's experts; ranks along `expert_replicate` and `expert_shard` have copies."""
 
     name: ClassVar[str] = "expert"
     splits_work: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class ExpertDimension(Dimension):
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of a model whose experts the ranks can't share, and of a missing dispatcher."""
+        """Yield a problem for experts without a partition over the ranks, and for a missing dispatcher."""
         ranks, model = nodes.sizes.expert, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, ExpertModel):
             return
@@ -73,17 +73,14 @@ class ExpertDimension(Dimension):
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """
-        Return the experts' parameters that are whole on several ranks of one copy of the model, except on the first
-        rank.
-        """
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""
         if not parameters.experts or not self.mesh.indices.expert_shard:
             return frozenset()
         return parameters.experts - parameters.sharded
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of experts over the ranks with the same experts."""
+        """Sum experts' gradients over the ranks with the same experts."""
         if parameters.experts:
             parameters.sum_named(
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
@@ -92,7 +89,7 @@ class ExpertDimension(Dimension):
 
 
 def use_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
-    """Set the dispatcher on all experts of a model."""
+    """Set the dispatcher on all experts in a model."""
     for submodule in module.modules():
         if isinstance(submodule, ExpertParallel):
             submodule.dispatcher = dispatcher
@@ -100,9 +97,9 @@ def use_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
 
 def split_experts(module: nn.Module, ranks: Group) -> dict[str, RankSlice]:
     """
-    Partition the experts of a model on the meta device over ranks, and return the slices of their parameters by name.
+    Partition a meta model's experts over ranks, and return their parameters' slices by name.
 
-    Raises UserError if the number of experts is not divisible by the number of ranks.
+    Raises UserError if the expert count is not divisible by the rank count.
     """
     splits: dict[str, RankSlice] = {}
     for path, submodule in module.named_modules() if ranks.size > 1 else ():

@@ -1,11 +1,11 @@
 """
-Master weights, which the optimizer updates, and compute copies, which layers multiply with.
+Master weights for the optimizer, and compute copies for the layers' products.
 
-A module's own parameter is the compute copy, cast from its master once a step. Copies persist, so that CUDA graphs can
+A module's own parameter is the compute copy, cast from its master once a step. Copies persist, so CUDA graphs can
 capture their addresses. For gradient accumulation over microbatches, autograd sums gradients in `Tensor.grad_dtype` on
 the copy, or on a GPU the matrix product itself does (`kernels/deferred_grads.py`). After the last microbatch the sum
 becomes the master's `.grad` without a copy. Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740,
-section 3.1, without the loss scaling, which bfloat16 does not need.
+section 3.1, without loss scaling, unnecessary in bfloat16.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -27,7 +27,7 @@ Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 
 @attrs.define(eq=False)
 class ParameterStore:
-    """The parameters of modules on one rank, all of them whole, without DTensors."""
+    """Modules' parameters on one rank, all whole, without DTensors."""
 
     masters: Mapping[str, nn.Parameter]
     _pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]
@@ -36,10 +36,10 @@ class ParameterStore:
     @classmethod
     def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
         """
-        Take over the real parameters of modules; trained ones are in `precision.parameter`, and tied already.
+        Take over modules' real parameters; trained ones are in `precision.parameter`, and tied already.
 
-        A parameter that layers compute with in another dtype is replaced in its module by a copy. A frozen parameter
-        keeps only the copy, because no optimizer needs the master.
+        A parameter with another dtype in layers is replaced in its module by a copy. A frozen parameter keeps only the
+        copy, because no optimizer needs the master.
         """
         copies: dict[nn.Parameter, nn.Parameter] = {}
         masters: dict[str, nn.Parameter] = {}
@@ -70,7 +70,7 @@ class ParameterStore:
         self._cast_at = versions
 
     def hand_over_gradients(self) -> None:
-        """Move the copies' gradients to the masters, or add them to a gradient that the master already has."""
+        """Move the copies' gradients to the masters, or add them to the masters' existing gradients."""
         for master, copy in self._pairs:
             if copy.grad is not None:
                 master.grad = copy.grad if master.grad is None else master.grad.add_(copy.grad)
@@ -79,7 +79,7 @@ class ParameterStore:
         self._cast_at = []
 
     def local_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor of any shape on this rank."""
+        """Return a tensor's bytes (any shape) on this rank."""
         return tensor.nbytes
 
     @property
@@ -89,7 +89,7 @@ class ParameterStore:
 
     @property
     def summed(self) -> Set[str]:
-        """The parameters with gradients that backward passes sum over data-parallel ranks: none."""
+        """The parameters with gradients summed over data-parallel ranks in backward passes: none."""
         return frozenset()
 
     def shards_of(self, module: nn.Module) -> Shards | None:
@@ -97,20 +97,20 @@ class ParameterStore:
         return None
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of masters that have compute copies, and of the copies."""
+        """Return two byte counts: masters with compute copies, and the copies."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": self.copied_bytes,
+            "compute_copies": self.copy_bytes,
         }
 
     @property
-    def copied_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of the compute copies among the parameters of the modules."""
         return sum(copy.nbytes for _, copy in self._pairs)
 
 
 def compute_dtype(name: str, precision: Precision) -> torch.dtype:
-    """Return the dtype in which layers use a floating-point parameter; parameters of a loss are not cast."""
+    """Return a floating-point parameter's dtype in layers; a loss's parameters are not cast."""
     is_uncast = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
     return precision.parameter if is_uncast else precision.compute
 

@@ -1,4 +1,4 @@
-"""Collectives on the meta device: an operator that records what a run would send, for planning."""
+"""Collectives on the meta device: an operator that records a run's messages, for planning."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,15 +21,14 @@ def _(x: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
 
 
 def collective(x: Tensor, shape: Sequence[int], kind: Kind, dimension: str, ranks: int) -> Tensor:
-    """Return a meta tensor of `shape`, as the result of a collective along a mesh dimension on x, of any shape."""
+    """Return a meta tensor with `shape`, the result of a collective along a mesh dimension on x (any shape)."""
     result: Tensor = torch.ops.drawloom.collective(x, list(shape), kind, dimension, ranks)
     return result
 
 
-def sent_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
+def message_bytes(x: Tensor, result: Tensor, kind: str, ranks: int) -> float:
     """
-    Return the bytes that each rank sends in a ring collective, or directly in an all-to-all, from x (any shape) to
-    result.
+    Return the bytes sent per rank in a ring collective, or directly in an all-to-all, from x (any shape) to result.
 
     Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", sections 4.1 to 4.4.
     """

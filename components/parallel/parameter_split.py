@@ -1,4 +1,4 @@
-"""Parameters split over the ranks of a group; each slice is an ordinary parameter of its module."""
+"""Parameters split over a group; a slice is an ordinary parameter of its module."""
 
 import attrs
 import torch
@@ -12,9 +12,9 @@ from drawloom.graph import UserError
 @attrs.frozen
 class SplitDim:
     """
-    The dimension of a parameter that is split over ranks, in units of `unit` consecutive elements.
+    A parameter's split dimension, in units of `unit` consecutive elements.
 
-    With `uneven`, the number of units may not be divisible by the number of ranks: the first ranks get one unit more.
+    With `uneven`, the unit count need not be divisible by the rank count: the first ranks get one unit more.
     """
 
     dim: int

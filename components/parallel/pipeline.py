@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the partition of layers over ranks, and parameters that are on several ranks."""
+"""Pipeline parallelism: the partition of layers over ranks, and parameters on several ranks."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -20,7 +20,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.define(eq=False)
 class PipelineDimension(Dimension):
-    """Ranks with consecutive layers of a model; a parameter that several ranks need is copied to each."""
+    """Ranks with consecutive layers of a model; a shared parameter is copied to all its ranks."""
 
     name: ClassVar[str] = "pipeline"
     _copies: dict[str, list[int]] = attrs.field(init=False, factory=dict)  # shapes of parameters on several ranks
@@ -32,7 +32,7 @@ class PipelineDimension(Dimension):
             yield f"layers: partitioned over {ranks} pipeline ranks"
 
     def open(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Find the parameters that are on several ranks: a tied embedding is on the first and on the last."""
+        """Find the parameters on several ranks: a tied embedding is on the first and on the last."""
         group = self.mesh.pipeline_group
         shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in trained.items()})
         copy_counts = Counter(name for by_name in shapes for name in by_name)
@@ -40,17 +40,17 @@ class PipelineDimension(Dimension):
         self._copies = {name: shape_by_name[name] for name in sorted(copy_counts) if copy_counts[name] > 1}
         self._on_earlier_ranks = {name for by_name in shapes[: group.rank] for name in by_name}
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return self._on_earlier_ranks
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of copies. Ranks without a copy add zeros, because all ranks join the collective."""
+        """Sum the copies' gradients. Ranks without a copy add zeros, because all ranks join the collective."""
         gradients = [parameters.gradient(name, shape) for name, shape in self._copies.items()]
         parameters.sum(gradients, self.mesh.pipeline_group)
 
 
 def constraint_problems(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Yield problems of the combination: a schedule for another number of ranks, or more stages than layers."""
+    """Yield conflicts: a schedule for another rank count, or more stages than layers."""
     built = build_schedule(schedule)
     if built is None:
         return
@@ -96,8 +96,8 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
     """
     Divide layers over stages as evenly as possible; a remainder goes to the earlier stages.
 
-    `before` and `after` are the costs of embedding and head, in layers: the first and the last stage get fewer layers
-    by these numbers, but at least one each. Raises ValueError for fewer layers than stages.
+    `before` and `after` are the costs of embedding and head, in layers: the first and the last stage get so many layers
+    less, but at least one. Raises ValueError for fewer layers than stages.
     """
     if layers < stages:
         raise ValueError(f"{layers} layers over {stages} stages leave a stage without any")
@@ -114,7 +114,7 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
 
 
 def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
-    """Return the stages with these numbers of layers; the first has the embedding and the last the head."""
+    """Return stages with these layer counts; the first has the embedding and the last the head."""
     ends, last = accumulate(sizes), len(sizes) - 1
     return [
         LayerRange(end - size, end, embedding=stage == 0, head=stage == last)
@@ -124,7 +124,7 @@ def layer_ranges(sizes: Sequence[int]) -> list[LayerRange]:
 
 def split_off_embedding_and_head(spans: Sequence[LayerRange], layers: int) -> list[LayerRange]:
     """
-    Return the same spans without embedding and head, between a span of the embedding and a span of the head.
+    Return the same spans without embedding and head, between the embedding's span and the head's span.
 
     The head's span also has the model's `layers` after the other spans.
     """

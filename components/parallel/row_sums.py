@@ -1,4 +1,4 @@
-"""Sums over whole rows of tokens that are divided among context and tensor parallel ranks."""
+"""Sums over whole token rows, divided among context and tensor parallel ranks."""
 
 from collections.abc import Sequence
 
@@ -13,28 +13,28 @@ from drawloom.components.ports.distributed import Group
 
 class RowSums(TensorParallel):
     """
-    A module that computes sums over whole rows of tokens.
+    A module with sums over whole token rows.
 
     Ranks of `context` have other tokens of the same rows. If several tensor `ranks` split this rank's context part,
-    values of tokens are (tokens, ...), padded at the end; otherwise they are (rows, length, ...). Weights of tokens,
-    float32 (rows, length), cover the context part. Without `share_rows` and `split`, this rank has all tokens.
+    token values are (tokens, ...), padded at the end; otherwise they are (rows, length, ...). Token weights, float32
+    (rows, length), cover the context part. Without `share_rows` and `split`, this rank has all tokens.
     """
 
     context: Group = SingleProcess()
 
     def row_length(self, weights: Tensor) -> int:
-        """Return the sequence length of whole rows, from this rank's weights (rows, length)."""
+        """Return the whole rows' sequence length, from this rank's weights (rows, length)."""
         return weights.shape[1] * self.context.size
 
     def row_weights(self, weights: Tensor) -> Tensor:
-        """Sum the weights (rows, length) over each whole row: float64 (rows,)."""
+        """Sum the weights (rows, length) over whole rows: float64 (rows,)."""
         return _all_reduce(weights.sum(1, dtype=torch.float64), [self.context])
 
     def row_counts(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
         """
-        Count the choices of each expert by the tokens of each whole row: float32 (rows, experts).
+        Count choices by whole row and expert: float32 (rows, experts).
 
-        chosen: int64 (tokens, choices) or (rows, length, choices); only the shape of weights (rows, length) is used.
+        chosen: int64 (tokens, choices) or (rows, length, choices); only the weights' shape (rows, length) is used.
         """
         slots = self.own_tokens(chosen, weights) + experts * self._own_rows(weights).unsqueeze(1)
         counts = torch.zeros(len(weights) * experts, device=chosen.device)
@@ -42,45 +42,45 @@ class RowSums(TensorParallel):
         return _all_reduce(counts.view(-1, experts), [self.context, self.ranks.group])
 
     def of_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Repeat values of rows (rows, ...) for this rank's tokens: (tokens, ...), 0 in padding, or (rows, 1, ...)."""
-        return values.unsqueeze(1) if self.ranks.size == 1 else self._padded(values[self._own_rows(weights)], weights)
+        """Repeat row values (rows, ...) for this rank's tokens: (tokens, ...), 0 in padding, or (rows, 1, ...)."""
+        return values.unsqueeze(1) if self.ranks.size == 1 else self._pad(values[self._own_rows(weights)], weights)
 
     def token_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights of this rank's tokens from (rows, length): (tokens,), 0 in padding, or (rows, length)."""
+        """Select this rank's token weights from (rows, length): (tokens,), 0 in padding, or (rows, length)."""
         if self.ranks.size == 1:
             return weights
         own = self._own(weights)
-        return self._padded(weights.flatten()[own.start : own.stop], weights)
+        return self._pad(weights.flatten()[own.start : own.stop], weights)
 
     def own_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
         """Remove padding from values (tokens, n) or (rows, length, n): (tokens, n)."""
         return values.flatten(0, -2)[: len(self._own(weights))]
 
     def _own(self, weights: Tensor) -> range:
-        """Return the indices of this rank's tokens in its context part."""
+        """Return this rank's token indices in its context part."""
         share = -(-weights.numel() // self.ranks.size)
         first = self.ranks.group.rank * share
         return range(min(first, weights.numel()), min(first + share, weights.numel()))
 
     def _own_rows(self, weights: Tensor) -> Tensor:
-        """Return the row of each of this rank's tokens, int64 (tokens,)."""
+        """Return the rows of this rank's tokens, int64 (tokens,)."""
         own = self._own(weights)
         return torch.arange(own.start, own.stop, device=weights.device) // max(weights.shape[1], 1)
 
-    def _padded(self, values: Tensor, weights: Tensor) -> Tensor:
+    def _pad(self, values: Tensor, weights: Tensor) -> Tensor:
         missing = -(-weights.numel() // self.ranks.size) - len(values)
         return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
 
 
 def share_rows(module: nn.Module, context: Group) -> None:
-    """Set the ranks with other tokens of the same rows on the modules that sum over rows."""
+    """Tell modules with sums over rows which ranks have other tokens of the same rows."""
     for submodule in module.modules():
         if isinstance(submodule, RowSums):
             submodule.context = context
 
 
 def _all_reduce(local: Tensor, groups: Sequence[Group]) -> Tensor:
-    """All-reduce a tensor of any shape over several groups, in place."""
+    """All-reduce a tensor (any shape) over several groups, in place."""
     if not local.is_meta:
         for group in groups:
             group.sum(local)

@@ -1,10 +1,9 @@
 """
-Collectives of FSDP2 without intermediate copies: tensors are sent from where they are to where they are used.
+FSDP2's collectives without intermediate copies: tensors are sent directly from their source to their destination.
 
 torch copies slices into one buffer before it gathers, and from another buffer to the parameters; it also copies
-gradients into a buffer before it reduces them. In a step of the shape of Llama 3 8B on two H200 these copies took 3.4
-%. They are operations on the result of a hook's `allocate`, so that `allocate` can return a tensor for which they copy
-nothing.
+gradients into a buffer before it reduces them. In a step with Llama 3 8B's shape on two H200 these copies took 3.4 %.
+They are operations on the result of a hook's `allocate`, so `allocate` can return a tensor that omits the copies.
 """
 
 import math
@@ -26,12 +25,11 @@ as a message of a quarter of a megabyte.
 """
 
 
-def sent_dtype(precision: Precision, replicas: bool) -> torch.dtype:
+def message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     """
-    Return the dtype in which gradients are sent to the rank with their slice.
+    Return the dtype of gradients in messages to the rank with their slice.
 
-    If `replicas` sum gradients, too, the wide dtype is sent: the sums of a rank's shards would otherwise be rounded in
-    between.
+    If `replicas` sum gradients, too, the wide dtype is sent: a rank's shard sums would otherwise be rounded in between.
     """
     wide = torch.promote_types(precision.reduce, precision.gradient)
     return precision.gradient if precision.gradient.itemsize == 2 and wide == torch.float32 and not replicas else wide
@@ -47,7 +45,7 @@ class _Listed:
 
 class StandIn(Tensor):
     """
-    A tensor without memory that replaces a buffer (n,) to which, or from which, FSDP2 copies tensors.
+    A tensor without memory instead of a buffer (n,) for FSDP2's copies.
 
     It lists the tensors, and keeps them alive as long as torch keeps the buffer. Any other operation is an error.
     """
@@ -69,7 +67,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operations of torch's `_fsdp_collectives.py`."""
+        """Run the operations in torch's `_fsdp_collectives.py`."""
         named = kwargs or {}
         match function.name():
             case "aten::view":
@@ -93,21 +91,20 @@ class StandIn(Tensor):
 @attrs.frozen(eq=False)
 class DirectAllGather:
     """
-    All-gather of slices directly into the parameters, which `outputs` allocates; for `set_custom_all_gather`.
+    All-gather of slices directly into the parameters, allocated by `outputs`; for `set_custom_all_gather`.
 
-    A gather that the program starts (`async_op`) first waits for the earlier work of the current stream, which then
-    owns the memory. Other gathers, in a forward pass without a gather before it, run in a stream of torch's and need a
-    buffer.
+    A gather started by the program (`async_op`) first waits for earlier work on the current stream, which then owns the
+    memory. Other gathers, in a forward pass without a gather before it, run in a torch stream and need a buffer.
     """
 
     outputs: Callable[[], Sequence[Tensor]]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a stand-in for all slices of all ranks (ranks * n,)."""
+        """Return a stand-in for all ranks' slices (ranks * n,)."""
         return StandIn.empty(size, dtype, device)
 
     def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:
-        """Gather the tensors that torch has listed, and return the work to wait for, or None."""
+        """Gather the tensors listed by torch, and return the work to wait for, or None."""
         listed = output_tensor.listed
         if async_op:
             # `data` keeps the version counters: tensors that a backward pass has saved get the values they had.
@@ -127,7 +124,7 @@ class DirectReduceScatter:
     """
     Sums of gradients over shards, sent without a copy; for `set_custom_reduce_scatter`.
 
-    Gradients of 16 bits are sent as they are, and added up in float32 by the receiver, so that sums are rounded once: a
+    16-bit gradients are sent as they are, and added up in float32 by the receiver, so sums are rounded once: a
     reduce-scatter in float32 would send twice the bytes, and one in 16 bits would round every partial sum.
     """
 
@@ -147,9 +144,9 @@ class DirectReduceScatter:
         self, output_tensor: Tensor, input_tensor: StandIn, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """
-        Write the sums over ranks of this rank's slices of all gradients to output_tensor (n,), one behind the other.
+        Write this rank's slices of all gradients, summed over ranks, to output_tensor (n,), one behind the other.
 
-        Slices are of the first dimension, (rows / ranks rounded up, ...) each; the last ones are padded.
+        Slices follow the first dimension, (rows / ranks rounded up, ...); the last ones are padded.
         """
         messages = [*_pack_messages(input_tensor.listed.tensors, output_tensor, group.size())]
         if output_tensor.itemsize == 2:
@@ -160,21 +157,18 @@ class DirectReduceScatter:
 
 @attrs.frozen(eq=False)
 class _Message:
-    """Parts for each rank, (ranks, n), and the outputs for this rank's sums, of n elements in all."""
+    """Parts by rank, (ranks, n), and the outputs for this rank's sums, with n elements in all."""
 
     parts: Tensor
     sums: Sequence[Tensor]
 
-    def divided(self, row: Tensor) -> Sequence[Tensor]:
-        """Split a row (n,), or rows (any, n), into the parts of the sums."""
+    def divide(self, row: Tensor) -> Sequence[Tensor]:
+        """Split a row (n,), or rows (any, n), into the sums' parts."""
         return torch.split(row, [len(out) for out in self.sums], dim=-1)
 
 
 def _pack_messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> Iterator[_Message]:
-    """
-    Yield a message for each large gradient, in place, and one for a copy of all gradients that are small or do not
-    divide evenly.
-    """
+    """Yield a message per large gradient, in place, and one for a copy of all gradients that are small or uneven."""
     sums = torch.split(output, [-(-len(grad) // ranks) * math.prod(grad.shape[1:]) for grad in gradients])
     packed: list[tuple[Tensor, Tensor]] = []
     for gradient, out in zip(gradients, sums, strict=True):
@@ -202,8 +196,8 @@ def _exchange(messages: Sequence[_Message], group: Any) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     for message, rows in zip(messages, received, strict=True):
-        own = message.divided(message.parts[group.rank()])
-        for part, others, out in zip(own, message.divided(rows), message.sums, strict=True):
+        own = message.divide(message.parts[group.rank()])
+        for part, others, out in zip(own, message.divide(rows), message.sums, strict=True):
             sum_parts(part, others, out)
 
 
@@ -218,5 +212,5 @@ def _reduce(messages: Sequence[_Message], group: Any, op: Any) -> None:
     group.reduce_scatter_tensor_coalesced(outputs, [message.parts.view(-1) for message in messages], options).wait()
     for message, row in zip(messages, outputs, strict=True):
         if len(message.sums) > 1:
-            for part, out in zip(message.divided(row), message.sums, strict=True):
+            for part, out in zip(message.divide(row), message.sums, strict=True):
                 out.copy_(part)

@@ -1,7 +1,7 @@
 """
-Sizes of this rank's slices of sharded parameters: the memory of `ShardedStore` without other ranks, for plans.
+Sizes of this rank's parameter slices: `ShardedStore`'s memory without other ranks, for plans.
 
-FSDP2 gives rank r of n the r-th of n parts of the first dimension, all but the last ones of the same size.
+FSDP2 assigns the r-th of n parts of the first dimension to rank r; all but the last parts have the same size.
 """
 
 from collections import Counter
@@ -20,22 +20,22 @@ from drawloom.components.ports.slices import TensorSlice
 
 @attrs.frozen
 class GatheredBytes:
-    """Bytes of a stage's sharded parameters in the dtype of layers: outside of blocks, and by block."""
+    """Bytes of a stage's sharded parameters in the layers' dtype: outside blocks, and by block."""
 
     root: int
     blocks: Sequence[int]
 
     def peak_bytes(self, by_block: bool) -> int:
-        """Return the most bytes that are gathered at one time; of blocks, the one in use and the next."""
+        """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
         return self.root + (2 * max(self.blocks, default=0) if by_block else sum(self.blocks))
 
 
 @attrs.define(eq=False)
 class SlicedStore(ParameterStore):
     """
-    The parameters of modules on the meta device, with `masters` in the shapes of this rank's slices.
+    Meta modules' parameters, with `masters` shaped like this rank's slices.
 
-    The modules keep whole parameters, in the dtype in which layers compute, like gathered parameters.
+    The modules keep whole parameters, in the layers' dtype, like gathered parameters.
     """
 
     slices: Mapping[str, TensorSlice] = attrs.field(factory=dict)
@@ -44,7 +44,7 @@ class SlicedStore(ParameterStore):
     _local_bytes: Mapping[Tensor, int] = attrs.field(factory=dict)
 
     @classmethod
-    def sliced(
+    def slice_parameters(
         cls,
         modules: Sequence[nn.Module],
         blocks: Blocks,
@@ -54,7 +54,7 @@ class SlicedStore(ParameterStore):
         experts: Set[str] = frozenset(),
         expert_ranks: int = 1,
     ) -> "SlicedStore":
-        """Slice parameters of meta modules, in `precision.parameter`; those of `experts` over `expert_ranks` ranks."""
+        """Slice meta modules' parameters, in `precision.parameter`; `experts` over `expert_ranks` ranks."""
         whole_by_module = whole_parameters(modules, precision, frozenset() if expert_ranks > 1 else experts)
         masters: dict[str, nn.Parameter] = {}
         slices: dict[str, TensorSlice] = {}
@@ -74,46 +74,44 @@ class SlicedStore(ParameterStore):
         store = cls.of(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes
-        store.gathered = [_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
+        store.gathered = [_gather_bytes(module, blocks(module), local_bytes) for module in modules]
         return store
 
     def local_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of this rank's slice of a tensor of any shape."""
+        """Return the bytes in this rank's slice of a tensor (any shape)."""
         return self._local_bytes.get(tensor, tensor.nbytes)
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of masters that have copies, of these copies, and of the parameters gathered at one time."""
+        """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
         whole = super().memory_bytes()
         gathered = sum(stage.peak_bytes(self.by_block) for stage in self.gathered)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
 
 def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
-    """Return the slice of a parameter on one of several ranks."""
+    """Return a parameter's slice on one of several ranks."""
     share = -(-shape[0] // ranks)
     first = min(rank * share, shape[0])
     size = (min(share, shape[0] - first), *shape[1:])
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _gathered_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
+def _gather_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
     sizes = [sum(param.nbytes for param in block.parameters() if param in sharded) for block in blocks]
     total = sum(param.nbytes for param in module.parameters() if param in sharded)
     return GatheredBytes(total - sum(sizes), sizes)
 
 
 def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """
-    Return the most trained elements in a unit of reduction: a block, its experts, a head, or the rest of the module.
-    """
-    sizes = Counter({id(module): _trained_elements(module)})
+    """Return the most trained elements in a reduction unit: a block, its experts, a head, or the rest of the module."""
+    sizes = Counter({id(module): _count_trained(module)})
     for block in (*blocks, *heads_of(module)):
-        in_experts = sum(_trained_elements(part) for part in block.modules() if isinstance(part, ExpertParallel))
-        in_block = _trained_elements(block)
+        in_experts = sum(_count_trained(part) for part in block.modules() if isinstance(part, ExpertParallel))
+        in_block = _count_trained(block)
         sizes[id(module)] -= in_block
         sizes[id(block)] = max(in_experts, in_block - in_experts)
     return max(sizes.values())
 
 
-def _trained_elements(module: nn.Module) -> int:
+def _count_trained(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters() if param.requires_grad)

@@ -2,9 +2,10 @@
 Tensor parallelism: ranks share every matrix product, with tokens split over the ranks between products.
 
 Linear layers are split as in Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3: layers before a
-nonlinearity by rows of their weights (colwise), layers after it by columns (rowwise). Each rank computes norms and
+nonlinearity by rows of their weights (colwise), layers after it by columns (rowwise). A rank computes norms and
 residuals for its own tokens (Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv 2205.05198, section
-4.2.2, "sequence parallelism"), so the collectives are an all-gather before and a reduce-scatter after a pair of layers.
+4.2.2, "sequence parallelism"), so the collectives are an all-gather before a pair of layers and a reduce-scatter after
+it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -31,10 +32,10 @@ Collective = Callable[[Tensor, Group], Tensor]
 @attrs.frozen(eq=False)
 class TensorRanks:
     """
-    The ranks that share matrix products, and their collectives; with one rank, every method returns its argument.
+    Ranks with shared matrix products, and their collectives; with one rank, every method returns its argument.
 
-    "Split tokens" are (tokens / size, width), this rank's part of the tokens of all rows one after the other. The last
-    rank's tokens are padded if their number is not divisible.
+    "Split tokens" are (tokens / size, width), this rank's part of all rows' tokens in order. The last rank's tokens are
+    padded if their number is not divisible.
     """
 
     group: Group
@@ -42,24 +43,24 @@ class TensorRanks:
 
     def gather_tokens(self, hidden: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """
-        Gather split tokens of all ranks: (*shape, width), or without a shape (tokens, width) including padding.
+        Gather all ranks' split tokens: (*shape, width), or without a shape (tokens, width) including padding.
 
-        Each rank computes something different with the tokens, so the backward pass sums gradients over the ranks.
+        Every rank computes something different with the tokens, so the backward pass sums gradients over the ranks.
         """
         if self.size == 1:
             return hidden
         gathered = _exchange(hidden, self.group, _gather, _reduce_scatter)
-        return gathered if shape is None else _unpadded(gathered, shape)
+        return gathered if shape is None else _unpad(gathered, shape)
 
     def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
         """
-        Gather split tokens of all ranks, (*shape, width), for a computation that is equal on all ranks.
+        Gather all ranks' split tokens, (*shape, width), for the same computation on all ranks.
 
-        Each rank then has the whole gradient, so the backward pass selects this rank's part.
+        Every rank then has the whole gradient, so the backward pass selects this rank's part.
         """
         if self.size == 1:
             return hidden
-        return _unpadded(_exchange(hidden, self.group, _gather, _own), shape)
+        return _unpad(_exchange(hidden, self.group, _gather, _own), shape)
 
     def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
         """Sum (..., width) over the ranks and return the sum as split tokens."""
@@ -72,21 +73,19 @@ class TensorRanks:
         return _exchange(tokens, self.group, _reduce_scatter, _gather)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """
-        Return a tensor (any shape) for different computations on each rank; the backward pass sums over the ranks.
-        """
+        """Return a tensor (any shape) for different computations by rank; the backward pass sums over the ranks."""
         return tensor if self.size == 1 else _exchange(tensor, self.group, _same, _sum)
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sum a tensor of any shape over the ranks, for a computation that is equal on all ranks."""
+        """Sum a tensor (any shape) over the ranks, for the same computation on all ranks."""
         return partial if self.size == 1 else _exchange(partial, self.group, _sum, _same)
 
     def share(self, length: int) -> range:
-        """Return this rank's share of `length` elements."""
+        """Return this rank's share among `length` elements."""
         return rank_shares(length, self.size)[self.group.rank]
 
     def gather_last(self, share: Tensor, length: int) -> Tensor:
-        """Gather the shares of the last dimension, (..., length), for a computation that is equal on all ranks."""
+        """Gather the last dimension's shares, (..., length), for the same computation on all ranks."""
         if self.size == 1:
             return share
         return _exchange(share, self.group, partial(_gather_last, length=length), _own_last)
@@ -95,7 +94,7 @@ class TensorRanks:
         """
         Return the tokens' rows in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its tokens.
 
-        tokens: int64 (...); the rows have the same shape and are 0 for tokens of other ranks. With one rank the mask is
+        tokens: int64 (...); the rows have the same shape and are 0 for other ranks' tokens. With one rank the mask is
         None.
         """
         if self.size == 1:
@@ -106,7 +105,7 @@ class TensorRanks:
         return local.where(is_local, 0), is_local.unsqueeze(-1)
 
     def vocabulary_part(self, vocab_size: int) -> VocabularyPart | None:
-        """Return the part of the vocabulary in this rank's share of the output weight; None with one rank."""
+        """Return the vocabulary part in this rank's share of the output weight; None with one rank."""
         return None if self.size == 1 else VocabularyPart(self.share(vocab_size).start, self.group)
 
 
@@ -116,24 +115,24 @@ ALONE = TensorRanks(SingleProcess())
 
 class TensorParallel(nn.Module):
     """
-    A module that shares its work among `ranks` after `split` has set them.
+    A module with its work divided among `ranks` after `split` has set them.
 
-    Its own parameters that are not in `split_dims` are whole on each rank. Each rank has the gradients of a part of the
-    tokens or channels, which are summed over the ranks.
+    Its own parameters outside `split_dims` are whole on every rank. A rank has gradients for a part of the tokens or
+    channels; they are summed over the ranks.
     """
 
     ranks: TensorRanks = ALONE
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """Return the split dimension of each parameter that is split, by name."""
+        """Return the split parameters' dimensions by name."""
         return {}
 
 
 def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
     """
-    Split the modules of a model on the meta device over ranks, and return the slices by parameter name.
+    Split a meta model's modules over ranks, and return the slices by parameter name.
 
-    Raises UserError for a parameter that can't be split like this.
+    Raises UserError for a parameter without such a split.
     """
     splits: dict[str, RankSlice] = {}
     for path, submodule in module.named_modules():
@@ -147,7 +146,9 @@ def split(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSlice]:
 
 @attrs.define(eq=False)
 class TensorDimension(Dimension):
-    """Ranks that share every matrix product; whole parameters get the gradients of each rank's part of the tokens."""
+    """
+    Ranks with a share of every matrix product; whole parameters get gradients from every rank's part of the tokens.
+    """
 
     name: ClassVar[str] = "tensor"
     splits_work: ClassVar[bool] = True
@@ -155,7 +156,7 @@ class TensorDimension(Dimension):
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of models that the ranks can't share evenly."""
+        """Yield problems for models without an even split over the ranks."""
         ranks, model = nodes.sizes.tensor, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, TensorParallelModel):
             return
@@ -171,30 +172,30 @@ class TensorDimension(Dimension):
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         return split(module, TensorRanks(self.mesh.tensor_group))
 
-    def owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+    def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
     def sum_gradients(self, parameters: SharedParameters) -> None:
-        """Sum the gradients of whole parameters, such as norms', to which each rank contributes its own tokens."""
+        """Sum whole parameters' gradients, such as norms', over the ranks' tokens."""
         whole = [name for name in parameters.trained if name in parameters.of_model and name not in parameters.split]
         parameters.sum_named(whole, self.mesh.tensor_group)
 
 
-def _unpadded(tokens: Tensor, shape: Sequence[int]) -> Tensor:
+def _unpad(tokens: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the tokens (at least as many as `shape` has, width) as (*shape, width)."""
     return tokens[: torch.Size(shape).numel()].view(*shape, -1)
 
 
 class _Exchange(Function):
     """
-    A function of a tensor and a group: `operation` in the forward pass, `gradient_operation` in the backward pass.
+    A function on a tensor and a group: `operation` in the forward pass, `gradient_operation` in the backward pass.
     """
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, group: Group, operation: Collective, gradient_operation: Collective
     ) -> Tensor:
-        """Apply `operation` to a tensor of any shape and dtype; the result has the same dtype."""
+        """Apply `operation` to a tensor (any shape and dtype); the result has the same dtype."""
         ctx.group, ctx.gradient_operation = group, gradient_operation
         return operation(tensor, group)
 
@@ -213,7 +214,7 @@ def _same(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _gather(part: Tensor, group: Group) -> Tensor:
-    """Gather (n, ...) of each rank: (size * n, ...)."""
+    """Gather (n, ...) from all ranks: (size * n, ...)."""
     if part.is_meta:
         return collective(
             part, (group.size * part.shape[0], *part.shape[1:]), "all_gather", TensorDimension.name, group.size

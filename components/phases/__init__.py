@@ -1,1 +1,1 @@
-"""Phases of a training step: forward and backward, evaluation, garbage collection, reports."""
+"""Training step phases: forward and backward, evaluation, garbage collection, reports."""

@@ -1,4 +1,4 @@
-"""Divergence: the end of a run whose model has stopped learning."""
+"""Divergence: ends a run whose model has stopped learning."""
 
 import math
 from typing import Any
@@ -15,14 +15,14 @@ SMALLEST_SCALE = 1.5
 @component(reads=("loss", "grad_norm"), impact="safe")
 class Divergence:
     """
-    Guard that ends a diverged run before it writes a checkpoint, an export and a sample of useless weights.
+    Guard that ends a diverged run before it saves, exports and samples useless weights.
 
-    A step is lost if its loss is far above the loss of the run's first step, or if its gradients are not finite or all
+    A step is lost if its loss is far above the first step's, or if its gradients are not finite or all
     0. The run ends after `steps` lost steps in a row. A step without a token to learn from does not count.
     """
 
     steps: int = setting(default=10, check=at_least(1), doc="consecutive lost steps after which the run ends")
-    factor: float = setting(default=3.0, check=above(1), doc="multiple of the first loss above which a step is lost")
+    factor: float = setting(default=3.0, check=above(1), doc="threshold for a lost step, relative to the first loss")
 
     _first: float | None = attrs.field(init=False, default=None)
     _lost: int = attrs.field(init=False, default=0)
@@ -40,7 +40,7 @@ class Divergence:
             self._late = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `first`, the loss of the run's first step, and `lost`, the number of consecutive lost steps."""
+        """Return `first`, the run's first loss, and `lost`, the number of consecutive lost steps."""
         if self._late is not None:
             self._judge(self._late)
             self._late = None
@@ -66,7 +66,7 @@ class Divergence:
 
     @property
     def _limit(self) -> float:
-        """Largest loss of a step that is not lost."""
+        """The largest loss that does not count as lost."""
         if self._first is None:
             return math.inf
         return self._first + (self.factor - 1) * max(abs(self._first), SMALLEST_SCALE)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (Polyak and Juditsky 1992; Izmailov et al. 2018, arXiv 1803.05407)."""
+"""Exponential moving average for the weights (Polyak and Juditsky 1992; Izmailov et al. 2018, arXiv 1803.05407)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,13 +20,13 @@ class WeightAverage:
     """
     Exponential moving average (EMA) of the trained weights: average = decay * average + (1 - decay) * weights.
 
-    The average starts as the weights after the first step, and moves after every later step that is not
-    skipped. It has the shape of this rank's slice of a parameter, in float32 or wider. [evaluate], [export] and
-    [sample] use the average in place of the weights if they have the setting `average = "@ema"`.
+    The average starts as the weights after the first step, and moves after every later step unless the step is skipped.
+    It has the shape of this rank's parameter slice, in float32 or wider. [evaluate], [export] and [sample] use the
+    average instead of the weights if they have the setting `average = "@ema"`.
     """
 
     parameters: Parameters
-    decay: float = setting(default=0.999, check=between(0, 1), doc="fraction of the average that a step keeps")
+    decay: float = setting(default=0.999, check=between(0, 1), doc="decay rate of the average per step")
 
     _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
 
@@ -34,13 +34,13 @@ class WeightAverage:
     def run_phase(self, step: Step) -> None:
         """Move the average, unless the step is skipped."""
         if not self._averages:
-            self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named()}
+            self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named_parameters()}
         else:
             step.apply_update(self._move)
 
     def _move(self, skip: Tensor | None) -> None:
         """Move the average, unless the flag `skip`, float32 () on the device, is 1."""
-        for name, parameter in self.parameters.named():
+        for name, parameter in self.parameters.named_parameters():
             average = self._averages[name]
             share: Any = 1 - self.decay
             if skip is not None:
@@ -50,12 +50,12 @@ class WeightAverage:
     def averages(self) -> Mapping[str, Tensor]:
         return self._averages
 
-    def swapped(self) -> AbstractContextManager[None]:
+    def use_averages(self) -> AbstractContextManager[None]:
         return self._swap()
 
     @contextmanager
     def _swap(self) -> Iterator[None]:
-        weights = [(part, self._averages[name]) for name, part in self.parameters.named() if self._averages]
+        weights = [(part, self._averages[name]) for name, part in self.parameters.named_parameters() if self._averages]
         before = [part.detach().clone() for part, _ in weights]
         try:
             for part, average in weights:
@@ -67,27 +67,27 @@ class WeightAverage:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the averages as optimizer state."""
-        sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named())
+        sizes = (part.numel() * _wide_dtype(part.dtype).itemsize for _, part in self.parameters.named_parameters())
         return {"optimizer_state": sum(sizes)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.slices()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the `average` of every parameter, in float32 or wider; an empty entry before the first step."""
+        """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""
         averages = self._averages
-        return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named()}
+        return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named_parameters()}
 
     def forecast_state(self) -> dict[str, Any]:
-        """Return the shapes and dtypes of the averages, on the meta device."""
+        """Return the averages' shapes and dtypes, on the meta device."""
         return {
             name: {"average": torch.empty_like(part, dtype=_wide_dtype(part.dtype), device="meta")}
-            for name, part in self.parameters.named()
+            for name, part in self.parameters.named_parameters()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved averages. Raises KeyError if their parameters are not this rank's."""
-        named = dict(self.parameters.named())
+        named = dict(self.parameters.named_parameters())
         if state and named.keys() != state.keys():
             raise KeyError(f"averages differ for {sorted(named.keys() ^ state.keys())}")
         self._averages = {
@@ -105,5 +105,5 @@ def _widen(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _replace(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy a value into a parameter in place, so that its version counter marks its casts as outdated."""
+    """Copy a value into a parameter in place, so its version counter marks its casts as outdated."""
     parameter.copy_(value)

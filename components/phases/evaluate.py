@@ -8,16 +8,16 @@ from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
 from drawloom.components.ports.run import Cadence, Step, check_cadence, due
-from drawloom.components.ports.stages import AveragedWeights, averaged
+from drawloom.components.ports.stages import AveragedWeights, with_averages
 from drawloom.graph import component, setting
 
 
 @component(reads=("weights",), writes=("validation_loss", "initial_validation_loss"), impact="safe")
 class Evaluate:
     """
-    Mean loss per token over some rows of the validation split, equal on every rank and for every mesh.
+    Mean loss per token over some validation rows, equal on every rank and for every mesh.
 
-    With an `average`, the loss of the averaged weights.
+    With an `average`, the loss under the averaged weights.
     """
 
     data: ValidationData
@@ -27,22 +27,24 @@ class Evaluate:
     every: Cadence = setting(default=100, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
     at_start: bool = setting(
         default=False,
-        doc="whether a new run also evaluates before its first step, so that the curve of the validation loss begins "
-        "at step 0; not if `every` is never",
+        doc=(
+            "whether a new run also evaluates before its first step, so the validation loss curve begins at step "
+            "0; not if `every` is never"
+        ),
     )
 
     _initial: float | None = attrs.field(init=False, default=None)
 
     def after_restore(self, done: int) -> None:
-        """Evaluate the initial weights of a new run."""
+        """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
             self._initial = self._measure() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """
-        Write `validation_loss`, in nats per token, at the steps of `every`.
+        Write `validation_loss`, in nats per token, at `every`'s steps.
 
-        The first step of a new run also gets the `initial_validation_loss`.
+        A new run's first step also gets the `initial_validation_loss`.
         """
         if self._initial is not None:
             step.state["initial_validation_loss"], self._initial = self._initial, None
@@ -55,7 +57,7 @@ class Evaluate:
 
     def _measure(self) -> float | None:
         """Return the mean loss per token; None if the split is empty. A collective."""
-        with averaged(self.average):
+        with with_averages(self.average):
             state = state_of_batches(self.data.batches())
             self.executor.evaluate(state)
         # sums are reduced, not means, because ranks may have different numbers of tokens

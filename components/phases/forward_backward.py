@@ -1,4 +1,4 @@
-"""The forward and backward pass of a step's microbatches, with gradient accumulation."""
+"""The forward and backward pass over a step's microbatches, with gradient accumulation."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @component(writes=("local_gradients", "losses", "batches"))
 class ForwardBackward:
-    """Forward and backward pass that accumulates the gradients of all microbatches of a step."""
+    """Forward and backward pass that accumulates gradients over a step's microbatches."""
 
     data: TrainingData
     executor: Executor
@@ -19,7 +19,7 @@ class ForwardBackward:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report rows of pairs without a loss that compares pairs, and the reverse."""
+        """Report pairs without a pair loss, and a pair loss without pairs."""
         data, executor = node.neighbour("data"), node.neighbour("executor")
         rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
         if not rows or not loss:

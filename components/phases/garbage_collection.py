@@ -1,4 +1,4 @@
-"""Python's garbage collection at the same steps on all ranks, so that ranks do not wait for each other."""
+"""Python's garbage collection at the same steps on all ranks, so ranks do not wait for one another."""
 
 import gc
 from typing import ClassVar
@@ -11,13 +11,15 @@ from drawloom.graph import component, setting
 
 @component(impact="safe")
 class CollectGarbage:
-    """Garbage collection of the young generations every few steps, in place of Python's automatic collection."""
+    """Garbage collection for the young generations every few steps, in place of Python's automatic collection."""
 
     every: Cadence = setting(default=50, check=check_cadence, doc='steps between collections, or "last" or "never"')
     before_saves: bool = setting(
         default=False,
-        doc="whether all ranks collect all generations before saving a checkpoint, to free the memory of reference "
-        "cycles while the state is copied; takes seconds in a large process",
+        doc=(
+            "whether all ranks collect all generations before saving a checkpoint, to free the memory in "
+            "reference cycles while the state is copied; takes seconds in a large process"
+        ),
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = ("saving_started",)
@@ -37,7 +39,7 @@ class CollectGarbage:
             gc.enable()
 
     def run_phase(self, step: Step) -> None:
-        """Collect generations 0 and 1 at the steps of `every`."""
+        """Collect generations 0 and 1 at `every`'s steps."""
         if due(self.every, step):
             gc.collect(1)  # a full collection of a large process takes seconds
 

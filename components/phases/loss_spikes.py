@@ -1,5 +1,5 @@
 """
-Loss spikes: a warning, or a return to the last checkpoint that skips the batches since then.
+Loss spikes: a warning, or a return to the last checkpoint without the batches since then.
 
 Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches did not spike after another checkpoint.
 """
@@ -23,18 +23,18 @@ log = logging.getLogger("drawloom.run")
 @component(reads=("loss",), changes=("gradients", "skip"))
 class LossSpikes:
     """
-    Detector of loss spikes: it warns, or with `go_back` returns the run to its last checkpoint.
+    Loss spike detector: it warns, or with `go_back` returns the run to its last checkpoint.
 
-    A run that goes back skips the step, and continues from its newest checkpoint with the rows after the step's rows:
-    the batches since the checkpoint are not used again. All ranks compare the same loss and go back together. With
-    `go_back` the host waits for the loss before an update. Without it the host does not wait, and on a GPU the warning
-    comes one step late.
+    When it goes back, a run skips the step, and continues from its newest checkpoint with the rows after the step's
+    rows: the batches since the checkpoint are not used again. All ranks compare the same loss and go back together.
+    With `go_back` the host waits for the loss before an update. Without it the host does not wait, and on a GPU the
+    warning comes one step late.
     """
 
     data: MovableData
-    window: int = setting(default=100, check=at_least(2), doc="number of previous losses that a loss is compared with")
+    window: int = setting(default=100, check=at_least(2), doc="number of previous losses for the comparison")
     deviations: float = setting(
-        default=8.0, check=above(0), doc="threshold of a spike: standard deviations above the mean of the window"
+        default=8.0, check=above(0), doc="spike threshold: standard deviations above the window's mean"
     )
     go_back: int = setting(
         default=0,
@@ -48,7 +48,7 @@ class LossSpikes:
     _late: list[Step] = attrs.field(init=False, factory=list)
 
     def run_phase(self, step: Step) -> None:
-        """Compare the loss of the step. Raises UserError on all ranks for a spike if the run may not go back again."""
+        """Compare the step's loss. Raises UserError on all ranks for a spike if the run may not go back again."""
         if not self.go_back:
             self._late.append(step)
             self._warn(step.last)
@@ -64,13 +64,13 @@ class LossSpikes:
             step.skip(f"{spike}; the run goes back, time {self._times} of {self.go_back}")
 
     def after_restore(self, done: int) -> None:
-        """Continue the data after the rows of the step that spiked, if the run went back."""
+        """Continue the data after the spike's rows, if the run went back."""
         if self._position is not None:
             self.data.continue_at(self._position)
             self._position = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `losses`, the losses of the last steps, and `times`, how often the run went back."""
+        """Return `losses`, the last steps' losses, and `times`, how often the run went back."""
         self._warn(wait=True)
         return {"losses": list(self._losses), "times": self._times}
 
@@ -80,7 +80,7 @@ class LossSpikes:
         self._times = max(self._times, int(state["times"]))
 
     def _warn(self, wait: bool) -> None:
-        """Compare the losses that are on the host, or all if `wait` is true, and warn of spikes."""
+        """Compare the losses on the host, or all if `wait` is true, and warn about spikes."""
         while self._late and (wait or self._late[0].state.is_on_host):
             step = self._late.pop(0)
             if not step.skip_reason and (spike := self._spike(step)):

@@ -1,4 +1,4 @@
-"""All metrics of a step, combined over ranks with one reduction per op."""
+"""All metrics in a step, combined over ranks with one reduction per op."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,14 +15,14 @@ OPS = ("sum", "max", "min")
 
 @attrs.frozen
 class Measurements:
-    """Numbers and histograms of a step, by name."""
+    """A step's numbers and histograms, by name."""
 
     values: Mapping[str, Value]
     distributions: Mapping[str, Histogram]
 
 
 def read_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
-    """Compute the metrics of a measured step from their totals, after waiting until the totals are on the host."""
+    """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
     rest = {op: iter(_unpack(metrics, op, packed)) for op, packed in step.state.on_host(METRIC_TOTALS).items()}
     values: dict[str, Value] = {}
     distributions: dict[str, Histogram] = {}
@@ -66,7 +66,7 @@ def _pack(
     for accumulators, update in parts:
         for name, accumulator in accumulators.items():
             if accumulator.op == op:
-                has_part = name in update and (op != "sum" or counts[accumulator.of])
+                has_part = name in update and (op != "sum" or counts[accumulator.scope])
                 part = update[name] if has_part else accumulator.identity()
                 # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Reports of steps: metrics for the trackers, and step lines for the log."""
+"""Step reports: metrics for the trackers, and step lines for the log."""
 
 import logging
 import threading
@@ -53,13 +53,12 @@ log = logging.getLogger("drawloom.run")
 )
 class Report:
     """
-    Reporter that passes the metrics of every step to the trackers and logs step lines.
+    Reporter that passes every step's metrics to the trackers and logs step lines. It logs a line for `every`'s steps,
+    for a process's first step, and for steps with a validation loss. An evaluation before the first step is reported as
+    step 0.
 
-    It logs a line for the steps of `every`, for the first step of a process, and for steps with a validation loss. An
-    evaluation before the first step is reported as step 0.
-
-    On a GPU a step is reported when the next step is measured, so that the host does not wait for its numbers. The
-    last step, and a step before a checkpoint, are reported at once.
+    On a GPU a step is reported when the next step is measured, so the host does not wait for its numbers. The last
+    step, and a step before a checkpoint, are reported at once.
     """
 
     mesh: Mesh
@@ -82,7 +81,7 @@ class Report:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn of metrics with distributions if no tracker stores distributions."""
+        """Warn about metrics with distributions if no tracker stores distributions."""
         trackers = [
             tracker for tracker in node.neighbours("trackers") if issubclass(tracker.component, DistributionTracker)
         ]
@@ -91,7 +90,7 @@ class Report:
             yield node.warning("trackers", text, 'add one that does, such as use = "trackers.tensorboard"')
 
     def run_phase(self, step: Step) -> None:
-        """Measure the step; at the first step of a process, or after the run went back, rewind the trackers before."""
+        """Measure the step; at a process's first step, or after the run went back, rewind the trackers before."""
         self._write_waiting()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
@@ -118,7 +117,7 @@ class Report:
                 tracker.flush()
 
     def close(self) -> None:
-        """Report a waiting step, which is the last step of a stopped run."""
+        """Report a waiting step, the last one in a stopped run."""
         self._write_waiting()
 
     def _write_start(self, step: Step) -> None:
@@ -150,7 +149,7 @@ class Report:
         return due(self.every, step) or (news and isinstance(self.every, int))
 
     def _seconds_left(self, step: Step) -> float:
-        """Estimate the time of the remaining steps; 0 if unknown. The first step is left out, because it compiles."""
+        """Estimate the time for the remaining steps; 0 if unknown. The first step is left out, because it compiles."""
         second = self._second
         if second is None or step.index <= second.index:
             return 0.0
@@ -185,7 +184,7 @@ def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
 
 
 def _has_distributions(metric: NodeView) -> bool:
-    """Return whether a metric, or any member of a group of metrics, measures distributions."""
+    """Return whether a metric, or any member of a metric group, measures distributions."""
     members = metric.neighbours("members")
     if members:
         return any(map(_has_distributions, members))
@@ -193,7 +192,7 @@ def _has_distributions(metric: NodeView) -> bool:
 
 
 def step_line(step: Step, values: Mapping[str, Value]) -> str:
-    """Return `step 12/300  loss 2.3456  grad_norm 0.83 ...`, without values that are missing."""
+    """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
     parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
     times = [
         f"{label} {_short(number)}" for name, label in TIME_LABELS.items() if (number := values.get(name)) is not None

@@ -1,5 +1,5 @@
 """
-Load balance of experts without an auxiliary loss: every expert has a bias that follows its number of tokens.
+Expert load balance without an auxiliary loss: every expert has a bias that follows its token count.
 
 DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2, after Wang et al. 2024, arXiv 2408.15664, algorithm 1.
 """
@@ -23,7 +23,7 @@ class RouterBias:
     """
     Update of expert biases by `update_rate`: up for an expert with fewer tokens than its layer's mean, down with more.
 
-    Tokens are counted over all microbatches and ranks of a step, so that replicas keep the same biases. A skipped step
+    Tokens are counted over all microbatches and ranks in a step, so replicas keep the same biases. A skipped step
     changes no bias. The biases are persistent buffers of the model; checkpoints and exports include them. Under
     adapters only the biases of fully tuned routers move.
     """
@@ -32,7 +32,7 @@ class RouterBias:
     mesh: Mesh
     device: Device
     update_rate: float = setting(
-        default=1e-3, check=at_least(0), doc="change of a bias in one step, relative to scores from 0 to 1"
+        default=1e-3, check=at_least(0), doc="bias change in one step, relative to scores from 0 to 1"
     )
 
     _routers: dict[str, ExpertRouter] = attrs.field(init=False, factory=dict)
@@ -42,7 +42,7 @@ class RouterBias:
     _tokens: Tensor = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Start to count the tokens of routers with a movable bias. Raises UserError if no rank has one."""
+        """Start to count tokens in routers with a movable bias. Raises UserError if no rank has one."""
         biased = {name: router for name, router in routers_of(self.stages).items() if _has_bias(router)}
         is_adapted = any(stage.adapters for stage in self.stages.local)
         self._routers = {name: router for name, router in biased.items() if not is_adapted or _is_trained(router)}
@@ -82,7 +82,7 @@ class RouterBias:
             self._tokens.zero_()
 
     def _sum_over_pipeline(self) -> None:
-        """Sum the tokens of routers that are on several pipeline ranks; a rank without the router adds zeros."""
+        """Sum the token counts of routers on several pipeline ranks; a rank without the router adds zeros."""
         local = dict(zip(self._routers, self._tokens, strict=True))
         rows = [local.get(name, self._tokens.new_zeros(experts)) for name, experts in self._repeated.items()]
         total = torch.cat(rows)
@@ -107,7 +107,7 @@ def _has_bias(router: ExpertRouter) -> bool:
 
 
 def _is_trained(router: ExpertRouter) -> bool:
-    """Return whether a router is trained: PEFT adapters contain a whole router or no part of it."""
+    """Return whether a router is trained: PEFT adapters contain a whole router or nothing."""
     return any(parameter.requires_grad for parameter in router.parameters())
 
 

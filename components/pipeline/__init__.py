@@ -1,1 +1,1 @@
-"""Schedules as programs, the stages that a rank owns, and the executor that carries programs out."""
+"""Schedules as programs, a rank's stages, and the executor that runs programs."""

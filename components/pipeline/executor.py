@@ -1,4 +1,4 @@
-"""Executor of schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
+"""Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
@@ -35,7 +35,7 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen
 class _Training:
-    """Actions of a step, the stages whose backward pass they split, and all stages with their recompute policies."""
+    """A step's actions, the stages with a split backward pass, and all stages with their recompute policies."""
 
     actions: list[Action]
     split: frozenset[int]
@@ -63,7 +63,7 @@ class ProgramExecutor:
     device: Device
     streams: bool = setting(
         default=False,
-        doc="one CUDA stream per stage, so that passes that overlap in the schedule run at the same time; GPU only",
+        doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
     )
     embeds_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
@@ -74,7 +74,7 @@ class ProgramExecutor:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems in the combination of schedule, mesh, model and loss."""
+        """Yield conflicts between schedule, mesh, model and loss."""
         yield from check_ends(node, cls.embeds_on_every_rank)
         mesh, schedule, stages, loss = map(node.neighbour, ("mesh", "schedule", "stages", "objective"))
         if not (mesh and schedule and stages and loss):
@@ -90,17 +90,17 @@ class ProgramExecutor:
             yield node.problem("objective", text, f'write objective = "@{other.name}"')
 
     def open(self) -> None:
-        """Connect this rank to the ranks with which its stages exchange messages."""
+        """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
         self._links = self.neighbours.links(hops)
 
     @property
     def _owners(self) -> tuple[int, ...]:
-        """Return the ranks of stages."""
+        """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
     def train(self, state: StepState) -> None:
-        """Run the forward and backward passes of the state's batches, and write its losses."""
+        """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._training_of(state.microbatches)
         self.stages.cast_weights()
         inputs = self._with_references(state["batches"])
@@ -118,7 +118,7 @@ class ProgramExecutor:
         self._complete_losses(state)
 
     def evaluate(self, state: StepState) -> None:
-        """Run the forward passes of the state's batches, and write its losses."""
+        """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
         runner = self._runner(self._with_references(state["batches"]), state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
@@ -127,19 +127,19 @@ class ProgramExecutor:
         self._complete_losses(state)
 
     def _complete_losses(self, state: StepState) -> None:
-        """Write the losses of 0 microbatches on ranks without the last stage, and in a step without microbatches."""
+        """Write losses over 0 microbatches on ranks without the last stage, and in a step without microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Return logits (rows, length, vocab_size) of tokens (rows, length) on the last rank; None on others."""
+        """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last rank; None on others."""
         logits: dict[int, Tensor] = {}
         self.infer_each([(tokens, shared)], logits.__setitem__)
         return logits.get(0)
 
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
-        """Return the hidden states that `shared` requests by layer, on the last stage's rank; None on others."""
+        """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
         states: dict[int, dict[int, Tensor]] = {}
         self.infer_each([(tokens, shared)], states.__setitem__, _hidden_states)
         return states.get(0)
@@ -161,9 +161,9 @@ class ProgramExecutor:
         finish: Finish = _logits,
     ) -> None:
         """
-        Compute the logits of microbatches, and pass them to `each_output` on the last stage's rank.
+        Compute logits by microbatch, and pass them to `each_output` on the last stage's rank.
 
-        `each_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or result of `finish`.
+        `each_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
         self.stages.cast_weights(only_if_changed=True)
         moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
@@ -171,14 +171,14 @@ class ProgramExecutor:
         self._finish_each(inputs, each_output)
 
     def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
-        """Run the forward passes of microbatches without gradients, and pass their results to `each_output`."""
+        """Run microbatches forward without gradients, and pass their results to `each_output`."""
         runner = self._runner(inputs, StepState(), self.stages.local)
         runner.each_output = each_output
         with torch.inference_mode():
             runner.run(self._forward_program(len(inputs)))
 
     def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
-        """Return the inputs of microbatches, with reference log-probabilities on the last stage's rank."""
+        """Return the microbatches' inputs, with reference log-probabilities on the last stage's rank."""
         inputs = [self._inputs(batch) for batch in microbatches]
         if not isinstance(self.objective, Referenced) or self.objective.reference == "data":
             return inputs
@@ -189,7 +189,7 @@ class ProgramExecutor:
         ]
 
     def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
-        """Return the log-probabilities of the model without adapters by microbatch, on the last stage's rank."""
+        """Return log-probabilities under the model without adapters by microbatch, on the last stage's rank."""
         outputs: dict[int, Tensor] = {}
         with without_adapters(stage.module for stage in self.stages.local):
             self._finish_each([_for_reference(objective, microbatch) for microbatch in inputs], outputs.__setitem__)
@@ -203,7 +203,7 @@ class ProgramExecutor:
         local: Sequence[Stage],
         split: Set[int] = frozenset(),
     ) -> ProgramRunner:
-        """Return a runner that writes the losses of microbatches into `state`."""
+        """Return a runner that writes microbatch losses into `state`."""
         new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
         stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
@@ -241,7 +241,7 @@ class ProgramExecutor:
         return Uploads(self.device.device)
 
     def _training_of(self, microbatches: int) -> _Training:
-        """Return the actions and stages of a step with this many microbatches."""
+        """Return the actions and stages for a step with this many microbatches."""
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
@@ -262,7 +262,7 @@ class ProgramExecutor:
         return self._forward[microbatches]
 
     def _lower(self, program: Program) -> list[Action]:
-        """Return this rank's actions with messages; parts of an overlap follow one another."""
+        """Return this rank's actions with messages; an overlap's parts follow one another."""
         line = lower(program, self.mesh.indices.pipeline)
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
@@ -283,7 +283,7 @@ def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> Microbatc
 
 
 def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
-    """Add the log-probabilities (rows, length) to the batch, on ranks that computed them."""
+    """Add the log-probabilities (rows, length) to the batch, on the ranks with log-probabilities."""
     if inputs.batch is None or logps is None:
         return inputs
     return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, logps))
@@ -326,7 +326,7 @@ def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
 
 
 def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
-    """Yield problems of models and losses that need whole rows, which ranks along `context` do not have."""
+    """Yield a problem for models and losses over whole rows, missing on ranks along `context`."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return
     reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []

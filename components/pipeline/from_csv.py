@@ -1,8 +1,8 @@
 """
 Schedule from a CSV file, for example written by hand or by a solver.
 
-The format is that of `torch.distributed.pipelining`: a row per rank, and an action such as 3F7 in every cell (stage; F,
-B, I or W; microbatch). The file determines the numbers of ranks and microbatches, and the ranks of stages.
+The format belongs to `torch.distributed.pipelining`: a row per rank, and an action such as 3F7 in every cell (stage; F,
+B, I or W; microbatch). The file determines the rank count, the microbatch count, and the stages' ranks.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ MAX_TABLE_BYTES = 2**24
 
 @component(impact="safe")
 class FromCsv:
-    """Schedule in a CSV file, in the format of torch.distributed.pipelining."""
+    """Schedule in a CSV file, in torch.distributed.pipelining's format."""
 
     path: Path = setting(doc="the CSV file")
     _program: Program | None = attrs.field(init=False, default=None)
@@ -38,14 +38,14 @@ class FromCsv:
             yield node.problem("path", str(error))
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """Return the ranks of stages; UserError if the file is for another number of ranks."""
+        """Return the stages' ranks; UserError if the file is for another rank count."""
         program = self._read()
         if program.ranks != ranks:
             raise UserError(f"{self.path} is a schedule for {program.ranks} ranks, not {ranks}")
         return program.stage_to_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """Return the program in the file; UserError if it is for another number of ranks or microbatches."""
+        """Return the program in the file; UserError if it is for another rank or microbatch count."""
         self.stage_to_rank(ranks)
         program = self._read()
         if program.microbatches != microbatches:

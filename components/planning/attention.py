@@ -1,8 +1,8 @@
 """
-Estimate of the query-key pairs that attention computes in rows of documents, and of the packed kernel's fraction.
+Estimate of attention's query-key pairs in rows with several documents, and the packed kernel's fraction.
 
-The estimate assumes that a document ends after every token with the same probability, which is close to the result of
-packing. Two tokens are then in the same document with a probability that falls exponentially with their distance.
+The estimate assumes that a document ends after every token with the same probability, close to the result of packing.
+Two tokens are then in the same document with a probability falling exponentially with their distance.
 """
 
 import math
@@ -16,7 +16,9 @@ from drawloom.components.ports.flops import ForwardFlops
 
 @attrs.frozen
 class Rows:
-    """`count` rows of `length` tokens in documents of mean length `document`, or inf if every row is one document."""
+    """
+    `count` rows with `length` tokens in documents with mean length `document`, or inf if every row is one document.
+    """
 
     count: int
     length: int
@@ -24,11 +26,11 @@ class Rows:
 
     @property
     def _continuation(self) -> float:
-        """Return the probability that a token continues the document of the previous token."""
+        """Return the probability that a token continues the previous token's document."""
         return 1 - 1 / self.document
 
     def pairs(self, window: int | None = None) -> float:
-        """Return the expected number of query-key pairs in a row, optionally within a window of tokens."""
+        """Return a row's expected number of query-key pairs, optionally within a window of tokens."""
         distances = np.arange(self.length if window is None else min(window, self.length))
         return float(((self.length - distances) * self._continuation**distances).sum())
 
@@ -40,7 +42,7 @@ class Rows:
 
 @attrs.frozen
 class AttentionFractions:
-    """Fraction of query-key pairs that attention computes, and the fraction of these handled by the packed kernel."""
+    """Fraction of query-key pairs that attention computes, and the packed kernel's share."""
 
     pairs: float = 1.0
     packed: float = 0.0
@@ -48,9 +50,9 @@ class AttentionFractions:
 
 def estimate_attention_fractions(counted: ForwardFlops | None, rows: Rows, whole_rows: float) -> AttentionFractions:
     """
-    Estimate the fractions of a model with causal attention inside documents and windows, averaged over its layers.
+    Estimate a model's fractions for causal attention inside documents and windows, averaged over its layers.
 
-    `whole_rows` is the probability that layers without a window use the kernel for rows of a single document.
+    `whole_rows` is the probability that layers without a window use the kernel for single-document rows.
     """
     per_pair: Mapping[int | None, float] = counted.per_pair if counted is not None and counted.per_pair else {None: 1.0}
     seen = sum(flops * rows.pairs(window) for window, flops in per_pair.items())

@@ -1,4 +1,4 @@
-"""Calibration of plans: measures the speed of this machine's device and saves it in the user's cache folder."""
+"""Calibration for plans: measures this machine's device and saves it in the user's cache folder."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.kernels.attention import attention_flops
+from drawloom.kernels.attention_meta import attention_flops
 
 SECONDS = 1.0
 """
@@ -63,19 +63,19 @@ SIZES = {"cpu": Sizes(1024, 2**27, 512), "cuda": Sizes(8192, 2**31, 4096)}
 
 
 def here() -> torch.device:
-    """Return the device of this machine that plans use: the first GPU, or the CPU."""
+    """Return this machine's device for plans: the first GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def calibration_path(device: torch.device) -> Path:
-    """Return the file of a device's calibration."""
+    """Return the path of a device's calibration."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).replace("/", "-")
     return root / "drawloom" / "devices" / f"{name}.toml"
 
 
 def at_hand() -> DeviceModel:
-    """Return the calibrated device of this machine, or its entry in the table; UserError if there is none."""
+    """Return this machine's calibrated device, or its entry in the table; UserError if there is none."""
     device = here()
     if (path := calibration_path(device)).is_file():
         try:
@@ -92,7 +92,7 @@ def at_hand() -> DeviceModel:
 
 
 def calibrate(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
-    """Measure a device, which takes less than a minute, and keep what it reaches; returns the file."""
+    """Measure a device, which takes less than a minute, save its speeds, and return the file."""
     path = calibration_path(device)
     text = "\n".join(_lines(device, sizes or SIZES[device.type], seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _duration(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
-    """Return the seconds per call. Several calls run between two clock reads, so that a GPU never waits."""
+    """Return the seconds per call. Several calls run between two clock reads, so a GPU never waits."""
     calls = calls or (1 if device.type == "cpu" else 10)
     run()
     times, end = list[float](), time.perf_counter() + seconds
@@ -152,7 +152,7 @@ def _wait(device: torch.device) -> None:
 
 @attrs.frozen
 class _Speeds:
-    """Measured speeds: FLOP/s of products and of products inside attention, and bytes/s."""
+    """Measured speeds: FLOP/s in products, FLOP/s in attention's products, and bytes/s."""
 
     products: float
     attention: float
@@ -161,20 +161,20 @@ class _Speeds:
 
 def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seconds: float) -> _Speeds:
     """
-    Measure the sustained speed of every kind of operation while they alternate as in a step.
+    Measure every operation's sustained speed while the operations alternate as in a step.
 
-    A second of nothing but products would draw more power, and so lower the clock below that of a step, in which
-    products take three quarters of the time.
+    A second with only products would draw more power and lower the clock further than a step does, where products take
+    three quarters of the time.
     """
     kinds = [_products(device, dtype, sizes), _attention(device, dtype, sizes), _addition(device, sizes.vector)]
     if device.type == "cpu":
         products, attention, addition = (_duration(device, run, seconds / 3) for run in kinds)
     else:
         *_, products, attention, addition = _time_alternating([kinds[0], kinds[0], *kinds], seconds)
-    flops = attention_flops(1, sizes.length) + attention_flops(1, sizes.length, backward=True)
-    queries, bandwidth = ROWS * sizes.length * HEADS * HEAD_SIZE, 2 * (sizes.vector // 4 * 4) / addition
+    pairs, bandwidth = ROWS * HEADS * sizes.length**2 / 2, 2 * (sizes.vector // 4 * 4) / addition
+    flops = sum(attention_flops(pairs, HEAD_SIZE, HEAD_SIZE, backward=backward) for backward in (False, True))
     inside = attention - _traffic(device, dtype, sizes, bandwidth)
-    return _Speeds(_product_flops(sizes) / products, flops * queries / 2 / max(inside, attention / 2), bandwidth)
+    return _Speeds(_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
 
 
 def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> list[float]:
@@ -228,14 +228,14 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callab
 
 
 def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
-    """Return the seconds of attention's memory traffic in a plan."""
+    """Return the seconds that a plan counts for attention's memory traffic."""
     reached = Reached(attention=math.inf, memory=_memory_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
     return _record(_attention(torch.device("meta"), dtype, sizes), model).seconds
 
 
 def _record(run: Callable[[], object], model: DeviceModel) -> PassCost:
-    """Return the costs that a plan computes for a call with meta tensors on a device."""
+    """Return a plan's costs for a call with meta tensors on a device."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
         recorder.begin()
@@ -248,7 +248,7 @@ def _memory_fraction(device: torch.device) -> float:
 
 
 def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Return the seconds that a small operation takes on the device, and on the host that issues it; a CPU is both."""
+    """Return the seconds that a small operation takes on the device, and on the issuing host; a CPU is both."""
     if device.type == "cpu":
         x = torch.zeros(16)
         return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0
@@ -284,6 +284,6 @@ def _layers(device: torch.device) -> Callable[[], object]:
 
 
 def _operations() -> float:
-    """Count the operations of the measured layers in a plan."""
+    """Count the measured layers' operations in a plan."""
     model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
     return _record(_layers(torch.device("meta")), model).host

@@ -1,4 +1,4 @@
-"""Listener that compares a run with its plan, and refuses a run that does not fit."""
+"""Listener that compares a run with its plan, and refuses runs larger than the device's memory."""
 
 import logging
 import statistics
@@ -33,11 +33,11 @@ WARM_UP_STEPS = 2
 @component(impact="safe")
 class PlanCheck:
     """
-    Comparison of a run with its plan: memory and time of a step.
+    Comparison between a run and its plan: memory and step time.
 
     On a GPU the run is planned before it allocates, and refused with remedies if it can't fit. At the end the
-    comparison is logged, and written to `plan.txt` for the report. Measured memory is the peak that torch allocated on
-    rank 0 of a GPU run; the bytes of tensors on a CPU are not counted.
+    comparison is logged, and written to `plan.txt` for the report. Measured memory is torch's peak allocation on rank 0
+    of a GPU run; tensors on a CPU are not counted.
     """
 
     recipe: ResolvedRecipe
@@ -112,7 +112,7 @@ class PlanCheck:
 
 
 def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
-    """Return planned and measured values, and the relative error of the plan, as one line."""
+    """Return planned and measured values, and the plan's relative error, as one line."""
     parts = [
         _pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
         _pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),

@@ -42,7 +42,7 @@ class Interval:
 
     @property
     def lost(self) -> float:
-        """Return the fraction of time lost to saves and repeated steps; restarts are not included."""
+        """Return the time fraction lost to saves and repeated steps; restarts are not included."""
         interval = self.every * self.step
         return self.cost / interval + interval / 2 / self.between_failures
 
@@ -62,7 +62,7 @@ def interval(nodes: Nodes, planned: Plan, mtbf: float, cost: float | None = None
 
 def save_seconds(nodes: Nodes, planned: Plan) -> float:
     """
-    Estimate the seconds that a save blocks the run: until its state is copied, or written if there is no staging.
+    Estimate how many seconds a save blocks the run: until its state is copied, or written if there is no staging.
 
     With `checkpoint.staging.overlapped` copies overlap passes, so that the estimate is an upper bound.
     """

@@ -1,4 +1,4 @@
-"""Sources of stage costs: given units, a plan, or a traced step of a run."""
+"""Sources of stage costs: given units, a plan, or a traced step."""
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -38,10 +38,10 @@ MAX_ACTIVATIONS = 2
 
 class CostSource(Protocol):
     """
-    Source of a model's costs for any partition into stages.
+    Source for a model's costs in any partition into stages.
 
-    `sizes` are the numbers of slices by stage, for slices with the costs that `slices` returns; by default, stages are
-    partitioned as in a run.
+    `sizes` are slice counts by stage, for slices with the costs from `slices`; by default, stages are partitioned as in
+    a run.
     """
 
     def costs(
@@ -51,11 +51,11 @@ class CostSource(Protocol):
         ...
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
-        """Return the peak bytes of activations by rank, or None if they are not known."""
+        """Return the peak activation bytes by rank, or None if unknown."""
         ...
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """Return the settings of `pipeline.schedules.auto` for these costs."""
+        """Return `pipeline.schedules.auto` settings for these costs."""
         ...
 
 
@@ -68,7 +68,7 @@ class Units:
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
-        """Return the costs by stage; recomputation adds a fraction of the forward pass to the backward pass."""
+        """Return the costs by stage; recomputation adds a forward pass fraction to the backward pass."""
         costs = self.given.divide(stages_per_rank)
         if not recompute:
             return costs
@@ -81,13 +81,13 @@ class Units:
         """Return None: units have no bytes."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """Return the costs of a rank, without slices: its stages share them evenly."""
+        """Return a rank's costs without slices: its stages share them evenly."""
         return {name: getattr(self.given, name) for name in ("forward", "backward_input", "backward_weight", "comm")}
 
 
 @attrs.frozen(eq=False)
 class Traced:
-    """Seconds of a traced step, redistributed evenly if the number of stages differs from the traced one."""
+    """Seconds of a traced step, redistributed evenly if the stage count differs from the traced one."""
 
     measured: TracedStep
 
@@ -105,13 +105,13 @@ class Traced:
         """Return None: a trace has no bytes by stage."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """Return two slices per rank; the costs of a stage besides its layers are not known."""
+        """Return two slices per rank; a stage's costs besides its layers are not known."""
         return slices_of(self._table.resample((1,) * (2 * ranks)))
 
 
 @attrs.frozen
 class PlacedSchedule:
-    """Schedule with split backward passes for stages of given sizes, recompute policies and placement."""
+    """Schedule with split backward passes for stages with given sizes, recompute policies and ranks."""
 
     placement: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -131,7 +131,7 @@ class PlacedSchedule:
 
 @attrs.frozen(eq=False)
 class Planned:
-    """Seconds and bytes of plans, one for every number of ranks and stages."""
+    """Seconds and bytes from plans, one plan for every rank and stage count."""
 
     recipe: Recipe
     device: DeviceModel
@@ -140,7 +140,7 @@ class Planned:
 
     def plan(self, ranks: int, stages_per_rank: int, cut: PlacedSchedule | None = None) -> Plan:
         """
-        Plan a pipeline with split backward passes, which has the costs of both parts.
+        Plan a pipeline with split backward passes, for the costs of both parts.
 
         Stages are partitioned by `cut`, or as in the recipe. Raises UserError if there are more stages than layers.
         """
@@ -171,7 +171,7 @@ class Planned:
         return self._cut(ranks, stages_per_rank, sizes, recompute).table
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
-        """Return the peak bytes of activations by rank, without gradients and persistent bytes."""
+        """Return the peak activation bytes by rank, without gradients and persistent bytes."""
         costs = self._cut(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
         whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
@@ -180,11 +180,11 @@ class Planned:
         """
         Return one slice per layer in seconds, with recompute policies unless the recipe already recomputes.
 
-        If the device's memory is known, slices have bytes too, and the memory limit is the smaller of the device's free
-        memory and MAX_ACTIVATIONS.
+        If the device's memory is known, slices have bytes too, and the memory limit is the device's free memory or
+        MAX_ACTIVATIONS, whichever is smaller.
 
-        Slices are the stages of a plan with one layer per stage. The costs by which this plan exceeds a plan with one
-        stage per rank are divided among the stages as `per_stage`.
+        Slices are the stages in a plan with one layer per stage. This plan's excess over a plan with one stage per rank
+        is divided among the stages as `per_stage`.
         """
         one = self.plan(ranks, 1)
         count = one.layers
@@ -196,7 +196,7 @@ class Planned:
         settings = slices_of(attrs.evolve(one.table, lengths=lengths))
         settings["per_stage"] = _round(per_stage)
         if self.device.memory:
-            activations, plans = _kept_by_stage(by_layer, "F"), [one]
+            activations, plans = _bytes_by_stage(by_layer, "F"), [one]
             nodes = Nodes.of(self.recipe)
             if nodes.settings(nodes.stages)["recompute"] == "none":
                 recompute = {}
@@ -204,20 +204,20 @@ class Planned:
                     again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
                     recompute[policy] = {
                         "again": _ratios((again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]),
-                        "kept": _ratios(_kept_by_stage(again, "F"), activations),
+                        "kept": _ratios(_bytes_by_stage(again, "F"), activations),
                     }
                     plans.append(self._cut(ranks, 1, even(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
             used = max(_other_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
-            settings["pending"] = _kept_by_stage(by_layer, "I").tolist()
+            settings["pending"] = _bytes_by_stage(by_layer, "I").tolist()
             settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
         return settings
 
 
-def _kept_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
-    """Return the bytes that every stage keeps after a pass of a microbatch, at least 1."""
+def _bytes_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
+    """Return every stage's kept bytes after a microbatch's pass, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
@@ -227,13 +227,13 @@ def _ratios(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float
 
 
 def _other_bytes(planned: Plan, rank: RankMemory) -> int:
-    """Sum the bytes of a rank besides activations: persistent bytes, gradients, buffers, and temporary tensors."""
+    """Sum a rank's bytes besides activations: persistent bytes, gradients, buffers, and temporary tensors."""
     temporary = (_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
     return sum(rank.persistent.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(temporary)
 
 
 def _temporary_bytes(passes: Passes) -> int:
-    """Return the peak bytes of a pass beyond the bytes alive before and after it."""
+    """Return a pass's peak bytes beyond the bytes alive before and after it."""
     forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
     growth = {"F": forward, "I": max(0, pending - forward)}
     return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())

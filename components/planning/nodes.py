@@ -1,4 +1,4 @@
-"""Lookup of the nodes that a plan needs in a recipe, by port."""
+"""Lookup, by port, of a recipe's nodes for a plan."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from drawloom.graph.wiring.graph import Graph
 
 @attrs.frozen(eq=False)
 class Nodes:
-    """Names and settings of the nodes that a run of the recipe uses."""
+    """Names and settings of the nodes in a run of the recipe."""
 
     recipe: Recipe
     graph: Graph
@@ -33,12 +33,12 @@ class Nodes:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Nodes":
-        """Return the nodes that a run of this recipe uses; RecipeError if the recipe has errors."""
+        """Return this recipe's nodes in a run; RecipeError if the recipe has errors."""
         graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))
 
     def only(self, port: type) -> str:
-        """Return the node that implements a port; UserError if there is not exactly one."""
+        """Return the node for a port; UserError if there is not exactly one."""
         names = self._all(port)
         if len(names) != 1:
             raise UserError(f"a plan needs one node that is a {port.__name__}, and the recipe has {len(names)}", 2)
@@ -48,16 +48,16 @@ class Nodes:
         return [name for name in self.graph.implementers(port) if name in self.used]
 
     def has(self, port: type) -> bool:
-        """Return whether a run uses a node that implements a port."""
+        """Return whether a run uses a node for a port."""
         return bool(self._all(port))
 
     @property
     def checkpointer(self) -> str:
-        """Return the node that saves checkpoints; UserError if there is not exactly one."""
+        """Return the checkpointer's node; UserError if there is not exactly one."""
         return self.only(Restorer)
 
     def settings(self, node: str) -> Mapping[str, Any]:
-        """Return the settings of a node."""
+        """Return a node's settings."""
         return self.graph.nodes[node].settings
 
     @cached_property
@@ -80,7 +80,7 @@ class Nodes:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the model has experts, according to the settings of its node."""
+        """Return whether the model has experts, according to its node's settings."""
         return bool(self.settings(self.model).get("num_experts"))
 
     @cached_property
@@ -101,16 +101,16 @@ class Nodes:
 
     @cached_property
     def memory_users(self) -> list[str]:
-        """Return the nodes that allocate memory, including the stages."""
+        """Return the nodes with memory, including the stages."""
         return self._all(MemoryUser)
 
     @property
     def needed_by_stages(self) -> list[str]:
-        """Return the dependencies of the stages."""
+        """Return the stages' dependencies."""
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property
-    def unneeded_tokenizers(self) -> list[str]:
+    def tokenizers_to_omit(self) -> list[str]:
         """Return the tokenizer if only the model needs it and its settings already determine the vocabulary size."""
         edge = self.graph.nodes[self.model].edges.get("tokenizer")
         is_known = any(self.settings(self.model).get(key) is not None for key in ("vocab_size", "config", "path"))
@@ -122,17 +122,17 @@ class Nodes:
 
     @property
     def mesh_settings(self) -> Mapping[str, Any]:
-        """Return the sizes of the mesh's dimensions."""
+        """Return the mesh's dimension sizes."""
         return self.graph.nodes[self.mesh].settings
 
     @property
     def least_ranks(self) -> int:
-        """Return the minimum number of ranks: the product over dimensions with explicit sizes."""
+        """Return the minimum rank count: the product over dimensions with explicit sizes."""
         return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
 
     @property
     def batch_type(self) -> type[Batch]:
-        """Return the class of the run's batches; UserError if there is not exactly one."""
+        """Return the run's batch class; UserError if there is not exactly one."""
         classes = [self.graph.nodes[name].spec.cls for port in (PackedDataset, Collator) for name in self._all(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
@@ -141,7 +141,7 @@ class Nodes:
 
     @property
     def length(self) -> int:
-        """Return the sequence length, or 1 if rows do not consist of tokens; UserError if no node has it."""
+        """Return the sequence length, or 1 if rows are not tokens; UserError if no node has it."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
         for name in self._all(PackedDataset):
@@ -174,7 +174,7 @@ class Nodes:
 
     @property
     def steps(self) -> int | None:
-        """Return the steps of the run, or None if its length is not in steps."""
+        """Return the run's step count, or None if its length is not in steps."""
         steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
         return steps if isinstance(steps, int) else None
 

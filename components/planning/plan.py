@@ -1,4 +1,4 @@
-"""Planner of a recipe: estimates the memory of every rank and the time of a step without processes, memory or data."""
+"""Planner for a recipe: estimates every rank's memory and the step time without processes, memory or data."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -37,11 +37,11 @@ WITHIN_STAGES = [dimension.name for dimension in DIMENSIONS if dimension.splits_
 @attrs.frozen
 class RankMemory:
     """
-    Bytes of a pipeline rank: persistent bytes by kind, buffers by kind, and the peak within a step.
+    Bytes on a pipeline rank: persistent bytes by kind, buffers by kind, and the peak within a step.
 
     Gradients belong to the step, because the first backward pass allocates them and the update frees them. During
     backward passes the gradients of sharded parameters (FSDP, ZeRO) may be whole: then they take `whole_gradients`.
-    `final_peak` is the bytes that gradients and their reduction take when the step ends.
+    `final_peak` is the bytes for gradients and their reduction when the step ends.
     """
 
     stages: Sequence[int]
@@ -54,17 +54,17 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Return the peak bytes: during the passes, or at the end of the step when gradients are reduced."""
+        """Return the peak bytes: during the passes, or at the step's end when gradients are reduced."""
         return sum(self.persistent.values()) + sum(self.buffers.values()) + max(self.step.bytes, self.final_peak)
 
     @property
     def peak_gradients(self) -> int:
-        """Return the bytes of gradients and their reduction buffers at the peak."""
+        """Return the bytes for gradients and their reduction buffers at the peak."""
         return self.step.kinds.get("gradients", 0) if self.step.bytes >= self.final_peak else self.final_peak
 
     @property
     def activations(self) -> dict[str, int]:
-        """Return the bytes of activations and temporary tensors at the peak, by label."""
+        """Return the bytes for activations and temporary tensors at the peak, by label."""
         if self.step.bytes < self.final_peak:
             return {}
         return {label: size for label, size in self.step.kinds.items() if label != "gradients"}
@@ -77,7 +77,7 @@ class RankMemory:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Estimate for a recipe on a device: memory by pipeline rank, and the time of a step."""
+    """Estimate for a recipe on a device: memory by pipeline rank, and the step time."""
 
     device: DeviceModel
     mesh: PlannedMesh
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the rank count."""
         return self.mesh.layout.world_size
 
     @property
@@ -108,12 +108,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank fits the device; True if the memory of the device is not known."""
+        """Return whether every rank fits the device; True if the device's memory is unknown."""
         return not self.device.memory or max(self.peak_memory_bytes) <= self.device.memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens per second of all ranks together."""
+        """Return tokens per second over all ranks."""
         return self.tokens / self.time.seconds
 
     @property
@@ -127,10 +127,10 @@ class Plan:
 @attrs.frozen(eq=False)
 class PlanCache:
     """
-    Results shared by plans of one recipe that differ only in mesh, sizes, schedule and recomputation.
+    Results shared by a recipe's plans, which differ only in mesh, sizes, schedule and recomputation.
 
     `views` are rank views by mesh and by the stages' ranks and layers; whether gradients are reduced in every
-    microbatch must follow from the mesh. `values` are results that are the same for all plans, by name.
+    microbatch must follow from the mesh. `values` are the results common to all plans, by name.
     """
 
     recordings: Recordings = attrs.field(factory=dict)
@@ -138,7 +138,7 @@ class PlanCache:
     values: dict[str, Any] = attrs.field(factory=dict)
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the cached value of this name; compute it for the first plan."""
+        """Return the cached value with this name; compute it for the first plan."""
         if name not in self.values:
             self.values[name] = compute()
         value: T = self.values[name]
@@ -146,7 +146,7 @@ class PlanCache:
 
 
 class TooLargeError(UserError):
-    """Error for a rank whose persistent bytes exceed the memory of its device."""
+    """Error for a rank whose persistent bytes exceed its device's memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"a rank holds {size:,} bytes besides activations", 2)
@@ -161,11 +161,11 @@ def plan(
     schedule: Schedule | None = None,
 ) -> Plan:
     """
-    Plan a recipe for a device; `ranks` defaults to the smallest number that its mesh allows.
+    Plan a recipe for a device; `ranks` defaults to the smallest number its mesh allows.
 
-    A `schedule` replaces the schedule of the recipe. A `cache` shared by plans of the same recipe makes planning
-    faster. Raises RecipeError for a recipe with errors, UserError for a recipe that can't be planned, and, with a
-    cache, TooLargeError if parameters alone do not fit.
+    A `schedule` replaces the recipe's. A `cache` shared by a recipe's plans makes planning faster. Raises RecipeError
+    for recipes with errors, UserError if planning is impossible, and, with a cache, TooLargeError if parameters alone
+    do not fit.
     """
     nodes = Nodes.of(recipe)
     mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
@@ -183,7 +183,7 @@ def open_planner(
     """Yield a planner whose model, loss and kernels are open."""
     kind = "cuda" if device.is_gpu else "cpu"
     replacements: dict[str, Any] = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
-    replacements |= dict.fromkeys(nodes.unneeded_tokenizers)
+    replacements |= dict.fromkeys(nodes.tokenizers_to_omit)
     if schedule is not None:
         replacements[nodes.schedule] = schedule
     with nodes.recipe.open(nodes.needed_by_stages, replacements) as objects:
@@ -192,7 +192,7 @@ def open_planner(
 
 @attrs.define(eq=False)
 class Planner:
-    """Planner for one mesh, with the open objects of a recipe."""
+    """Planner for one mesh, with a recipe's open objects."""
 
     nodes: Nodes
     device: DeviceModel
@@ -202,7 +202,7 @@ class Planner:
     memory_limit: int = 0
 
     def plan(self) -> Plan:
-        """Return the plan of all ranks."""
+        """Return the plan for all ranks."""
         schedule = self.objects[self.nodes.schedule]
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; use the plan with schedule.use = "
@@ -255,13 +255,13 @@ class Planner:
         return layers
 
     def _rows(self, count: int) -> Rows:
-        """Return the rows of a microbatch."""
+        """Return the row count of a microbatch."""
         # The length may require opening a store of many shards.
         document = self.cache.once("document length", lambda: self.nodes.document_length)
         return Rows(count, self.nodes.length, document)
 
     def _fractions(self, rows: Rows) -> AttentionFractions:
-        """Estimate attention; cuDNN computes rows of one document, unless the recipe names another kernel."""
+        """Estimate attention; cuDNN computes single-document rows, unless the recipe names another kernel."""
         if not self.device.is_gpu:
             fractions = estimate_attention_fractions(self._forward_flops, Rows(rows.count, rows.length), 1.0)
             return attrs.evolve(fractions, packed=0.0)
@@ -271,7 +271,7 @@ class Planner:
 
     @cached_property
     def _forward_flops(self) -> ForwardFlops | None:
-        """Return the FLOPs of the model's forward pass, or None if the model does not count them."""
+        """Return the model's forward FLOPs, or None if the model does not count them."""
         if not self.nodes.counts_flops:
             return None
         model: CountsFlops = self.objects[self.nodes.model]
@@ -339,18 +339,18 @@ class Planner:
         )
 
     def _message(self, costs: Mapping[int, StageCosts]) -> float:
-        """Return the seconds of a message from a stage to the next."""
+        """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
         return size / link(self.mesh, self.device, PipelineDimension.name)
 
     def _batch_bytes(self, microbatches: int) -> int:
-        """Return the bytes of a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
+        """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
         rows, _ = self.nodes.microbatches(self.mesh)
         return microbatches * rows * self.nodes.length // self.mesh.sizes.context * (4 * 8 + 4)
 
 
 def _persistent(view: RankView) -> dict[str, int]:
-    """Return the bytes by kind that a rank keeps all the time: all but gradients."""
+    """Return a rank's persistent bytes by kind: all but gradients."""
     return {kind: size for kind, size in view.bytes_by_kind.items() if kind != "gradients"}
 
 

@@ -1,4 +1,4 @@
-"""Pipeline rank of a plan: its stages on the meta device, its memory, and its exchanges with replicas."""
+"""Pipeline rank in a plan: its stages on the meta device, its memory, and its exchanges with replicas."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -10,7 +10,7 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.parallel.shard_transfers import sent_dtype
+from drawloom.components.parallel.shard_transfers import message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
@@ -20,9 +20,9 @@ from drawloom.components.ports.stages import Stage
 @attrs.frozen
 class Elements:
     """
-    Numbers of elements in a stage's parameters: all, and the trained ones.
+    Element counts of a stage's parameters: all, and the trained ones.
 
-    `owned` counts the trained elements that this rank owns, and `unit` the elements in the largest reduction unit.
+    `owned` counts this rank's trained elements, and `unit` the elements in the largest reduction unit.
     """
 
     all: int
@@ -34,9 +34,9 @@ class Elements:
 @attrs.frozen(eq=False)
 class RankView:
     """
-    Outline of a pipeline rank: stages without memory, and bytes by kind (parameters, gradients, optimizer state).
+    Outline for a pipeline rank: stages without memory, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the FLOPs of matrix products in one optimizer step.
+    `update_flops` are the matrix product FLOPs in one optimizer step.
     """
 
     mesh: PlannedMesh
@@ -45,26 +45,26 @@ class RankView:
     update_flops: float
 
     @property
-    def sharded_store(self) -> SlicedStore | None:
-        """Return the store of sharded parameters, or None if parameters are not sharded."""
+    def shard_store(self) -> SlicedStore | None:
+        """Return the sharded parameters' store, or None if parameters are not sharded."""
         store = self.stages.store
         return store if isinstance(store, SlicedStore) else None
 
     @cached_property
-    def trained(self) -> int:
-        """Count the trained elements that this rank owns."""
-        return sum(parameter.numel() for _, parameter in self.stages.named())
+    def trainable_elements(self) -> int:
+        """Count this rank's trained elements."""
+        return sum(parameter.numel() for _, parameter in self.stages.named_parameters())
 
     @cached_property
     def frozen(self) -> set[str]:
-        """Return the names of the frozen parameters."""
+        """Return the frozen parameters' names."""
         named = (pair for stage in self.stages.local for pair in stage.named_parameters())
         return {name for name, parameter in named if not parameter.requires_grad}
 
     @cached_property
     def elements(self) -> dict[int, Elements]:
-        """Return the numbers of elements by stage."""
-        owned = dict(self.stages.named())
+        """Return the element counts by stage."""
+        owned = dict(self.stages.named_parameters())
         return {stage.index: self._elements(stage, owned) for stage in self.stages.local}
 
     def _elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
@@ -78,35 +78,35 @@ class RankView:
 
     def gradient_bytes(self, stage: Stage, microbatches: int) -> int:
         """
-        Return the bytes of a stage's gradients during its backward passes.
+        Return a stage's gradient bytes during its backward passes.
 
-        Gradients of sharded parameters are whole until they are reduced: once a step, or unit by unit.
+        Sharded parameters' gradients are whole until they are reduced: once a step, or unit by unit.
         """
         size, elements = int(self.stages.precision.gradient.itemsize), self.elements[stage.index]
-        if self.sharded_store is None:
+        if self.shard_store is None:
             return elements.owned * size
         by_unit = microbatches == 1 or bool(self.stages.sync_each_microbatch)
         return (elements.owned + 2 * elements.unit if by_unit else elements.trained) * size
 
     def reduction_bytes(self) -> int:
-        """Return the bytes that the reduction over ranks takes beyond the gradients."""
+        """Return the bytes for the reduction over ranks, beyond the gradients."""
         # Every bucket is a copy that lives until all sums are written back.
-        buckets = self.trained * self._reduced_itemsize
-        if self.sharded_store is not None:
+        buckets = self.trainable_elements * self._reduction_itemsize
+        if self.shard_store is not None:
             # A unit's gradients are sent without a copy; the gradients received from other ranks take as much again.
             units = (elements.unit for elements in self.elements.values())
-            return self._sent_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
+            return self._message_itemsize * max(units) + buckets * (self.mesh.sizes.data_replicate > 1)
         return buckets if self.mesh.data_group.size > 1 else 0
 
     @property
-    def _reduced_itemsize(self) -> int:
-        """Return the bytes of an element in the reduction over replicas."""
+    def _reduction_itemsize(self) -> int:
+        """Return an element's bytes in the reduction over replicas."""
         return torch.promote_types(self.stages.precision.gradient, self.stages.precision.reduce).itemsize
 
     @property
-    def _sent_itemsize(self) -> int:
-        """Return the bytes of a gradient element that is sent to its owner."""
-        return sent_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
+    def _message_itemsize(self) -> int:
+        """Return a gradient element's bytes in the message to its owner."""
+        return message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
     def buffers(self, costs: Mapping[int, StageCosts], device: DeviceModel, batches: int) -> dict[str, int]:
         """Return the bytes by buffer: batches, messages in flight, and the device's libraries."""
@@ -116,12 +116,14 @@ class RankView:
         return {name: size for name, size in sizes.items() if size}
 
     def exchange(self, device: DeviceModel) -> ReplicaTimes:
-        """Return the seconds of gathering parameters, reducing gradients and updating weights."""
-        gathers = {} if self.sharded_store is None else self._gather_seconds(self.sharded_store, device)
-        by_block = self.sharded_store is not None and self.sharded_store.by_block
+        """Return the seconds for gathering parameters, reducing gradients and updating weights."""
+        gathers = {} if self.shard_store is None else self._gather_seconds(self.shard_store, device)
+        by_block = self.shard_store is not None and self.shard_store.by_block
         reduces = self._reduce_seconds(device)
         sync_each_microbatch = self.stages.sync_each_microbatch
-        replicas = 2 * self.trained * self._reduced_itemsize * self._seconds_per_byte(device, "data_replicate")
+        replicas = (
+            2 * self.trainable_elements * self._reduction_itemsize * self._seconds_per_byte(device, "data_replicate")
+        )
         return ReplicaTimes(
             gathered_by_pass=gathers if by_block else {},
             reduced_by_pass=reduces if sync_each_microbatch else {},
@@ -131,30 +133,30 @@ class RankView:
         )
 
     def _gather_seconds(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
-        """Return the seconds of gathering parameters, by stage."""
+        """Return the seconds for gathering parameters, by stage."""
         seconds = self._seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
         return {stage.index: (sizes.root + sum(sizes.blocks)) * seconds for stage, sizes in stages}
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
-        """Return the seconds of reducing sharded gradients, by stage."""
-        if self.sharded_store is None:
+        """Return the seconds for reducing sharded gradients, by stage."""
+        if self.shard_store is None:
             return {}
-        seconds = self._sent_itemsize * self._seconds_per_byte(device, *SHARDS)
+        seconds = self._message_itemsize * self._seconds_per_byte(device, *SHARDS)
         return {stage: elements.all * seconds for stage, elements in self.elements.items()}
 
     def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
-        """Return the seconds per byte of an all-gather or a reduce-scatter along mesh dimensions."""
+        """Return the seconds per byte for an all-gather or a reduce-scatter along mesh dimensions."""
         size = self.mesh.group(*dimensions).size
         return (size - 1) / size / link(self.mesh, device, *dimensions)
 
     @cached_property
     def _weight_bytes(self) -> int:
-        """Return the bytes of the weights that the optimizer updates on this rank."""
-        return sum(weight.nbytes for _, weight in self.stages.named())
+        """Return the weight bytes that the optimizer updates on this rank."""
+        return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
     def _update_seconds(self, device: DeviceModel) -> float:
-        """Return the seconds of an update: gradient norm and scaling, weights, moments, and casts."""
+        """Return the seconds for an update: gradient norm and scaling, weights, moments, and casts."""
         sizes = self.bytes_by_kind
         traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
@@ -163,7 +165,7 @@ class RankView:
 
 
 def link(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
-    """Return the bytes/s that a rank sends to the other ranks along mesh dimensions."""
+    """Return a rank's send rate along mesh dimensions, in bytes/s."""
     ranks = mesh.group(*dimensions).ranks
     hosts = {rank // device.per_host for rank in ranks}
     # Between hosts, all ranks of a group on one host share its network cards.

@@ -1,11 +1,11 @@
 """
-Recorder of a module's passes on the meta device: bytes that are alive, and the seconds that operations would take.
+Recorder for a module's passes on the meta device: live bytes, and the operations' estimated seconds.
 
-A meta tensor has a storage without memory that lives as long as a real one. The sum of the live storages is therefore
-the memory that an allocator would have handed out. An operation takes as long as its arithmetic or its memory traffic,
-whichever is more (Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes the sum of
-both, because kernels before and after its products sum and round. FLOPs and scratch memory are registered with the
-operations (`kernels/costs.py`).
+A meta tensor has a storage without memory, with the lifetime of a real one. So the live storages' sum is the memory an
+allocator would have handed out. An operation takes as long as its arithmetic or its memory traffic, whichever is more
+(Williams et al. 2009, "Roofline", CACM 52(4)), and no less than a launch. Attention takes both, one after the other,
+because kernels before and after its products sum and round. FLOPs and scratch memory are registered with the operations
+(`kernels/costs.py`).
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.parallel.meta_collectives import COLLECTIVE, sent_bytes
+from drawloom.components.parallel.meta_collectives import COLLECTIVE, message_bytes
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, operation_costs
 
@@ -30,12 +30,12 @@ from drawloom.kernels.costs import OperationCosts, bind_arguments, moves_data, o
 @attrs.frozen
 class PassCost:
     """
-    Costs of a pass.
+    Costs of one pass.
 
-    `seconds` is the time on the device, including `comm_seconds` in collectives that the pass waits for. `host` is the
-    time in which the host issues the pass; `flops` counts matrix products. `peak_delta` is the peak of live bytes and
-    `net_delta` their number at the end, both relative to the start; `net_delta` is negative if the pass frees more than
-    it allocates. `kept_bytes` are the bytes alive at the end, by label.
+    `seconds` is the time on the device, including `comm_seconds`, waits for collectives. `host` is the host's time to
+    issue the pass; `flops` counts matrix products. `peak_delta` is the peak of the live bytes and `net_delta` their
+    number at the end, both relative to the start; `net_delta` is negative if the pass frees more than it allocates.
+    `kept_bytes` are the bytes alive at the end, by label.
     """
 
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class PassCost:
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
-        """Add the costs of another pass that runs `times` times; `peak_delta` is the maximum of both."""
+        """Add the costs of `times` repetitions of another pass; `peak_delta` is the maximum of both."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
         return PassCost(
@@ -62,7 +62,7 @@ class PassCost:
 
     @property
     def total_kept_bytes(self) -> int:
-        """Return the number of bytes alive at the end."""
+        """Return the live bytes at the end."""
         return sum(self.kept_bytes.values())
 
 
@@ -71,7 +71,7 @@ Links = Callable[[str], float]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that records operations on meta tensors, for a device and a fraction of query-key pairs."""
+    """Context to record operations on meta tensors, for a device and a query-key fraction."""
 
     def __init__(self, device: DeviceModel, links: Links, fractions: AttentionFractions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,13 +82,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._label = ["other"]
 
     def label_module(self, module: nn.Module, label: str) -> list[Any]:
-        """Label the storages that a module's forward pass allocates; return the hooks' handles."""
+        """Label the storages allocated in a module's forward pass; return the hooks' handles."""
         begin = module.register_forward_pre_hook(lambda *_: self._label.append(label))
         return [begin, module.register_forward_hook(lambda *_: self._label.pop() and None, always_call=True)]
 
     @contextmanager
     def label(self, label: str) -> Iterator[None]:
-        """Label storages that are allocated in this context, unless a module has its own label."""
+        """Label storages allocated in this context, unless a module has its own label."""
         self._label.append(label)
         yield
         self._label.pop()
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._sizes.pop(reference)[0]
 
     def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
-        sent = sent_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
+        sent = message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])
         self._seconds += seconds
         self._comm_seconds += seconds
@@ -164,6 +164,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _factor_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
-    """Return the narrowest dtype, which is that of a product's factors: the sum it is added to may be wider."""
+    """Return the narrowest dtype, the one of a product's factors: the sum it is added to may be wider."""
     dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()] or [inputs[0].dtype]
     return min(dtypes, key=lambda dtype: dtype.itemsize)

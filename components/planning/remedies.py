@@ -1,4 +1,4 @@
-"""Remedies for a recipe that does not fit: changes of settings, all verified by plans."""
+"""Remedies for a recipe larger than its devices' memory: changed settings, verified by plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 @attrs.frozen
 class Remedy:
-    """Change of settings, its cost in words, and the plan with these settings."""
+    """Changed settings, their cost in words, and the plan with these settings."""
 
     values: Values
     cost: str
@@ -26,12 +26,12 @@ class Remedy:
 
     @property
     def lines(self) -> list[str]:
-        """Return the settings as lines of TOML."""
+        """Return the settings as TOML lines."""
         return toml_lines(self.values)
 
 
 def toml_lines(values: Values) -> list[str]:
-    """Return settings as lines of TOML with dotted keys."""
+    """Return settings as TOML lines with dotted keys."""
     return [f"{node}.{key} = {_toml(value)}" for node, settings in values.items() for key, value in settings.items()]
 
 
@@ -45,9 +45,9 @@ def _toml(value: Any) -> str:
 
 def remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
-    Return remedies for a plan that does not fit, sorted by decreasing memory; all of them take less than the plan.
+    Return remedies for a plan over its memory limit, sorted by decreasing memory; all take less than the plan.
 
-    If no remedy fits by itself, the last remedy combines as many candidates as needed, in the order of `_candidates`.
+    If no remedy fits by itself, the last remedy combines as many candidates as needed, in `_candidates` order.
     """
     helpful = [
         remedy
@@ -61,7 +61,7 @@ def remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
 
 
 def _combine(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
-    """Yield the combination of the first candidates with which the recipe fits, if there is one."""
+    """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
     for values, _, ranks in _candidates(Nodes.of(recipe), planned):
@@ -85,7 +85,7 @@ def _try(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -
 
 
 def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
-    """Yield settings that may help, their cost in words, and the number of ranks; cheap settings first."""
+    """Yield possible settings, their cost in words, and the rank count; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings(nodes.stages)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:

@@ -1,4 +1,4 @@
-"""Search for the fastest plan of a recipe: over meshes, microbatches, schedules and recomputation."""
+"""Search for a recipe's fastest plan: over meshes, microbatches, schedules and recomputation."""
 
 import math
 import re
@@ -49,7 +49,7 @@ END_COSTS = ("embedding_layer_cost", "head_layer_cost")
 
 @attrs.frozen
 class PlanChoice:
-    """Settings that the search tried, and the plan with these settings."""
+    """Settings tried by the search, and the plan with these settings."""
 
     values: Values
     plan: Plan
@@ -62,7 +62,7 @@ class PlanChoice:
 
 def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
     """
-    Return the plans that fit, the fastest first; if none fits, the plans with the least memory.
+    Return the fitting plans, the fastest first; if none fits, the plans with the least memory.
 
     Every mesh is tried with little recomputation first, with more recomputation only if it does not fit, and with
     larger microbatches while they fit and are faster. Tensor parallelism grows while it makes the step faster. The
@@ -79,13 +79,13 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
 
 
 def _order(choice: PlanChoice) -> tuple[int, int]:
-    """Return the step time in units of TIME_TOLERANCE, then the memory."""
+    """Return the step time in TIME_TOLERANCE units, then the memory."""
     return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
 
 
 @attrs.define(eq=False)
 class _Search:
-    """Search for plans of a recipe on some ranks, with a shared cache."""
+    """Search over a recipe's plans, with a shared cache."""
 
     nodes: Nodes
     device: DeviceModel
@@ -110,7 +110,7 @@ class _Search:
                     yield choice
 
     def try_auto(self, tried: Sequence[PlanChoice]) -> list[PlanChoice]:
-        """Return the fastest pipeline that fits, with a schedule and stages that are searched for it."""
+        """Search for a schedule and stages, and return the fastest fitting pipeline."""
         nodes, device = self.nodes, self.device
         pipelines = [choice for choice in tried if choice.plan.fits and choice.plan.mesh.sizes.pipeline > 1]
         fastest = min(pipelines, key=lambda choice: choice.plan.time.seconds, default=None)
@@ -131,7 +131,7 @@ class _Search:
         return [] if choice is None else [choice]
 
     def _try_mesh(self, mesh: PerDimension) -> Iterator[PlanChoice]:
-        """Yield plans of one mesh: for every schedule and microbatch size the first policy that fits, or the last."""
+        """Yield plans on one mesh: for every schedule and microbatch size the first fitting policy, or the last."""
         for schedule in _schedules(mesh):
             best = math.inf
             for rows in MICRO_SIZES:
@@ -195,7 +195,7 @@ def _schedules(mesh: PerDimension) -> tuple[str, ...]:
 
 
 def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
-    """Yield meshes with this `tensor` size: pipelines and shards by powers of two; the context size does not change."""
+    """Yield meshes with this `tensor` size: pipelines and shards in powers of two; the context size does not change."""
     context = PerDimension.of_settings(nodes.mesh_settings).context
     for pipeline in _divisors(ranks, 8):
         rest, remainder = divmod(ranks, tensor * pipeline * context)
@@ -216,18 +216,18 @@ def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Itera
 
 
 def _settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
-    """Return the settings of a mesh that a plan tries: contexts stay, and models without experts have no `expert`."""
+    """Return a mesh's settings for a plan: contexts stay, and models without experts have no `expert`."""
     kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
     return {name: size for name, size in mesh.settings().items() if name not in kept}
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Return the powers of two that divide a number, up to `most`."""
+    """Return a number's divisors among the powers of two, up to `most`."""
     return [size for size in (2**power for power in range(12)) if size <= most and number % size == 0]
 
 
 def search_text(choices: Sequence[PlanChoice]) -> str:
-    """Return a table of plans: time, tokens/s, memory, and the settings."""
+    """Return plans as a table: time, tokens/s, memory, and the settings."""
     if not choices:
         return "no mesh of that many ranks suits the recipe; take another number of ranks, or another global_size"
     lines = ["" if choices[0].plan.fits else "no plan fits; the plans with the least memory:"]

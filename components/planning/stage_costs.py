@@ -1,9 +1,9 @@
 """
-Costs of a stage for a microbatch: seconds, and the bytes that it keeps for its backward pass.
+A stage's costs for a microbatch: seconds, and the bytes kept for its backward pass.
 
-The stage's module runs forward and backward on the meta device, exactly as in a run. Most of its blocks are equal: one
-block of each kind is recorded with all other blocks left out, and its costs are multiplied by the number of such
-blocks. A plan therefore takes as long for 100 layers as for 10.
+The stage's module runs forward and backward on the meta device, exactly as in a run. Most blocks are equal: one block
+per kind is recorded with all other blocks left out, and its costs are multiplied by the number of equal blocks. A plan
+therefore takes as long for 100 layers as for 10.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from drawloom.components.stages.activation_specs import on_meta
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import leaves, transform
 from drawloom.graph import UserError
-from drawloom.kernels.deferred_grads import fused_on_meta
+from drawloom.kernels.deferred_grads import fuse_on_meta
 from drawloom.kernels.recompute_policy import make_recomputable
 
 Passes = dict[str, PassCost]
@@ -38,10 +38,10 @@ Passes = dict[str, PassCost]
 @attrs.frozen
 class StageCosts:
     """
-    Costs of a stage's passes for one microbatch, by op: F and B, and I and W if the backward pass can be split.
+    Costs for a stage's passes of one microbatch, by op: F and B, and I and W if the backward pass can be split.
 
-    `kept_bytes` of F are alive until the backward pass ends, `kept_bytes` of I until W ends. `sent` is the number of
-    bytes sent to the next stage. The deltas of a pass are relative to the live bytes at its beginning.
+    `kept_bytes` of F are alive until the backward pass ends, `kept_bytes` of I until W ends. `sent` is the message size
+    to the next stage, in bytes. A pass's deltas are relative to the live bytes at its beginning.
     """
 
     passes: Passes
@@ -55,9 +55,9 @@ Recordings = dict[Hashable, Any]
 @attrs.define(eq=False)
 class StageMeter:
     """
-    Meter for a model's stages and microbatches (rows, length) that are split over the `context` group.
+    Meter for a model's stages and microbatches (rows, length), split over the `context` group.
 
-    Recordings are cached by stage, `rows` and `cache_key`, which contains, for example, the links of the collectives.
+    Recordings are cached by stage, `rows` and `cache_key`, for example the collectives' links.
     """
 
     loss: Loss
@@ -98,7 +98,7 @@ class StageMeter:
         return StageCosts(passes, sum(leaf.nbytes for leaf in leaves(self._hidden) if isinstance(leaf, Tensor)))
 
     def _record(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
-        """Return the costs of a stage with only these blocks, recorded once for all equal stages."""
+        """Return a stage's costs with only these blocks, recorded once for all equal stages."""
         parameters = _outer_parameters(stage.module, self.blocks(stage.module))
         features = stage.span.embedding, stage.span.head, stage.recompute == "selective"
         passes: Passes = {}
@@ -114,7 +114,7 @@ class StageMeter:
         return passes
 
     def _passes(self, stage: Stage, split: bool) -> Passes:
-        """Record the passes of one microbatch: F and B, or with `split` F, I and W."""
+        """Record one microbatch's passes: F and B, or with `split` F, I and W."""
         first_inputs, context, batch = self._batch()
         runner = StageRunner(stage, self.loss, split=split)
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
@@ -122,7 +122,7 @@ class StageMeter:
             if parameter.requires_grad:
                 # Gradients exist since an earlier microbatch (gradient accumulation), so that no pass allocates them.
                 parameter.grad = torch.empty_like(parameter, dtype=self.gradient)
-        fused = fused_on_meta() if self.device.is_gpu else nullcontext()
+        fused = fuse_on_meta() if self.device.is_gpu else nullcontext()
         with ExitStack() as hooks, fused, recorder:
             for handle in self._labels(recorder, stage):
                 hooks.callback(handle.remove)
@@ -159,7 +159,7 @@ class StageMeter:
                 yield from recorder.label_module(part, name.rpartition(".")[2])
 
     def _batch(self) -> tuple[Any, Any, Batch]:
-        """Return the inputs of a microbatch on the meta device, its context, and its batch."""
+        """Return a microbatch's inputs on the meta device, its context, and its batch."""
         if self._inputs is None:
             try:
                 batch = self.batch_type.outline(self.rows, self.length)
@@ -177,7 +177,7 @@ class StageMeter:
 
 
 def _run_backward(backward: Callable[..., Any], shapes: Sequence[Tensor] | None) -> None:
-    """Run a backward pass with newly received gradients of its outputs."""
+    """Run a backward pass with newly received output gradients."""
     backward(0, None if shapes is None else [torch.empty_like(shape) for shape in shapes])
 
 
@@ -187,7 +187,7 @@ def _allocate(leaf: Any) -> Any:
 
 @attrs.frozen
 class _Block:
-    """Block of a stage, with its number; blocks with the same costs are equal."""
+    """Stage block with its number; blocks with the same costs are equal."""
 
     kind: Hashable
     is_recomputed: bool
@@ -195,26 +195,26 @@ class _Block:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """Return a key that is equal for blocks with the same costs: the type, and shapes and dtypes of parameters."""
+    """Return a key, equal for blocks with the same costs: the type, and the parameters' shapes and dtypes."""
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), tuple(parameters)
 
 
 def _outer_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> Hashable:
-    """Return names, shapes and dtypes of parameters outside the stage's blocks."""
+    """Return names, shapes and dtypes of the parameters outside the stage's blocks."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside]
     return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in outside)
 
 
 def _is_recomputed(policy: Recompute, number: int) -> bool:
-    """Return whether a recompute policy (activation checkpointing) covers a block of a stage."""
+    """Return whether a recompute policy (activation checkpointing) covers a stage's block."""
     return policy == "blocks" or (isinstance(policy, int) and number % policy == 0)
 
 
 @contextmanager
 def _keep_only(blocks: Sequence[nn.Module], some: Sequence[_Block]) -> Iterator[None]:
-    """Replace all other blocks by the identity, and apply the recompute policy to the blocks that are kept."""
+    """Replace all other blocks by the identity, and apply the recompute policy to the remaining blocks."""
     kept = {block.number: block for block in some}
     for number, block in enumerate(blocks):
         if number not in kept:

@@ -1,4 +1,4 @@
-"""Time of a step: the pipeline program with the seconds of every stage, gradient reduction, and the update."""
+"""Step time: the pipeline program with every stage's seconds, gradient reduction, and the update."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from drawloom.components.ports.program import OPS, Program
 @attrs.frozen
 class StepTime:
     """
-    Seconds of a step by part.
+    Step time by part, in seconds.
 
-    `compute` is the time of the busiest rank in forward and backward passes, including `sending`, the collectives
-    inside of layers; `bubble` is the time in which this rank waits. `reference` is the time of forward passes without
-    adapters, if the loss compares the model with them. `gather` is the time of gathering parameters and `sync` the time
-    of reducing gradients, as far as no pass hides them. `update` is the time of changing weights; a host slower than
-    the device uses it to issue the next step's passes, and this overlap is subtracted.
+    `compute` is the busiest rank's time in forward and backward passes, including `sending`, the collectives inside
+    layers; `bubble` is this rank's waiting time. `reference` is the time for forward passes without adapters, if the
+    loss compares the model with them. `gather` is the time for gathering parameters and `sync` for reducing gradients,
+    as far as no pass hides them. `update` is the time for changing weights; a host slower than the device uses it to
+    issue the next step's passes, and this overlap is subtracted.
     """
 
     compute: float
@@ -35,7 +35,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a step."""
+        """Return the step time in seconds."""
         return self.compute + self.bubble + self.reference + self.gather + self.sync + self.update
 
     def as_data(self) -> dict[str, float]:
@@ -46,11 +46,11 @@ class StepTime:
 @attrs.frozen
 class ReplicaTimes:
     """
-    Seconds of a pipeline rank's exchanges with ranks that have the same stages, and of its update.
+    A pipeline rank's seconds for exchanges with replicas of its stages, and for its update.
 
-    By stage, `gathered_by_pass` is the time of gathering parameters in every pass, and `reduced_by_pass` the time of
-    reducing gradients in every backward pass. `gathered_once` and `reduced_once` are the times of parameters and
-    gradients that are exchanged once a step. `update` is the time of changing the weights.
+    By stage, `gathered_by_pass` is the time for gathering parameters in every pass, and `reduced_by_pass` the time for
+    reducing gradients in every backward pass. `gathered_once` and `reduced_once` are the times for parameters and
+    gradients exchanged once a step. `update` is the time for changing the weights.
     """
 
     gathered_by_pass: Mapping[int, float]
@@ -62,10 +62,10 @@ class ReplicaTimes:
 
 def cost_table(costs: Mapping[int, StageCosts], exchanges: Sequence[ReplicaTimes], message: float) -> CostTable:
     """
-    Return the seconds of every pass by stage, if a message takes `message` seconds.
+    Return every pass's seconds by stage, if a message takes `message` seconds.
 
-    The host issues passes ahead of the device, so that the slower of both, over all passes of a microbatch, determines
-    their time. A pass takes at least as long as the gathers and reductions that overlap it.
+    The host issues passes ahead of the device, so the slower one, over all passes of a microbatch, determines their
+    time. A pass takes at least as long as the overlapping gathers and reductions.
     """
     gathers = {stage: seconds for times in exchanges for stage, seconds in times.gathered_by_pass.items()}
     reduces = {stage: seconds for times in exchanges for stage, seconds in times.reduced_by_pass.items()}
@@ -110,7 +110,7 @@ def step_time(
 
 
 def _last_backward(program: Program, lengths: NDArray[np.float64], rank: int) -> float:
-    """Return the seconds of a rank's last backward pass, which overlaps gradient reduction."""
+    """Return the seconds of a rank's last backward pass, overlapped with gradient reduction."""
     rows = program.rows(rank)
     backwards = lengths[rows][program.op[rows] != 0]
     return float(backwards[-1]) if len(backwards) else 0.0
@@ -124,5 +124,5 @@ def _sum(program: Program, costs: Mapping[int, StageCosts], rank: int, field: st
 
 
 def _forwards(program: Program, table: CostTable) -> float:
-    """Return the seconds of one forward pass per microbatch, without backward passes."""
+    """Return the seconds for one forward pass per microbatch, without backward passes."""
     return time(forward_only(program.stage_to_rank, program.microbatches), table).makespan

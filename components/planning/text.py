@@ -45,7 +45,7 @@ def _rank_data(memory: RankMemory) -> dict[str, Any]:
 
 
 def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
-    """Return the elements of a stage, and for one microbatch seconds by pass and bytes kept until the backward pass."""
+    """Return a stage's elements, and for one microbatch seconds by pass and bytes kept until the backward pass."""
     costs, elements = plan.costs[stage], plan.elements[stage]
     return {
         "pipeline_rank": plan.program.stage_to_rank[stage],

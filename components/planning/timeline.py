@@ -1,4 +1,4 @@
-"""Memory of a pipeline rank over a step: the activations that are alive, action by action."""
+"""Memory of a pipeline rank over a step: the live activations, action by action."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from drawloom.components.ports.program import Program
 
 @attrs.frozen
 class Peak:
-    """Peak of a rank's bytes beyond its persistent bytes: the action at the peak, and the bytes by label."""
+    """A rank's peak beyond its persistent bytes: the action at the peak, and the bytes by label."""
 
     bytes: int
     action: str
@@ -20,10 +20,10 @@ class Peak:
 
 def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
     """
-    Return the peak of a rank's activations and gradients in a step whose first backward pass allocates gradients.
+    Return the peak of a rank's activations and gradients if the step's first backward pass allocates gradients.
 
-    `gradients` are bytes by stage. The first backward pass of a stage allocates its gradients while it frees
-    activations, so that the stage's peak is at the beginning or the end of this pass.
+    `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
+    the stage's peak is at the pass's beginning or end.
     """
     live: Counter[tuple[int, str]] = Counter()
     gradient_bytes = 0
@@ -58,7 +58,7 @@ def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradie
 def _kinds(
     live: Counter[tuple[int, str]], costs: Mapping[int, StageCosts], peak_delta: int, own: Mapping[str, int]
 ) -> dict[str, int]:
-    """Sum bytes by label: live activations, activations that a forward pass adds (`own`), and temporary tensors."""
+    """Sum bytes by label: live activations, a forward pass's new activations (`own`), and temporary tensors."""
     kinds: Counter[str] = Counter(own)
     for (stage, op), count in live.items():
         for label, size in costs[stage].passes[op].kept_bytes.items() if count else ():

@@ -1,4 +1,4 @@
-"""Timeline of a step in a profiler trace of a run: start and end of every pipeline action."""
+"""Timeline of a step in a profiler trace: every pipeline action's start and end."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ Span = tuple[float, float]
 
 @attrs.frozen(eq=False)
 class TracedStep:
-    """Traced step: the program, and the start and end of its actions in seconds, both of shape (actions,)."""
+    """Traced step: the program, and its actions' start and end in seconds, both of shape (actions,)."""
 
     program: Program
     start: NDArray[np.float64]
@@ -36,7 +36,7 @@ class TracedStep:
 
     @property
     def simulation(self) -> Simulation:
-        """Return the step as a simulation, which can be drawn and summarized."""
+        """Return the step as a simulation, for drawings and summaries."""
         return Simulation(self.program, Costs(), "free", self.start, self.end)
 
     def table(self) -> CostTable:
@@ -65,7 +65,7 @@ class TracedStep:
 
 def read_traced_step(folder: Path, program: Program) -> TracedStep:
     """
-    Return the last step in the newest trace of a run that executed this program.
+    Return the last step in the newest trace of a run with this program.
 
     Among ranks with the same stages, the first rank is read. Raises UserError if there is no trace, or if the trace
     belongs to another program.
@@ -85,7 +85,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
 
 
 def _newest(folder: Path, multiple: int) -> Sequence[Path]:
-    """Return the files of the newest complete trace by rank; their number is a multiple of the pipeline ranks."""
+    """Return the newest complete trace's files by rank; their number is a multiple of the pipeline ranks."""
     traces: dict[tuple[int, int], dict[int, Path]] = {}
     for path in (folder / "traces").glob("*.json.gz"):
         if match := FILE.fullmatch(path.name):
@@ -104,7 +104,7 @@ def _newest(folder: Path, multiple: int) -> Sequence[Path]:
 
 
 def _actions(path: Path) -> dict[str, Span]:
-    """Return the spans of the last step's actions by name, without waits; GPU spans if the trace has a GPU."""
+    """Return the last step's action spans by name, without waits; GPU spans if the trace has a GPU."""
     try:
         with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
@@ -130,7 +130,7 @@ Launches = Sequence[tuple[float, Span]]
 
 
 def _launches(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
-    """Return all GPU operations except messages between ranks, which overlap the passes; none in a CPU trace."""
+    """Return all GPU operations except messages between ranks; none in a CPU trace."""
     issued = {
         event["args"]["correlation"]: _span(event, base)[0]
         for event in events
@@ -146,9 +146,9 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
     """
-    Return the span of the GPU operations that the host issued in a span, or None if there are none.
+    Return the span of the GPU operations issued during a host span, or None if there are none.
 
-    torch's GPU ranges omit backward passes, whose operations are issued by a thread of autograd.
+    torch's GPU ranges omit backward passes, because an autograd thread issues their operations.
     """
     spans = [span for _, span in launched[bisect_left(launched, (begin,)) : bisect_left(launched, (end,))]]
     return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
@@ -161,5 +161,5 @@ def _span(event: Mapping[str, Any], base: int) -> Span:
 
 
 def _skip_waits(waits: Sequence[Span], begin: float, end: float) -> float:
-    """Return the start of an action's computation: the end of its waits."""
+    """Return when an action's computation starts: the end of its waits."""
     return max((until for start, until in waits if begin <= start and until <= end), default=begin)

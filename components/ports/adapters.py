@@ -1,4 +1,4 @@
-"""Ports of adapters: trained additions to a frozen model, such as the low-rank factors of LoRA."""
+"""Ports for adapters: trained additions to a frozen model, such as LoRA's low-rank factors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -18,14 +18,14 @@ class Adapter(Protocol):
     @property
     def targets(self) -> Sequence[str]:
         """
-        Patterns of the names of modules or parameters; a pattern without a match in the model is an error of the
+        Name patterns for modules or parameters; a pattern without a match in the model is an error in the
         recipe.
         """
         ...
 
     def inject(self, module: nn.Module) -> Collection[str]:
         """
-        Adapt a span of the model in place, and return the patterns that matched something in it.
+        Adapt a span of the model in place, and return the patterns that match.
 
         Existing parameters keep their names; added parameters belong to an `AdaptedLayer`.
         """
@@ -47,10 +47,10 @@ def thaws_weights(adapter: object) -> bool:
 @attrs.frozen
 class LowRank:
     """
-    One pair of low-rank factors, as PEFT's `adapter_config.json` describes it.
+    Pair of low-rank factors, in the terms of PEFT's `adapter_config.json`.
 
-    `target` is the name of a module in transformers or, if `fused`, of a parameter that stacks experts. `scale` is the
-    factor of the matrices' product.
+    `target` names a module in transformers or, if `fused`, a parameter that stacks experts. `scale` multiplies the
+    matrices' product.
     """
 
     target: str
@@ -67,9 +67,9 @@ Fill = Callable[[str, nn.Parameter, float], None]
 
 class AdaptedLayer(ABC):
     """
-    A layer with an adapter: a module with the parameters of the layer it replaces, and its own.
+    A layer with an adapter: a module with the replaced layer's parameters and the adapter's.
 
-    The methods get the name of the layer in the model. If `active` is False, the layer computes like the layer it
+    The methods get the layer's name in the model. If `active` is False, the layer computes like the layer it
     replaces.
     """
 
@@ -78,12 +78,12 @@ class AdaptedLayer(ABC):
     @property
     @abstractmethod
     def adapter_names(self) -> list[str]:
-        """The names of the adapter's parameters inside the layer."""
+        """The adapter's parameter names inside the layer."""
 
     @abstractmethod
     def fill_adapter(self, name: str, fill: Fill) -> None:
         """
-        Fill the adapter's parameter `name` in place with its initial values; the layer's other parameters have theirs.
+        Initialize the adapter's parameter `name` in place; the layer's other parameters are already initialized.
         """
 
     @abstractmethod
@@ -91,13 +91,13 @@ class AdaptedLayer(ABC):
         """
         Return the mapper from the layer's parameters to an equivalent layer without an adapter.
 
-        The first input of each group is the parameter that the adapter changes. With `base`, the first group also
-        returns that parameter unchanged, under the name `base`.
+        A group's first input is the parameter that the adapter changes. With `base`, the first group also returns this
+        parameter unchanged, under the name `base`.
         """
 
     @abstractmethod
     def peft_mapper(self, name: str) -> Mapper:
-        """Return the mapper from the adapter's parameters to the tensors of PEFT's `adapter_model.safetensors`."""
+        """Return the mapper from the adapter's parameters to the tensors in PEFT's `adapter_model.safetensors`."""
 
     @abstractmethod
     def low_ranks(self, name: str) -> list[LowRank]:

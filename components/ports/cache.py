@@ -1,15 +1,15 @@
-"""The key-value cache of attention, with which a forward pass computes only new tokens."""
+"""Key-value cache for attention: forward passes compute only new tokens."""
 
 from torch import Tensor
 
 
 class KeyValueCache:
     """
-    Keys and values of all earlier tokens, for each layer of this rank's stages and rows of one document.
+    Keys and values for all earlier tokens, by layer on this rank, for rows that contain one document.
 
-    The cache is in the BatchContext of a pass over the new tokens, whose positions start at `length`. A model passes it
-    to `Kernels.attention_mask`; `Kernels.attention` of each layer then extends it, always in the layer order of the
-    first pass. `advance` ends a pass.
+    The BatchContext for a pass over new tokens, with positions from `length` on, contains the cache. A model passes it
+    to `Kernels.attention_mask`; every layer's `Kernels.attention` then extends it, always in the first pass's layer
+    order. `advance` ends a pass.
     """
 
     # Not an attrs class: a forward pass walks the trees of its inputs, in which a cache must be a leaf.
@@ -21,12 +21,12 @@ class KeyValueCache:
 
     @property
     def layers(self) -> int:
-        """The number of layers that have extended the cache; 0 also if a model does not use a cache."""
+        """Number of layers that have extended the cache; 0 if the model does not use a cache."""
         return len(self._layers)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Append the new tokens' keys and values of the next layer, and return all of its keys and values.
+        Append new tokens' keys and values for the next layer, and return all its keys and values.
 
         Both results are (rows, length + new, kv_heads, head_dim). Raises ValueError for more than `capacity` tokens.
         """

@@ -1,7 +1,7 @@
 """
-Ports of corpora: documents of text, tokenizers, and documents of token ids.
+Ports for corpora: text documents, tokenizers, and token documents.
 
-This module imports no torch, so that processes that only tokenize stay small.
+This module does not import torch, to keep processes for tokenization small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class Corpus(Protocol):
     """Documents in a stable order, divided into a training split and a validation split."""
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Yield the texts of a split."""
+        """Yield a split's texts."""
         ...
 
 
@@ -31,39 +31,39 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """
-        The number of token ids, known before `open`, because rows and models that open first check their ids against
+        The number of token ids, known before `open`, because rows and models that open first check ids against
         it.
         """
         ...
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document."""
+        """End-of-document token id."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32 (tokens,), without `eos_id`."""
+        """Encode a text as ids, int32 (tokens,), without `eos_id`."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, int32 (tokens,), equal to the results of `encode`."""
+        """Encode texts, with the same result for a text as `encode`, int32 (tokens,)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; bytes that are not UTF-8 are replaced."""
+        """Decode ids as text; bytes that are not UTF-8 are replaced."""
         ...
 
     def token_bytes(self) -> np.ndarray:
         """
-        Return the number of UTF-8 bytes of each id, int64 (vocab_size,); 0 for `eos_id` and other ids without text.
+        Return UTF-8 byte counts by id, int64 (vocab_size,); 0 for `eos_id` and other ids without text.
 
-        The bytes of a text's ids add up to the bytes of the text.
+        The byte counts over a text's ids add up to the text's byte count.
         """
         ...
 
     def save(self, folder: Path) -> None:
         """
-        Write the files from which other programs make the same ids: `tokenizer.json` and its configuration.
+        Write `tokenizer.json` and its configuration, from which other programs make the same ids.
 
         If the folder has a model's `config.json`, transformers chooses the tokenizer's class by it.
         """
@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
 @port
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer with control tokens, which separate the messages of a conversation in a chat template."""
+    """A tokenizer with control tokens, which separate messages in a chat template."""
 
     @property
     def chat_template(self) -> str | None:
@@ -87,26 +87,26 @@ class ChatTokenizer(Tokenizer, Protocol):
 
     @property
     def control_tokens(self) -> Sequence[str]:
-        """The texts of all control tokens."""
+        """All control tokens as text."""
         ...
 
     def encode_control(self, text: str) -> np.ndarray:
         """
-        Return the ids of a text with written-out control tokens, int32 (tokens,); `encode` reads them as plain text.
+        Encode a text with written-out control tokens, int32 (tokens,); `encode` reads them as plain text.
         """
         ...
 
     def decode_control(self, ids: Sequence[int]) -> str:
-        """Return the text of ids with control tokens written out; `decode` omits them."""
+        """Decode ids as text with control tokens written out; `decode` omits them."""
         ...
 
 
 class DocumentPart(NamedTuple):
     """
-    Consecutive tokens of a document: `ids`, of any integer dtype (tokens,).
+    Consecutive tokens from a document: `ids`, any integer dtype (tokens,).
 
-    `weights`, non-negative float32 (tokens,), is the weight of each token as a target; None: 1 each. `reference` is
-    another model's log-probability of all trained tokens of the document, if the data have it.
+    `weights`, non-negative float32 (tokens,), weights tokens as targets; None means 1. `reference` is the document's
+    log-probability under another model, over all trained tokens, if the data have it.
     """
 
     ids: np.ndarray
@@ -116,53 +116,53 @@ class DocumentPart(NamedTuple):
 
 class TokenDocuments(Protocol):
     """
-    Documents of token ids, with random access by number from 0; picklable for worker processes.
+    Token documents with random access by number from 0; picklable for worker processes.
 
     A complete document ends with its end token; a truncated one may not.
     """
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each document, any integer dtype (documents,)."""
+        """Token counts by document, any integer dtype (documents,)."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all ids, weights and references in their order."""
+        """Digest over all ids, weights and references in order."""
         ...
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        """Return the tokens of a document from `first` to before `last`, or to the end of the document."""
+        """Return a document's tokens from `first` to before `last`, or to the document's end."""
         ...
 
     def source(self, document: int) -> str:
-        """Return the origin of a document for messages: a file and a position in it."""
+        """Return a document's origin for messages: a file and a position in it."""
         ...
 
 
 @port
 class TokenCorpus(Protocol):
-    """Documents of token ids in a stable order, divided into a training split and a validation split."""
+    """Token documents in a stable order, divided into a training split and a validation split."""
 
     @property
     def vocab_size(self) -> int:
-        """The size of the vocabulary; every id is below it."""
+        """Vocabulary size; every id is below it."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """The id that fills the rest of a row."""
+        """End-of-document token id, which also fills rows."""
         ...
 
     def documents(self, split: Split) -> TokenDocuments:
-        """Return the documents of a split."""
+        """Return a split's documents."""
         ...
 
 
 @runtime_checkable
 class KnownDocuments(Protocol):
-    """A corpus that estimates the length of its documents before it is opened."""
+    """A corpus that estimates document lengths before it is opened."""
 
     def mean_length(self) -> float | None:
-        """Return the mean number of tokens of a document; None if the data are not on this machine."""
+        """Return the mean token count per document; None if the data are not on this machine."""
         ...

@@ -1,4 +1,4 @@
-"""Ports of training data: packed rows and batches."""
+"""Ports for training data: packed rows and batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -22,18 +22,17 @@ MAX_LENGTH = 100_000_000
 
 class TokenBatch(Batch):
     """
-    One microbatch of packed documents; tensors have shape (rows, length) and are int64 unless another dtype is named.
+    Microbatch with packed documents; tensors have shape (rows, length) and dtype int64 unless another is named.
 
-    `targets` is the next token, or IGNORE_INDEX if there is nothing to learn. `positions` counts from 0 in each
-    document. `document_ids` numbers the documents of a row: attention stays inside equal numbers. `weights`,
-    non-negative float32, is the weight of each token's loss, 0 without a target.
+    `targets` is the next token, or IGNORE_INDEX if there is nothing to learn. `positions` counts from 0 in every
+    document. `document_ids` numbers a row's documents: attention stays inside equal numbers. `weights`, non-negative
+    float32, weights the token losses, 0 without a target.
 
-    In rows of pairs, `document_ids` is even for the preferred document of a pair and the next number for the other one;
-    the weights of a pair's tokens add up to the weight of the pair. `reference`, float32 or float64, is for a loss that
-    compares the model with another model: the other model's log-probabilities of the targets, used as a sum by
-    document.
+    In rows of pairs, `document_ids` is even for the preferred document and the next number for the other one; the
+    token weights of a pair add up to the pair's weight. `reference`, float32 or float64, is for losses that compare
+    the model with a reference model: the targets' log-probabilities under that model, used as a sum by document.
 
-    `padding` is the number of positions in all rows without a token of a document; they are not counted as tokens.
+    `padding` is the number of positions in all rows without a document's token; they are not counted as tokens.
     """
 
     tokens: Tensor = leaf("tokens")
@@ -56,7 +55,7 @@ class TokenBatch(Batch):
         reference: np.ndarray | None = None,
         padding: int = 0,
     ) -> Self:
-        """Return a batch that shares the memory of these arrays, (rows, length)."""
+        """Return a batch that shares memory with these arrays, (rows, length)."""
         return cls(
             tokens=torch.from_numpy(tokens),
             targets=torch.from_numpy(targets),
@@ -74,7 +73,7 @@ class TokenBatch(Batch):
         return cls(whole, whole, whole, whole, torch.empty_like(whole, dtype=torch.float32))
 
     def has_whole_rows(self) -> bool:
-        """Return whether the host knows that each row is one document; False if the ids are on a GPU."""
+        """Return whether the host knows that every row is one document; False if the ids are on a GPU."""
         ids = self.document_ids
         # Called for each microbatch: `equal` allocates no tensor and stops at the first difference.
         return ids.is_cpu and ids.equal(ids[:, :1].expand_as(ids))
@@ -86,12 +85,12 @@ class TokenBatch(Batch):
 
     @property
     def token_count(self) -> int:
-        """The tokens of documents in all rows."""
+        """Number of tokens in all rows, without padding."""
         return self.tokens.numel() - self.padding
 
 
 def token_batch(batch: Batch, reader: str) -> TokenBatch:
-    """Return the batch if it is a TokenBatch. Raises UserError, which names the reader, for another class."""
+    """Return the batch if it is a TokenBatch. Raises UserError with the reader's name for another class."""
     if isinstance(batch, TokenBatch):
         return batch
     leaves = ", ".join(batch.specs)
@@ -100,7 +99,7 @@ def token_batch(batch: Batch, reader: str) -> TokenBatch:
 
 def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tensor:
     """
-    Return the weighted number of bytes of the targets' text: float64 ().
+    Return the weighted byte count for the targets' text: float64 ().
 
     targets, weights: (rows, length); bytes_by_id: float64 (vocab_size,).
     """
@@ -110,7 +109,7 @@ def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tenso
 
 @runtime_checkable
 class ReadsLeaves(Protocol):
-    """A component class that reads leaves of batches by name."""
+    """A component class that reads batch leaves by name."""
 
     batch_leaves: ClassVar[tuple[str, ...]]
 
@@ -118,14 +117,14 @@ class ReadsLeaves(Protocol):
 @runtime_checkable
 class WritesBatches(Protocol):
     """
-    A component class that makes batches; `batch_type` is None if another component makes them, such as a collator.
+    A component class that makes batches; `batch_type` is None if another component does, such as a collator.
     """
 
     batch_type: ClassVar[type[Batch] | None]
 
 
 def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
-    """Yield the reachable nodes that make batches, with their batch classes."""
+    """Yield the reachable nodes with a batch class, and their batch classes."""
     for reached in node.reachable():
         component = reached.component
         if isinstance(component, WritesBatches) and component.batch_type is not None:
@@ -134,7 +133,7 @@ def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
 
 @port
 class PackedDataset(Protocol):
-    """Rows of equal sequence length, with random access; rows of pairs of documents are also `PairedDocuments`."""
+    """Rows with one sequence length and random access; rows of document pairs are also `PairedDocuments`."""
 
     @property
     def batch_type(self) -> type[Batch] | None:
@@ -147,12 +146,12 @@ class PackedDataset(Protocol):
         ...
 
     def count(self, split: Split) -> int:
-        """Return the number of rows of a split."""
+        """Return a split's row count."""
         ...
 
     def fill_rate(self, split: Split) -> float:
         """
-        Return the fraction of a split's positions with tokens of documents instead of padding; 1 if there are no rows.
+        Return the fraction of a split's positions that are not padding; 1 without rows.
         """
         ...
 
@@ -164,44 +163,44 @@ class PackedDataset(Protocol):
 @runtime_checkable
 class PairedDocuments(Protocol):
     """
-    A corpus of pairs of documents, rows that keep pairs together, or a loss that compares the documents of pairs.
+    A corpus with document pairs, rows that keep pairs together, or a loss that compares a pair's documents.
 
-    `check` rejects rows of pairs with another loss, and a loss of pairs with other rows.
+    `check` rejects rows of pairs with another loss, and a pair loss with other rows.
     """
 
     pairs: ClassVar[bool]
 
 
 def has_pairs(component: object) -> bool:
-    """Return whether a component, which is an object or a class, has or compares pairs of documents."""
+    """Return whether a component, an object or a class, has or compares document pairs."""
     return isinstance(component, PairedDocuments) and component.pairs
 
 
 @runtime_checkable
 class RowsOfTokens(Protocol):
-    """Rows of documents of tokens."""
+    """Rows with token documents."""
 
     @property
     def tokens(self) -> TokenCorpus:
-        """The corpus of the documents."""
+        """The documents' corpus."""
         ...
 
 
 @runtime_checkable
 class TracedRows(Protocol):
-    """Rows that know the sources of their documents."""
+    """Rows with known document sources."""
 
     def sources(self, split: Split, row: int) -> Sequence[str]:
-        """Return the source of each document of a row, in order: a file and a position, for messages."""
+        """Return the sources of a row's documents, in order: a file and a position, for messages."""
         ...
 
 
 @attrs.frozen
 class RowSource:
     """
-    Training rows of one source of a mixture: `rows` rows from row `first` on, with `tokens` tokens.
+    Training rows from one source in a mixture: `rows` rows from row `first` on, with `tokens` tokens.
 
-    `weight` is the source's share of the trained tokens, relative to the weights of other sources.
+    `weight` is the source's share of the trained tokens, relative to other sources' weights.
     """
 
     name: str
@@ -217,21 +216,21 @@ class MeasuredRows(PackedDataset, Protocol):
     """Rows with known sources and token counts."""
 
     def row_sources(self, split: Split) -> Sequence[RowSource]:
-        """Return the sources of a split in the order of their rows; every row belongs to a source."""
+        """Return a split's sources in row order; every row belongs to a source."""
         ...
 
     def row_tokens(self, split: Split) -> np.ndarray:
-        """Return the number of tokens in each row, without padding: int64 (rows,)."""
+        """Return token counts by row, without padding: int64 (rows,)."""
         ...
 
 
 @port
 class RowOrder(Protocol):
-    """Order of a source's rows in an epoch, which depends only on the seed, the source and the epoch."""
+    """Order of a source's rows in an epoch, determined by the seed, the source and the epoch."""
 
-    def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
+    def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         """
-        Return the rows at some positions of an epoch, both from 0 to below `source.rows`: int64 (places,).
+        Return the rows at positions in an epoch, both from 0 to below `source.rows`: int64 (positions,).
 
         All positions together visit every row once.
         """
@@ -250,11 +249,11 @@ with IGNORE_INDEX for tokens that are not trained, and `weights`, the weights of
 
 @port
 class Examples(Protocol):
-    """A user's data set: examples of each split, equal on every rank and at every start."""
+    """A user's data set: examples by split, equal on every rank and at every start."""
 
     def examples(self, split: Split) -> Iterable[Example]:
         """
-        Return the examples of a split, as a list of dicts, as another sequence, or as an iterable.
+        Return a split's examples as a list of dicts, as another sequence, or as an iterable.
 
         A sequence is read when a row is needed, also by worker processes, to which it is pickled. Any other iterable is
         read into a list at once.
@@ -264,7 +263,7 @@ class Examples(Protocol):
 
 @port
 class Collator(Protocol):
-    """A converter of examples to rows, one row for each example."""
+    """A converter from examples to rows, one row per example."""
 
     @property
     def batch_type(self) -> type[Batch]:
@@ -272,11 +271,11 @@ class Collator(Protocol):
         ...
 
     def count(self, example: Example) -> int:
-        """Return the number of tokens of an example; its row is at least as long."""
+        """Return an example's token count; its row is at least as long."""
         ...
 
     def collate(self, examples: Sequence[Example], length: int) -> Batch:
-        """Return the rows of examples with at most `length` tokens; tensors of tokens are (examples, length)."""
+        """Return rows for examples with at most `length` tokens; token tensors are (examples, length)."""
         ...
 
 
@@ -285,13 +284,13 @@ class TrainingData(Protocol):
     """This rank's microbatches, step by step."""
 
     def next_step(self) -> list[Batch]:
-        """Return this data-parallel rank's microbatches of the next step."""
+        """Return this data-parallel rank's microbatches for the next step."""
         ...
 
 
 @port
 class MovableData(TrainingData, Protocol):
-    """Training data with an adjustable position in an endless order of rows."""
+    """Training data with an adjustable position in an endless row order."""
 
     @property
     def position(self) -> int:
@@ -305,19 +304,19 @@ class MovableData(TrainingData, Protocol):
 
 @port
 class SourceProgress(Protocol):
-    """The progress of training in each source of a mixture."""
+    """Training progress by source in a mixture."""
 
     def tokens_by_source(self, step: int) -> Mapping[str, float]:
-        """Return the tokens of each source in all steps up to and including `step`, without padding."""
+        """Return token counts by source in all steps up to and including `step`, without padding."""
         ...
 
 
 @port
 class ValidationData(Protocol):
-    """A fixed set of validation rows, always in the same order."""
+    """Fixed validation rows, always in the same order."""
 
     def row_counts(self) -> tuple[int, int]:
-        """Return the number of rows that all ranks evaluate together, and the number of rows they are chosen from."""
+        """Return how many rows all ranks evaluate together, and how many rows there are to choose from."""
         ...
 
     def batches(self) -> Iterator[Batch]:

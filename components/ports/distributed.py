@@ -1,4 +1,4 @@
-"""Ports of process groups, the device mesh, the device, and dtypes."""
+"""Ports for process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -16,9 +16,9 @@ DIMENSIONS = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 @attrs.frozen
 class PerDimension:
     """
-    A number for each mesh dimension.
+    One number per mesh dimension.
 
-    The ranks of a pipeline stage also form the expert dimensions expert_replicate x expert_shard x expert.
+    A pipeline stage's ranks also form the expert dimensions expert_replicate x expert_shard x expert.
     """
 
     pipeline: int = 1
@@ -36,70 +36,70 @@ class PerDimension:
 
     @classmethod
     def of_first_rank(cls) -> "PerDimension":
-        """Return the indices of the first rank: 0 along every dimension."""
+        """Return the first rank's indices: 0 along every dimension."""
         return cls(**dict.fromkeys(attrs.fields_dict(cls), 0))
 
     def settings(self) -> dict[str, int]:
-        """Return the numbers by the names of a mesh's settings."""
+        """Return the numbers by the mesh's setting names."""
         return {**self.dense(), "expert": self.expert}
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
-        """Return the sizes in a mesh's settings; "auto" and omitted sizes count as 1, the smallest possible size."""
+        """Return the sizes in a mesh's settings; "auto" and omitted sizes count as 1, the smallest size."""
         names = (*DIMENSIONS, "expert")
         return cls(**{name: size for name in names if isinstance(size := settings.get(name), int)})
 
 
 class Group(Protocol):
-    """A process group. In a group of one rank, collectives cost nothing."""
+    """Process group. With one rank, collectives cost nothing."""
 
     @property
     def rank(self) -> int:
-        """The index of this rank in the group, from 0."""
+        """This rank's index in the group, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """The number of ranks in the group."""
+        """Rank count."""
         ...
 
     def sum(self, tensor: Tensor) -> None:
-        """All-reduce a tensor of any shape, in place, to the sum over the ranks."""
+        """All-reduce a tensor, in place and with any shape, to the sum over ranks."""
         ...
 
     def start_sum(self, tensor: Tensor) -> "Pending":
         """
-        Start `sum` of a contiguous tensor, of any shape and on the device of the ranks.
+        Start `sum` for a contiguous tensor with any shape, on the ranks' device.
 
         The tensor must not be used until the sum is completed.
         """
         ...
 
     def max(self, tensor: Tensor) -> None:
-        """All-reduce a tensor of any shape, in place, to the maximum over the ranks."""
+        """All-reduce a tensor, in place and with any shape, to the maximum over ranks."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """
-        Copy the tensor of rank `source` of the group into the tensors of all other ranks, of the same shape and dtype.
+        Copy the tensor on the group's rank `source` into all other ranks' tensors; shapes and dtypes are equal.
         """
         ...
 
     def gather_json(self, value: Any) -> list[Any]:
-        """All-gather a JSON value and return the values of all ranks in rank order."""
+        """All-gather a JSON value, and return all values in rank order."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather tensors of one shape (...) and dtype: (size, ...), in rank order."""
+        """All-gather tensors with one shape (...) and dtype: (size, ...), in rank order."""
         ...
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """All-gather tensors of one dtype and number of dimensions, with different shapes (...), in rank order."""
+        """All-gather tensors with one dtype and dimension count, but different shapes (...), in rank order."""
         ...
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """
-        Return this rank's part (...) of the sum of `parts` over ranks. parts: (size, ...), one part for each rank.
+        Sum `parts`, (size, ...), over ranks, and return this rank's part (...).
         """
         ...
 
@@ -121,11 +121,11 @@ class Group(Protocol):
 
 
 class SymmetricMemory(Protocol):
-    """Memory of equal size on each rank of a group, which all ranks of the group can read and write."""
+    """Equally large memory on every rank, readable and writable by the whole group."""
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """The memory of each rank, in rank order: uint8 (bytes,) of equal size; this rank's memory is local."""
+        """Memory by rank, in rank order: uint8 (bytes,) with equal sizes; this rank's memory is local."""
         ...
 
     def barrier(self) -> None:
@@ -151,24 +151,24 @@ class Pending(Protocol):
 
 class P2PChannel(Protocol):
     """
-    Point-to-point channel with a peer, with two independent directions: sends never wait for receives.
+    Point-to-point channel to a peer, with two independent directions: sends never wait for receives.
 
-    Tensors of a direction arrive in the order of the sends. They are contiguous, have the shape and dtype of the
-    receiver's tensor, and must not be changed until the transfer is completed.
+    Tensors arrive in the order sent. They are contiguous, match the shape and dtype on the receiving side, and must not
+    be changed until the transfer is completed.
     """
 
     def send(self, tensor: Tensor) -> Pending:
-        """Start to send a contiguous tensor of any shape and dtype."""
+        """Start to send a contiguous tensor, any shape and dtype."""
         ...
 
     def receive(self, tensor: Tensor) -> Pending:
-        """Start to receive into a contiguous tensor of any shape and dtype."""
+        """Start to receive into a contiguous tensor, any shape and dtype."""
         ...
 
 
 @port
 class Processes(Protocol):
-    """The processes of a launch, seen from this process."""
+    """A launch's processes, seen from this process."""
 
     @property
     def rank(self) -> int:
@@ -177,7 +177,7 @@ class Processes(Protocol):
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the launch."""
+        """Process count."""
         ...
 
     @property
@@ -187,22 +187,22 @@ class Processes(Protocol):
 
     @property
     def local_world_size(self) -> int:
-        """The number of processes on this machine."""
+        """Process count on this machine."""
         ...
 
     @property
     def node_rank(self) -> int:
-        """The index of this machine in the launch, from 0."""
+        """This machine's index in the launch, from 0."""
         ...
 
     @property
     def node_count(self) -> int:
-        """The number of machines of the launch."""
+        """Machine count."""
         ...
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
         """
-        Make a process group for each set of ranks and return the group of this process.
+        Make one process group per set of ranks, and return this process's group.
 
         The sets are disjoint and contain every rank. All processes make the same groups in the same order.
         """
@@ -210,7 +210,7 @@ class Processes(Protocol):
 
     def channel(self, name: str, first: int, second: int) -> P2PChannel:
         """
-        Return the channel with this name between this rank and another, connected at the first call.
+        Return the named channel between this rank and another, connected at the first call.
 
         `first` and `second` are the two ranks. Both call this with the same arguments; ranks that make several channels
         follow one order, or they deadlock.
@@ -219,7 +219,7 @@ class Processes(Protocol):
 
     def control_group(self, name: str) -> Group:
         """
-        Make a separate CPU group of all processes, which a background thread may use during other collectives.
+        Make a separate CPU group with all processes, for a background thread during other collectives.
 
         The group has no timeout. All processes make the same groups in the same order.
         """
@@ -228,14 +228,14 @@ class Processes(Protocol):
 
 @port
 class Timed(Protocol):
-    """Timeouts of collectives, and diagnosis of hangs and failures."""
+    """Timeouts for collectives, and diagnosis of hangs and failures."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of collectives and transfers, for existing and future groups."""
+        """Set the timeout for collectives and transfers, in existing and future groups."""
         ...
 
     def set_location(self, location: str) -> None:
-        """Set this rank's step and phase, which messages about hangs and failures name."""
+        """Set this rank's step and phase for messages about hangs and failures."""
         ...
 
     def diagnose(self) -> str:
@@ -243,13 +243,13 @@ class Timed(Protocol):
         ...
 
     def fail(self, text: str) -> None:
-        """Report a failure of this rank and end all ranks."""
+        """Report a failure on this rank, and end all ranks."""
         ...
 
 
 @port
 class Mesh(Protocol):
-    """Device mesh: the ranks of a run, arranged in named dimensions."""
+    """Device mesh: all ranks, arranged in named dimensions."""
 
     @property
     def world(self) -> Group:
@@ -258,12 +258,12 @@ class Mesh(Protocol):
 
     @property
     def replicas(self) -> Group:
-        """The ranks with the same parameters as this rank and other data: the replicas of DDP."""
+        """The ranks with the same parameters as this rank and other data: DDP's replicas."""
         ...
 
     def group(self, *dimensions: str) -> Group:
         """
-        Return the ranks that differ from this rank only in their indices along `dimensions`, in the order of all ranks.
+        Return the ranks that differ from this rank only along `dimensions`, in ascending order.
 
         The first call makes the group. All its ranks request their groups in the same order.
         """
@@ -271,29 +271,29 @@ class Mesh(Protocol):
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """
-        Return torch's DeviceMesh with a dimension for each argument; its ranks are `group(*names)` of the argument's
+        Return torch's DeviceMesh with one dimension per argument: the ranks in `group(*names)` for the argument's
         names.
         """
         ...
 
     @property
     def sizes(self) -> PerDimension:
-        """The number of ranks along each dimension."""
+        """Rank counts by dimension."""
         ...
 
     @property
     def indices(self) -> PerDimension:
-        """The index of this rank along each dimension."""
+        """This rank's index by dimension."""
         ...
 
     @property
     def pipeline_group(self) -> Group:
-        """The ranks with the other layers of this rank's copy of the model."""
+        """The ranks with the other layers in this rank's model copy (pipeline parallelism)."""
         ...
 
     @property
     def context_group(self) -> Group:
-        """The ranks with other tokens of the same rows (context parallelism)."""
+        """The ranks with other tokens from the same rows (context parallelism)."""
         ...
 
     @property
@@ -303,7 +303,7 @@ class Mesh(Protocol):
 
     @property
     def expert_group(self) -> Group:
-        """The ranks with other experts of the same layers (expert parallelism)."""
+        """The ranks with other experts from the same layers (expert parallelism)."""
         ...
 
     @property
@@ -313,12 +313,12 @@ class Mesh(Protocol):
 
     @property
     def shard_group(self) -> Group:
-        """The ranks over which FSDP shards parameters; each gathers all parameters and computes on its own tokens."""
+        """The ranks over which FSDP (ZeRO) shards parameters; every rank gathers all parameters for its own tokens."""
         ...
 
     @property
     def model_group(self) -> Group:
-        """The ranks that together have one copy of the model."""
+        """The ranks that together have one model copy."""
         ...
 
     @property
@@ -328,7 +328,7 @@ class Mesh(Protocol):
 
     @property
     def data_tensor_group(self) -> Group:
-        """The ranks with the same layers: `data_group`, with the `tensor_group` of each of its ranks."""
+        """The ranks with the same layers: `data_group`, joined with its ranks' `tensor_group`."""
         ...
 
 
@@ -346,16 +346,16 @@ class Neighbours(Protocol):
 
 @port
 class Device(Protocol):
-    """The device of this rank's tensors, and the backend of its collectives."""
+    """Device for this rank's tensors, and backend for its collectives."""
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """This rank's device."""
         ...
 
     @property
     def backend(self) -> str:
-        """The backend of torch.distributed: `gloo` or `nccl`."""
+        """Backend for torch.distributed: `gloo` or `nccl`."""
         ...
 
     def memory(self) -> int:
@@ -373,27 +373,27 @@ class Precision(Protocol):
 
     @property
     def parameter(self) -> torch.dtype:
-        """Dtype of parameters in the optimizer and in checkpoints: the master weights, if `compute` is narrower."""
+        """Dtype for parameters in the optimizer and in checkpoints: the master weights, if `compute` is narrower."""
         ...
 
     @property
     def compute(self) -> torch.dtype:
-        """Dtype of activations, and of the copies of parameters that layers multiply with."""
+        """Dtype for activations, and for the parameter copies that layers multiply with."""
         ...
 
     @property
     def gradient(self) -> torch.dtype:
-        """Dtype of gradients, which are summed over the microbatches of a step (gradient accumulation)."""
+        """Dtype for gradients, which are summed over a step's microbatches (gradient accumulation)."""
         ...
 
     @property
     def reduce(self) -> torch.dtype:
-        """Smallest dtype of sums over ranks: wider numbers keep their own dtype."""
+        """Smallest dtype for sums over ranks: wider numbers keep their own dtype."""
         ...
 
     @property
     def uncast(self) -> Sequence[str]:
-        """Patterns (fnmatch) of the names of parameters that layers use in the parameter dtype."""
+        """Name patterns (fnmatch) for parameters that layers use in the parameter dtype."""
         ...
 
     @property
@@ -409,12 +409,12 @@ class Precision(Protocol):
 
 @port
 class Reduce(Protocol):
-    """Reductions over the ranks with different parameters, for example of a squared norm."""
+    """Reductions over ranks with different parameters, for example for a squared norm."""
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks of a float64 tensor of any shape, as a new tensor."""
+        """Sum a float64 tensor over ranks, any shape, into a new tensor."""
         ...
 
     def largest(self, value: Tensor) -> Tensor:
-        """Return the maximum over ranks of a float64 tensor of any shape, as a new tensor."""
+        """Reduce a float64 tensor to its maximum over ranks, any shape, in a new tensor."""
         ...

@@ -1,4 +1,4 @@
-"""Ports of mixture-of-experts models: operations, token dispatch and routers."""
+"""Ports for mixture-of-experts models: operations, token dispatch and routers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -13,16 +13,16 @@ from drawloom.graph import port
 @port
 class ExpertKernels(Kernels, Protocol):
     """
-    Operations of a model with experts (MoE).
+    Operations for models with experts (MoE).
 
-    Rows are copies of tokens, one for each choice of an expert, sorted by expert. `routes` are three tensors: the row
-    of each choice, int32 (tokens, top_k); the choice of each row, int32 (tokens * top_k,); and the end of each expert's
-    rows, int32 (experts,). Dropped choices have no row, and the contents of rows past the last end are undefined. The
-    second tensor may be cut off past the last end; its length is the number of rows that operations return.
+    Rows are token copies, one per expert choice, sorted by expert. `routes` are three tensors: rows by choice, int32
+    (tokens, top_k); choices by row, int32 (tokens * top_k,); and row ends by expert, int32 (experts,). Dropped choices
+    have no row, and rows past the last end have undefined contents. The second tensor may be cut off past the last
+    end; its length is the number of rows that operations return.
     """
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Apply `swiglu` to the two halves of (..., 2 * width); result (..., width)."""
+        """Apply `swiglu` to both halves of (..., 2 * width); result (..., width)."""
         ...
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +33,7 @@ class ExpertKernels(Kernels, Protocol):
         self, x: Tensor, probabilities: Tensor, routes: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """
-        Return rows (tokens * top_k, width) of x (tokens, width), and the probability of each from (tokens, top_k).
+        Copy x (tokens, width) to rows (tokens * top_k, width), and probabilities (tokens, top_k) to rows.
         """
         ...
 
@@ -45,12 +45,12 @@ class ExpertKernels(Kernels, Protocol):
 
     @property
     def moe_peers(self) -> "PeerExchange":
-        """Copies and sums of tokens in the memory of other ranks."""
+        """Token copies and sums in other ranks' memory."""
         ...
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """
-        Multiply each row of x (rows, inputs) by its expert's matrix of (experts, inputs, outputs), or its transpose.
+        Multiply rows x (rows, inputs) by their expert's matrix in (experts, inputs, outputs), or its transpose.
         """
         ...
 
@@ -61,15 +61,15 @@ Peers = tuple[Sequence[Tensor], Tensor]
 
 class PeerExchange(Protocol):
     """
-    Copies and sums of tokens in the memory of several ranks, without gradients.
+    Token copies and sums in several ranks' memory, without gradients.
 
-    All ranks have equally many slots for tokens. Tokens of all ranks are numbered by rank, then by slot.
+    All ranks have equally many token slots. Tokens are numbered by rank, then by slot.
     """
 
     def publish(self, given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
         """
         Write hidden states (tokens, width), and optionally scalars and choices (tokens, top_k), to this rank's slots,
-        (slots, ...) each; the choices of unused slots become -1.
+        (slots, ...); unused slots get choice -1.
         """
         ...
 
@@ -86,10 +86,10 @@ class PeerExchange(Protocol):
 
     def choices(self, chosen: Peers, first: int, experts: int) -> Tensor:
         """
-        Return the choices of `experts` experts from `first` on, renumbered from 0; others are -1: int32 (ranks * slots,
+        Return choices for `experts` experts from `first` on, renumbered from 0; others are -1: int32 (ranks * slots,
         top_k).
 
-        chosen: int32 (slots, top_k) of each rank, -1 in unused slots.
+        chosen: int32 (slots, top_k) on every rank, -1 in unused slots.
         """
         ...
 
@@ -97,10 +97,10 @@ class PeerExchange(Protocol):
         self, tokens: Peers, scalars: Peers | None, routes: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """
-        Return tokens (rows, width) and their scalars (rows,) at the rows of their choices.
+        Return tokens (rows, width) and their scalars (rows,) at their choices' rows.
 
-        tokens: (slots, width) of each rank; scalars: (slots, top_k) of each rank. `routes` determines the number of
-        rows; the contents of unused rows are undefined.
+        tokens: (slots, width) on every rank; scalars: (slots, top_k) on every rank. `routes` determines the row count;
+        unused rows have undefined contents.
         """
         ...
 
@@ -108,7 +108,7 @@ class PeerExchange(Protocol):
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """
-        Write the sum of each token's rows (rows, width) to sums (tokens, width), and the scalar (rows,) of each choice
+        Sum rows (rows, width) by token into sums (tokens, width), and write scalars (rows,) by choice
         to by_choice (tokens, top_k). dest_row: int32 (tokens, top_k).
         """
         ...
@@ -117,11 +117,11 @@ class PeerExchange(Protocol):
         self, staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
         """
-        Return the sum of this rank's tokens over the ranks of their experts, (tokens, width), and the scalar of each
+        Sum this rank's tokens over their experts' ranks, (tokens, width), and return the sums and the scalars by
         choice, (tokens, top_k).
 
-        staged: (ranks * slots, width) of each rank, in which this rank's tokens start at row `first`; by_choice: (ranks
-        * slots, top_k) of each rank; chosen: integers (tokens, top_k), -1 for dropped choices. Each rank has `experts`
+        staged: (ranks * slots, width) on every rank, with this rank's tokens from row `first` on; by_choice: (ranks *
+        slots, top_k) on every rank; chosen: integers (tokens, top_k), -1 for dropped choices. Every rank has `experts`
         experts.
         """
         ...
@@ -129,11 +129,11 @@ class PeerExchange(Protocol):
 
 class Dispatched(NamedTuple):
     """
-    Copies of tokens on the rank of their experts: `rows` (rows, width), sorted by expert, `scale` (rows,), the
-    probability of each, and `ends`, int32 (experts of this rank,), the end of each expert's rows.
+    Token copies on their experts' rank: `rows` (rows, width), sorted by expert, their probabilities `scale` (rows,),
+    and row ends by expert, `ends`, int32 (this rank's experts,).
 
-    `combine` maps the experts' outputs for the rows, (rows, width), to sums (tokens, width) of this rank's tokens. The
-    contents of rows past the last end are undefined.
+    `combine` maps the experts' outputs for the rows, (rows, width), to sums (tokens, width) for this rank's tokens.
+    Rows past the last end have undefined contents.
     """
 
     rows: Tensor
@@ -144,11 +144,11 @@ class Dispatched(NamedTuple):
 
 @port
 class Dispatcher(Protocol):
-    """Dispatcher of tokens to their chosen experts and back; differentiable in both directions."""
+    """Dispatcher from tokens to their chosen experts and back, differentiable in both directions."""
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
-        Return a row for each choice, by any rank's token, of an expert of this rank.
+        Return one row per choice that any rank's token makes among this rank's experts.
 
         hidden: (tokens, width); chosen: integers (tokens, choices) from 0 to num_experts - 1, or -1 for a dropped
         choice; probabilities: (tokens, choices), at least float32. If several ranks share the experts, all of them call
@@ -181,8 +181,8 @@ class ExpertRouter(Protocol):
     """
     A module that assigns tokens to experts.
 
-    `e_score_correction_bias`, a persistent buffer, float32 (num_experts,), is added to the scores when experts are
-    chosen; None if the model has no such bias.
+    `e_score_correction_bias`, a persistent buffer, float32 (num_experts,), is added to the scores for the choice of
+    experts; None without such a bias.
     """
 
     num_experts: int
@@ -193,15 +193,15 @@ class ExpertRouter(Protocol):
         ...
 
     def observe(self, observer: ObserveRouting) -> None:
-        """Call `observer` once for each microbatch in training's forward passes from now on."""
+        """Call `observer` once per microbatch in training's forward passes from now on."""
         ...
 
     def ignore(self, observer: ObserveRouting) -> None:
-        """Stop the calls of `observer`."""
+        """Stop calling `observer`."""
         ...
 
 
 def routers_of(stages: Stages) -> dict[str, ExpertRouter]:
-    """Return the routers of this rank's stages by name."""
+    """Return the routers in this rank's stages by name."""
     named_modules = (item for stage in stages.local for item in stage.module.named_modules())
     return {name: module for name, module in named_modules if isinstance(module, ExpertRouter)}

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, and the ports of components that count them."""
+"""Floating-point operations (FLOPs) of a model, and ports for components that count them."""
 
 from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
@@ -13,11 +13,11 @@ from drawloom.graph import port
 @attrs.frozen
 class ForwardFlops:
     """
-    Floating-point operations of matrix products in a forward pass; a multiply-add counts as two.
+    Floating-point operations for matrix products in a forward pass; a multiply-add counts as two.
 
     `by_parameter` has the operations for one token by parameter; for experts, only those that the token visits.
-    `per_pair` has the operations of attention for a query and a visible key, by the window of layers; the key None is
-    for layers without a window.
+    `per_pair` has the attention operations per query and visible key, by layer window; the key None is for layers
+    without a window.
     """
 
     by_parameter: Mapping[str, float]
@@ -25,10 +25,10 @@ class ForwardFlops:
 
     def of_training(self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()) -> float:
         """
-        Return the operations of a forward and a backward pass over `tokens` tokens and `pairs` attended pairs by
+        Return the operations in a forward and a backward pass over `tokens` tokens and `pairs` attended pairs by
         window.
 
-        A backward pass has two products for each product of the forward pass, or one if the parameter is frozen.
+        A backward pass has two products per forward product, or one if the parameter is frozen.
         Activation checkpointing's recomputation does not count (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311,
         appendix B).
         """
@@ -41,7 +41,7 @@ class CountsFlops(Protocol):
     """A model that counts its floating-point operations."""
 
     def forward_flops(self) -> ForwardFlops:
-        """Return the operations of a forward pass of the whole model, including its head."""
+        """Return the operations in the whole model's forward pass, including its head."""
         ...
 
 
@@ -50,15 +50,15 @@ class UpdateFlops(Protocol):
     """An optimizer with matrix products in its update."""
 
     def update_flops(self) -> float:
-        """Return the floating-point operations of an update on this rank, in bfloat16; works before `open`."""
+        """Return the floating-point operations per update on this rank, in bfloat16; works before `open`."""
         ...
 
 
-def attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
+def count_attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
     """
-    Count the query-key pairs of causal attention inside documents, with at most `window` keys for a query.
+    Count query-key pairs in causal attention inside documents, with at most `window` keys per query.
 
-    document_ids: int64 (rows, length); the tokens of a document are consecutive.
+    document_ids: int64 (rows, length); a document's tokens are consecutive.
     """
     length = document_ids.shape[1]
     positions = torch.arange(length).expand_as(document_ids)

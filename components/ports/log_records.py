@@ -1,4 +1,4 @@
-"""Marks of log records, by which a listener recognizes the records of other components."""
+"""Marks on log records, by which listeners recognize other components' records."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Kinds of memory, and the port of nodes that occupy it from step to step."""
+"""Memory kinds, and the port for nodes that occupy memory from step to step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol, get_args
@@ -28,7 +28,7 @@ class MemoryUser(Protocol):
 
 
 def memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
-    """Sum the bytes of all users by kind, without empty kinds; with a peak, `workspace` is the remainder."""
+    """Sum all users' bytes by kind, without empty kinds; with a peak, `workspace` is the remainder."""
     bytes_by_user = [user.memory_bytes() for user in users]
     totals = {kind: sum(by_kind.get(kind, 0) for by_kind in bytes_by_user) for kind in MEMORY_KINDS}
     if peak is not None:

@@ -1,4 +1,4 @@
-"""Ports of models, which build modules, and of the heads and kernels that modules compute with."""
+"""Ports for models, which build modules, and for the heads and kernels inside modules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,11 +12,12 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 
 @attrs.frozen
 class LayerRange:
-    """Span of a model on one stage: layers `first` to before `last`, with or without the embedding and the head."""
+    """Span of a model for one stage: layers `first` to before `last`, with or without the embedding and the head."""
 
     first: int
     last: int
@@ -25,11 +26,11 @@ class LayerRange:
 
 
 class RowPart(Protocol):
-    """This rank's tokens of each row, if several ranks share the rows (context parallelism)."""
+    """This rank's tokens in every row, if several ranks share the rows (context parallelism)."""
 
     @property
     def places(self) -> Tensor:
-        """The indices of this rank's tokens in the row, int64 (tokens,), ascending."""
+        """Indices of this rank's tokens in a row, int64 (tokens,), ascending."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
@@ -40,13 +41,13 @@ class RowPart(Protocol):
 @attrs.frozen
 class HiddenStates:
     """
-    Request for hidden states of inner layers, beside the last hidden states.
+    Request for hidden states from inner layers, beside the last hidden states.
 
-    `layers` are numbered as in transformers: 0 is the output of the embedding, n the output of layer n, and the output
-    of the last layer is normed. Without `documents` the hidden states of all tokens are returned, (rows, length,
-    hidden_size). With `documents`, means over the tokens of documents 0 to documents - 1 of each row are returned:
-    float32 (rows, documents, hidden_size), zeros for a document without tokens. `TokenContext.mean_weights` may mask or
-    weight tokens in these means.
+    `layers` are numbered as in transformers: 0 is the embedding's output, n layer n's output, and the last layer's
+    output is normed. Without `documents`, all tokens' hidden states are returned, (rows, length, hidden_size). With
+    `documents`, means over the tokens in every row's documents 0 to documents - 1 are returned: float32 (rows,
+    documents, hidden_size), zeros for a document without tokens. `TokenContext.mean_weights` may mask or weight tokens
+    in these means.
     """
 
     layers: tuple[int, ...]
@@ -56,13 +57,13 @@ class HiddenStates:
 @attrs.frozen(kw_only=True)
 class BatchContext:
     """
-    Context of a microbatch that every stage of a pipeline gets beside its inputs; a user's model may extend it.
+    Microbatch context for every pipeline stage, beside its inputs; a user's model may extend it.
 
-    `weights`, float32, (rows,) or (rows, length) as in the batch, weights each row or token in losses inside of the
-    model, such as a router's; None disables these losses, as in inference. `part` selects this rank's tokens of longer
-    rows. `whole_rows` is True if each row is known to be one document that is completely on this rank. With a `cache`,
-    the tokens follow the cached tokens. With `hidden_states`, each stage returns a pair: its hidden states, and a dict
-    of the requested hidden states of all layers so far.
+    `weights`, float32, (rows,) or (rows, length) as in the batch, weights rows or tokens in losses inside the model,
+    such as a router's; None disables these losses, as in inference. `part` selects this rank's tokens from longer
+    rows. `whole_rows` is True if every row is known to be one document, completely on this rank. With a `cache`, the
+    tokens follow the cached tokens. With `hidden_states`, stages return a pair: their hidden states, and a dict with
+    the requested hidden states from all layers so far.
     """
 
     weights: Tensor | None = None
@@ -75,9 +76,9 @@ class BatchContext:
 @attrs.frozen
 class TokenContext(BatchContext):
     """
-    Context of a decoder's microbatch: positions and document ids, int64 (rows, length).
+    Context for a decoder's microbatch: positions and document ids, int64 (rows, length).
 
-    `mean_weights`, non-negative, bool or floating (rows, length), weights each token in means of hidden states;
+    `mean_weights`, non-negative, bool or floating (rows, length), weights tokens in means over hidden states;
     default: 1.
     """
 
@@ -89,7 +90,7 @@ class TokenContext(BatchContext):
 
 @attrs.frozen
 class VocabularyPart:
-    """This rank's rows of the output weight, from row `first` on; the ranks of `group` together have all rows."""
+    """This rank's rows in the output weight, from row `first` on; the ranks in `group` together have all rows."""
 
     first: int
     group: Group
@@ -97,28 +98,28 @@ class VocabularyPart:
 
 class Head(Protocol):
     """
-    The end of a model, from hidden states to the vocabulary, which a loss calls inside of the last stage's forward.
+    Model head, from hidden states to the vocabulary; losses call it inside the last stage's forward.
 
     A loss does not see the head's weights, which may be tied, have a bias, be capped or be split over ranks.
     """
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """
-        Return the cross entropy of each token, in nats, and the log-sum-exp of its logits, without storing all logits.
+        Compute cross entropies by token, in nats, and the log-sum-exp over logits, without storing all logits.
 
-        hidden: (rows, length, hidden_size); targets: int64 (rows, length); weights: float32 (rows, length), factors of
-        the losses. Both results are (rows, length), at least float32, and differentiable in hidden and in the head's
+        hidden: (rows, length, hidden_size); targets: int64 (rows, length); weights: float32 (rows, length), loss
+        factors. Both results are (rows, length), at least float32, and differentiable in hidden and in the head's
         parameters. The loss is 0 if the target is IGNORE_INDEX; the log-sum-exp is computed for all tokens.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size), in the parameters' dtype, of hidden states (..., hidden_size)."""
+        """Return logits (..., vocab_size), in the parameters' dtype, for hidden states (..., hidden_size)."""
         ...
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
         """
-        Return the mean of each token's logits over the vocabulary: (...), at least float32; hidden (..., hidden_size).
+        Average logits over the vocabulary by token: (...), at least float32; hidden (..., hidden_size).
         """
         ...
 
@@ -126,10 +127,10 @@ class Head(Protocol):
         self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
     ) -> Tensor:
         """
-        Apply `function` to the logits of hidden (rows, length, hidden_size), chunk by chunk; return (rows, length).
+        Apply `function` to the logits for hidden (rows, length, hidden_size), chunk by chunk; return (rows, length).
 
-        `function(logits, *parts)` gets logits (tokens, vocab_size) and the same tokens of each of `tensors`, (rows,
-        length, ...), and returns one number for each token. A chunk's float32 logits take at most `max_bytes`, except
+        `function(logits, *parts)` gets logits (tokens, vocab_size) and the same tokens from all `tensors`, (rows,
+        length, ...), and returns one number per token. A chunk's float32 logits take at most `max_bytes`, except
         for a single token. The backward pass recomputes logits, so that they never exist all at once.
         """
         ...
@@ -145,10 +146,10 @@ With `BatchContext.hidden_states` the first argument is a pair.
 
 
 class HeadLayer:
-    """A layer that can be the head of a model, or be tied to it."""
+    """A layer that can be a model's head, or be tied to it."""
 
     def head(self) -> Head:
-        """Return a new head for each forward pass, because wrappers may replace weights."""
+        """Return a new head for every forward pass, because wrappers may replace weights."""
         raise NotImplementedError
 
     def finish(self, hidden: Any, finish: Finish) -> Any:
@@ -167,27 +168,26 @@ class LinearLayer:
 @port
 class Model(Protocol):
     """
-    Builder of a model's modules, which owns none of them.
+    Builder for a model's modules; it does not own them.
 
-    A module's `forward(inputs, shared, finish=None)` gets the loss's inputs of a batch on the first stage (token ids
+    A module's `forward(inputs, shared, finish=None)` gets the loss's inputs for a batch on the first stage (token ids
     (rows, length) for a decoder) and hidden states on the others. It returns hidden states, (rows, length, hidden_size)
-    for a decoder. On a span with the head these are the last hidden states, normed as logits need them; with `finish`
-    the module returns `finish(hidden, head)` instead. Computation with the head's weights is then inside of this
-    forward, as hooks and activation checkpointing require. The type of the head is an agreement between the module and
-    the loss.
+    for a decoder. On a span with the head, it returns the last hidden states, normed for the head; with `finish`, it
+    returns `finish(hidden, head)` instead. Computation with the head's weights is then inside this forward, as hooks
+    and activation checkpointing require. The module and the loss agree on the head's type.
 
-    Parameter names contain global layer numbers, so that they are equal for every partition into stages; none begins
-    with `loss.`.
+    Parameter names contain global layer numbers, so they are equal for every partition into stages; none begins with
+    `loss.`.
     """
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of layers, which are partitioned over stages."""
+        """Number of layers, which are partitioned over stages."""
         ...
 
     def build(self, span: LayerRange) -> nn.Module:
         """
-        Return the module of a span, with parameters on torch's default device; stages build it on the meta device.
+        Return a span's module, with parameters on torch's default device; stages build it on the meta device.
 
         A submodule that owns buffers fills them in `reset_parameters()`, because they have no values on the meta
         device.
@@ -196,17 +196,17 @@ class Model(Protocol):
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """
-        Return the layers of a module that `build` made, in the order of their use.
+        Return the layers in a module from `build`, in the order of use.
 
-        Each layer is a unit of blockwise work, such as gathering sharded parameters (FSDP) or activation checkpointing.
+        Layers are units for blockwise work, such as gathering sharded parameters (FSDP) or activation checkpointing.
         """
         ...
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         """
-        Fill a parameter of any shape, or the slice `part_of` of a parameter, in place with its initial values.
+        Fill a parameter, or the slice `part_of` of a parameter, in place with its initial values.
 
-        An element depends only on the seed, the parameter's name and the element's index; it has the same bits on every
+        An element depends only on the seed, the parameter's name and the element's index, and is bitwise equal on every
         device and for every slice.
         """
         ...
@@ -215,20 +215,20 @@ class Model(Protocol):
 @port
 @runtime_checkable
 class LanguageModel(Model, Protocol):
-    """Builder of a decoder that has an equivalent in Hugging Face's libraries."""
+    """Builder for a decoder with an equivalent in Hugging Face's libraries."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the embedding."""
+        """Vocabulary size: the embedding's row count."""
         ...
 
     @property
     def longest_text(self) -> int | None:
-        """The maximum sequence length for which the model's positions are made; None if there is no limit."""
+        """Maximum sequence length for the model's positions; None without a limit."""
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the `config.json` of the same model."""
+        """Return the equivalent model's `config.json`."""
         ...
 
     def hugging_face_mapper(self) -> Mapper:
@@ -239,7 +239,7 @@ class LanguageModel(Model, Protocol):
 @runtime_checkable
 class ShapeKeepingModel(Protocol):
     """
-    A model with layers that all return hidden states of the shape and dtype of their inputs.
+    A model with layers that keep the shape and dtype of hidden states.
 
     The first layer then determines the tensors between stages, and no other layer has to run on the meta device.
     """
@@ -248,17 +248,17 @@ class ShapeKeepingModel(Protocol):
 
 
 def layers_keep_shapes(model: object) -> bool:
-    """Return whether all layers of a model return hidden states of the shape and dtype of their inputs."""
+    """Return whether all layers keep the shape and dtype of hidden states."""
     return isinstance(model, ShapeKeepingModel) and model.layers_keep_shapes
 
 
 @runtime_checkable
 class PretrainedModel(Protocol):
-    """A model that names its own initial weights."""
+    """A model with its own initial weights."""
 
     @property
     def initial_weights(self) -> Path | None:
-        """The folder of the initial weights, unless the recipe names another; None for random weights."""
+        """Folder with the initial weights, unless the recipe names another; None for random weights."""
         ...
 
 
@@ -268,7 +268,7 @@ class ExpertModel(Protocol):
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
-        """Return the number of experts of a layer by a node's settings; 0 if the model has no experts."""
+        """Return the expert count per layer from a node's settings; 0 for a model without experts."""
         ...
 
 
@@ -278,7 +278,7 @@ class TensorParallelModel(Protocol):
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Yield the reasons why `ranks` ranks along `tensor` can't share a node's model, as ends of a sentence."""
+        """Yield reasons why `ranks` ranks along `tensor` can't share a node's model, as ends of a sentence."""
         ...
 
 
@@ -288,7 +288,7 @@ class ContextParallelModel(Protocol):
 
     @classmethod
     def context_faults(cls, node: Any) -> Iterator[str]:
-        """Yield the reasons why a node's model needs whole rows, as ends of a sentence."""
+        """Yield reasons why a node's model needs whole rows, as ends of a sentence."""
         ...
 
 
@@ -298,7 +298,7 @@ class KnownModule(Protocol):
 
     @classmethod
     def module_of(cls, node: Any) -> nn.Module | None:
-        """Return the whole model by a node's settings, on the meta device; None if the settings are invalid."""
+        """Return the whole model on the meta device, from a node's settings; None if the settings are invalid."""
         ...
 
 
@@ -318,7 +318,7 @@ class BufferOwner(Protocol):
 
 @port
 class Kernels(Protocol):
-    """Operations of a model; the recipe chooses an implementation of each."""
+    """Model operations; the recipe chooses their implementations."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -334,27 +334,46 @@ class Kernels(Protocol):
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Apply RMSNorm over the last dimension of (..., width)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return RMSNorm of x + residual, both (..., width), and the sum."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return silu(gate) * up, of any shape, with each vector multiplied by its scale, if any."""
+        """Return silu(gate) * up, any shape, with vectors multiplied by their scale, if any."""
         ...
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate (rows, length, heads, head_dim) by angles (rows, length, head_dim // 2), in the halves layout."""
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return gelu(gate) * up, of any shape, with the tanh approximation of GELU."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+        """
+        Rotate the first 2 * pairs channels of (rows, length, heads, head_dim) by angles (rows, length, pairs).
+
+        Channel i is paired with channel i + pairs, or, if `interleaved`, channel 2 i with 2 i + 1.
+        """
         ...
 
     def qk_norm_rope(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        zero_centered: bool = False,
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """
-        Apply RMSNorm by head, with weights (head_dim,), and then `rope` to queries and keys.
+        Apply `rms_norm` by head, with weights (head_dim,), and then `rope` to queries and keys.
 
         q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); the results have the same shapes.
         """
@@ -369,22 +388,31 @@ class Kernels(Protocol):
         whole_rows: bool = False,
     ) -> Any:
         """
-        Return the mask that `attention` takes; it is made once for all layers of a microbatch.
+        Return the mask for `attention`, made once for all layers in a microbatch.
 
-        documents: int64 (rows, length); a token sees itself and the earlier tokens with its number, with a window at
-        most `window` tokens including itself. With a `part`, `documents` are of this rank's tokens; the mask is for
-        queries of these tokens and keys of whole rows, which `attention` gathers. With a cache, each row is one
-        document, and its tokens also see the cached tokens; `attention` extends the cache. `whole_rows` is True if each
-        row is known to be one document.
+        documents: int64 (rows, length); a token sees itself and earlier tokens with its number, with a window at most
+        `window` tokens including itself. With a `part`, `documents` covers this rank's tokens; the mask is for their
+        queries and for whole rows' keys, which `attention` gathers. With a cache, every row is one document, and its
+        tokens also see the cached tokens; `attention` extends the cache. `whole_rows` is True if every row is known to
+        be one document.
         """
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: AttentionOptions = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """
         Compute causal attention inside documents (flash attention, if the implementation has it).
 
-        q: (rows, length, heads, head_dim); k and v: (rows, length, kv_heads, head_dim); mask from `attention_mask`;
-        result (rows, length, heads, head_dim).
+        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); v: (rows, length, kv_heads, v_dim);
+        mask from `attention_mask`; result (rows, length, heads, v_dim). `sinks` (heads,) are scores for one more
+        key, whose value is 0.
         """
         ...
 
@@ -397,11 +425,11 @@ class Kernels(Protocol):
         part: VocabularyPart | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
-        Return the loss and log-sum-exp of each token, float32 (...), for logits hidden (..., width) @ weight.T
+        Return losses and log-sum-exps by token, float32 (...), for logits hidden (..., width) @ weight.T
         (vocabulary, width).
 
-        targets: int64 (...); token_weights: float32 (...), factors of the losses. The loss is 0 if the target is
-        IGNORE_INDEX. With a `part`, the weight has this rank's rows of the vocabulary, and losses are over the whole
+        targets: int64 (...); token_weights: float32 (...), loss factors. The loss is 0 if the target is
+        IGNORE_INDEX. With a `part`, the weight has this rank's vocabulary rows, and losses are over the whole
         vocabulary.
         """
         ...

@@ -1,4 +1,4 @@
-"""Ports of pipeline schedules and their executor, and the losses that the executor writes into a step's state."""
+"""Ports for pipeline schedules and their executor, and the losses that the executor writes into a step's state."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -17,38 +17,38 @@ from drawloom.graph import port
 
 @port
 class Schedule(Protocol):
-    """A pure function of the numbers of ranks and microbatches to a program."""
+    """Pipeline schedule: a pure function from rank and microbatch counts to a program."""
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """Return the rank of each stage; all ranks have equally many stages."""
+        """Return ranks by stage; all ranks have equally many stages."""
         ...
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """Return the actions of each rank, in order."""
+        """Return the ranks' actions, in order."""
         ...
 
 
 @runtime_checkable
 class PartialSchedule(Protocol):
-    """A schedule that computes the actions of some ranks alone, so that a rank builds only the part it needs."""
+    """A schedule that computes some ranks' actions alone, so a rank builds only the part it needs."""
 
     def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
-        """Return the same program with the actions of at least the `wanted` ranks; other ranks may have none."""
+        """Return the same program with actions for at least the `wanted` ranks; other ranks may have none."""
         ...
 
 
 @runtime_checkable
 class PartitioningSchedule(Protocol):
-    """A schedule that chooses the number of layers in each stage; other schedules divide layers evenly."""
+    """A schedule that chooses layer counts by stage; other schedules divide layers evenly."""
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sequence[int]:
-        """Return the number of layers in each stage, at least 1. Raises UserError if `layers` can't be divided."""
+        """Return layer counts by stage, at least 1. Raises UserError if `layers` can't be divided."""
         ...
 
 
 @runtime_checkable
 class LayersOnlySchedule(Protocol):
-    """A schedule with stages of layers alone; every rank also has the embedding and the head."""
+    """A schedule with layers alone in its stages; every rank also has the embedding and the head."""
 
     embeds_on_every_rank: ClassVar[bool]
 
@@ -60,7 +60,7 @@ def embeds_on_every_rank(schedule: object) -> bool:
 
 @runtime_checkable
 class RecomputingSchedule(Protocol):
-    """A schedule that chooses a policy of activation checkpointing for each stage."""
+    """A schedule that chooses an activation checkpointing policy per stage."""
 
     @property
     def recompute(self) -> Mapping[Any, Any]:
@@ -69,20 +69,20 @@ class RecomputingSchedule(Protocol):
 
 
 def chooses_recompute(schedule: object) -> bool:
-    """Return whether a schedule chooses the activation checkpointing of stages."""
+    """Return whether a schedule chooses activation checkpointing policies."""
     return isinstance(schedule, RecomputingSchedule) and bool(schedule.recompute)
 
 
 @runtime_checkable
 class OuterLayersSchedule(Protocol):
     """
-    A `LayersOnlySchedule` with only the first layers of a model in its stages.
+    A `LayersOnlySchedule` with only a model's first layers in its stages.
 
-    Each rank also has the remaining layers with its head, and computes both for its share of the microbatches.
+    Every rank also has the remaining layers and the head, and computes both for its share of the microbatches.
     """
 
     def layers_in_stages(self, ranks: int, layers: int) -> int:
-        """Return the number of layers in all stages together. Raises UserError if `layers` can't be divided."""
+        """Return the layer count over all stages. Raises UserError if `layers` can't be divided."""
         ...
 
 
@@ -100,7 +100,7 @@ STEP_SPECS: Mapping[str, SpecTree] = {"batches": Stack(), LOSSES: Stack(), METRI
 
 
 def state_of_batches(batches: Iterable[Batch]) -> StepState:
-    """Return a state with these microbatches as `batches` and room for their losses, for example for an evaluation."""
+    """Return a state with microbatches as `batches` and room for their losses, for example for an evaluation."""
     microbatches = list(batches)
     return StepState({"batches": microbatches}, microbatches=len(microbatches), specs=STEP_SPECS)
 
@@ -115,31 +115,30 @@ def sum_losses(state: StepState) -> Tensor:
 @port
 class Loss(Protocol):
     """
-    The objective of training: selects the model's inputs from a batch and computes the loss of the final hidden states.
+    Training loss: selects the model's inputs from a batch and computes the loss from the final hidden states.
 
-    A loss with its own parameters is a `TrainableLoss`; a loss that compares pairs of documents is `PairedDocuments`.
+    A loss with its own parameters is a `TrainableLoss`; a loss over document pairs is `PairedDocuments`.
 
-    A batch is of the class that the data set declares; a loss may rely on the leaves in `batch_leaves`.
+    The data set declares the batch class; a loss may rely on the leaves in `batch_leaves`.
     """
 
     @property
     def batch_leaves(self) -> tuple[str, ...]:
-        """The names of the leaves that `inputs` and `loss` read, as a class attribute."""
+        """Names of leaves that `inputs` and `loss` read, as a class attribute."""
         ...
 
     def inputs(self, batch: Any) -> tuple[Any, BatchContext]:
-        """Return the first stage's input (token ids (rows, length) for a decoder) and the context of all stages."""
+        """Return the first stage's input (token ids (rows, length) for a decoder) and the context for all stages."""
         ...
 
     def loss(self, hidden: Any, head: Any, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """
-        Return the sum of the weighted losses, for differentiation; the sum of the weights; and further sums by name.
+        Return the weighted loss sum, for differentiation; the weight sum; and further sums by name.
 
         hidden: the last hidden states, (rows, length, hidden_size) for a decoder; `head` (a Head for a decoder)
-        computes losses or logits from them. Loss and weight are 0-dimensional; a named sum is 0-dimensional or a tensor
-        of counts of a fixed shape. Reports divide each sum by the sum of the weights, both over microbatches and
-        replicas, so the loss of some rows is a sum over rows or tokens weighted by `batch.weights`. All microbatches
-        have the same named sums.
+        computes losses or logits from them. Loss and weight are 0-dimensional; a named sum is 0-dimensional or a count
+        tensor with a fixed shape. Reports divide sums by the weight sum, both over microbatches and replicas, so a loss
+        must be a sum over rows or tokens, weighted by `batch.weights`. All microbatches have the same named sums.
         """
         ...
 
@@ -149,33 +148,33 @@ class TrainableLoss(Protocol):
     """
     A loss with its own parameters.
 
-    Its module becomes part of the last stage under the name `loss`: the parameters are materialized, synced, clipped,
-    trained and saved like other parameters, but not exported.
+    Its module becomes the last stage's submodule `loss`: the parameters are materialized, synced, clipped, trained and
+    saved like other parameters, but not exported.
     """
 
     module: nn.Module | None
-    """The module of the parameters, which fills them in `reset_parameters()`; None if there are no parameters."""
+    """Module with the parameters, filled by `reset_parameters()`; None without parameters."""
 
 
 def module_of(loss: object) -> nn.Module | None:
-    """Return the module of a loss with its own parameters, else None."""
+    """Return the loss's module if it has its own parameters, else None."""
     return loss.module if isinstance(loss, TrainableLoss) else None
 
 
 @runtime_checkable
 class Referenced(Protocol):
     """
-    A loss that compares the model with a reference model, whose log-probabilities are a leaf of the batch.
+    A loss that compares the model with a reference model, whose log-probabilities are a batch leaf.
 
-    `reference` selects the reference model: "adapters" is the model without adapters; with "data", log-probabilities of
-    another model are in the data.
+    `reference` selects the reference model: "adapters" is the model without adapters; with "data", another model's
+    log-probabilities are in the data.
     """
 
     reference: Literal["adapters", "data"]
 
     def token_logps(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
-        Return the log-probability of each target, (rows, length), under the model without adapters.
+        Return the targets' log-probabilities, (rows, length), under the model without adapters.
 
         hidden: its last hidden states (rows, length, hidden_size). Called without gradients; `batch` has no reference.
         """
@@ -188,28 +187,28 @@ class Referenced(Protocol):
 
 @port
 class Executor(Protocol):
-    """Executor of the schedule's program on this rank's stages."""
+    """Executor for the schedule's program on this rank's stages."""
 
     def train(self, state: StepState) -> None:
         """
-        Run the forward and backward passes of `batches`, a list of one Batch for each microbatch of the state.
+        Run forward and backward passes over the state's `batches`, a list with one Batch per microbatch.
 
-        Accumulates the gradients of the summed losses in the parameters' gradients (gradient accumulation), and writes
-        `losses` into the state.
+        Add the summed losses' gradients to the parameters' gradients (gradient accumulation), and write `losses` into
+        the state.
         """
         ...
 
     def evaluate(self, state: StepState) -> None:
-        """Run the forward passes of `batches` and write `losses` into the state; nothing else is kept."""
+        """Run forward passes over `batches`, and write only `losses` into the state."""
         ...
 
 
 @port
 class Predictor(Protocol):
-    """Inference over all stages: logits of tokens."""
+    """Inference over all stages."""
 
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """
-        Return logits (rows, length, vocab_size) of tokens (rows, length) on the last stage's rank; None on other ranks.
+        Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank; None elsewhere.
         """
         ...

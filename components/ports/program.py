@@ -1,4 +1,4 @@
-"""Actions and programs of pipeline ranks."""
+"""Actions and programs for pipeline ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -22,15 +22,15 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 @attrs.frozen
 class Action:
     """
-    One operation of a rank, for one stage and one microbatch; written `3F7` (stage, op, microbatch).
+    One operation on a rank, for one stage and one microbatch; written `3F7` (stage, op, microbatch).
 
-    Compute ops are forward (F) and backward (B), or a split backward: gradients of the stage's inputs (I), then of its
-    weights (W). Message ops carry an output to the next stage (SEND_F, RECV_F) or a gradient to the previous stage
+    Compute ops are forward (F) and backward (B), or a split backward: gradients for the stage's inputs (I), then for
+    its weights (W). Message ops carry an output to the next stage (SEND_F, RECV_F) or a gradient to the previous stage
     (SEND_B, RECV_B); `stage` is this rank's stage, `peer` the rank on the other side.
 
     Shard ops gather a stage's sharded parameters (UNSHARD), free them (RESHARD), add the gradients so far to the ranks'
     slices (REDUCE_SCATTER), or announce that the stage's next backward makes gradients final and reduces them
-    (REDUCE_GRAD); `microbatch` is the microbatch of the compute op that they serve.
+    (REDUCE_GRAD); `microbatch` belongs to the compute op that they serve.
     """
 
     stage: int
@@ -59,12 +59,12 @@ RankProgram = list[Action | Overlap]
 @attrs.frozen(eq=False)
 class Program:
     """
-    Compute actions of every rank, in order, without sends and receives.
+    Compute actions for all ranks, in order, without sends and receives.
 
-    The ranks' programs are concatenated in columns of equal length, one row for each action: its `stage`, its `op` as
-    an index into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to `bounds[r +
-    1]`. `stage_to_rank` has the rank of each stage, and `recompute` the policy of activation checkpointing of each
-    stage; if `recompute` is empty, the policies of the stages apply.
+    The ranks' programs are concatenated in equally long columns, one row per action: its `stage`, its `op` as an index
+    into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to `bounds[r + 1]`.
+    `stage_to_rank` has ranks by stage, and `recompute` activation checkpointing policies by stage; if `recompute` is
+    empty, the stages' own policies apply.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -84,11 +84,11 @@ class Program:
         recompute: Sequence[Recompute] = (),
     ) -> "Program":
         """
-        Return a program of the actions of each rank. Without `stage_to_rank`, a stage belongs to the rank that works on
+        Return a program from the ranks' actions. Without `stage_to_rank`, a stage belongs to the rank that works on
         it.
 
         Raises ValueError for a message action, for a stage on which several ranks or no ranks work, for an unknown
-        recompute policy, and if there is not one policy for each stage.
+        recompute policy, and if there is not one policy per stage.
         """
         parts = [[_row(part, joined) for item in line for part, joined in _parts(item)] for line in rank_programs]
         rows = [row for line in parts for row in line]
@@ -118,25 +118,25 @@ class Program:
 
     @property
     def rank(self) -> NDArray[np.int64]:
-        """The rank of each action."""
+        """Ranks by action."""
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 
     def rows(self, rank: int) -> slice:
-        """Return the rows of a rank in the columns."""
+        """Return a rank's rows in the columns."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
     def rank_program(self, rank: int) -> RankProgram:
-        """Return the actions of one rank, in order."""
+        """Return a rank's actions, in order."""
         return group_overlaps(
             (self.action(row), bool(self.overlaps_previous[row])) for row in range(*self.bounds[rank : rank + 2])
         )
 
     def action(self, row: int) -> Action:
-        """Return the action in one row of the columns."""
+        """Return the action in a row."""
         return Action(int(self.stage[row]), OPS[self.op[row]], int(self.microbatch[row]))
 
     def select(self, kept: NDArray[np.bool_]) -> "Program":
-        """Return the same program with the `kept` actions only; the remainder of an overlap is an action by itself."""
+        """Return the same program with the `kept` actions only; an overlap's remainder is an action by itself."""
         # An action does not overlap any earlier action if its direct predecessor is dropped.
         before = np.concatenate([[False], kept[:-1]])
         bounds = np.concatenate([[0], np.cumsum(kept)])[self.bounds]
@@ -151,7 +151,7 @@ def flat(line: RankProgram) -> Iterator[Action]:
 
 
 def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
-    """Return a rank's program of actions, each with a flag that is True if it overlaps the previous one."""
+    """Return a rank's program from actions with flags, which are True if an action overlaps the previous one."""
     groups: list[list[Action]] = []
     for action, joined in actions:
         if joined:

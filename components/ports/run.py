@@ -1,4 +1,4 @@
-"""Ports of the training run: its identity, folder, steps, phases, events, metrics, checkpoints and signals."""
+"""Ports for training runs: identity, folder, steps, phases, events, metrics, checkpoints and signals."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,21 +17,21 @@ from drawloom.graph import Problem, port
 
 @port
 class RunInfo(Protocol):
-    """The name, seed and folder of the run."""
+    """The run's name, seed and folder."""
 
     @property
     def name(self) -> str:
-        """The name of the run."""
+        """The run's name."""
         ...
 
     @property
     def seed(self) -> int:
-        """The seed from which all random numbers of the run derive."""
+        """Seed from which all random numbers derive."""
         ...
 
     @property
     def path(self) -> Path:
-        """The path of the run folder; to write into it, take the port RunFolder."""
+        """The run folder's path; to write into it, use the port RunFolder."""
         ...
 
 
@@ -41,7 +41,7 @@ class RunFolder(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The path of the run folder."""
+        """The run folder's path."""
         ...
 
 
@@ -55,12 +55,12 @@ class Step:
     One optimizer step on its way through the phases: step `index`, counted from 1, of `total` steps.
 
     `state` maps names to the values that phases read and write; a plain mapping is converted to a StepState. `started`
-    is the start on the monotonic clock; `excluded_seconds` is the time since then that was not spent on training, such
-    as evaluation and saving. If a phase sets `goes_back` on all ranks, this step is skipped and the run continues from
-    its newest checkpoint.
+    is the start on the monotonic clock; `excluded_seconds` is the time spent on other work than training since then,
+    such as evaluation and saving. If a phase sets `goes_back` on all ranks, this step is skipped and the run continues
+    from its newest checkpoint.
 
-    The state's value `skip`, float32 () on the device of the gradients, is 1 if the update is skipped, else 0. On a GPU
-    the host issues the update before it knows that number. `before_update` is called before every update.
+    The state's value `skip`, float32 () on the gradients' device, is 1 if the update is skipped, else 0. On a GPU
+    the host issues the update before it knows `skip`. `before_update` is called before every update.
     """
 
     index: int
@@ -80,7 +80,7 @@ class Step:
     @property
     def tokens(self) -> int:
         """
-        The number of tokens in this step on all ranks, without padding; 0 before they are counted. Waits for the copy.
+        Token count for this step on all ranks, without padding; 0 before tokens are counted. Waits for the copy.
         """
         return round(self.state.number("tokens")) if "tokens" in self.state else 0
 
@@ -101,7 +101,7 @@ class Step:
 
     @property
     def skip_reason(self) -> str:
-        """The reason for which the update is skipped, or "" if it is applied. Waits until the host knows `skip`."""
+        """Why the update is skipped, or "" if it is applied. Waits until the host knows `skip`."""
         if "skip" not in self.state or not self.state.number("skip"):
             return ""
         return next(filter(None, (reason() for reason in self._skip_reasons)), "a phase skipped it")
@@ -110,8 +110,8 @@ class Step:
         """
         Apply an update, such as the optimizer's, unless the step is skipped.
 
-        `update` gets None if the host knows that the step is not skipped. On a GPU it gets the flag `skip`, float32 ()
-        on the GPU, and must change nothing if the flag is 1; the host does not wait.
+        `update` gets None if the host knows the step is not skipped. On a GPU it gets the flag `skip`, float32 () on
+        the GPU, and must change nothing if the flag is 1; the host does not wait.
         """
         self.before_update()
         flag: Tensor | None = self.state.get("skip")
@@ -123,16 +123,16 @@ class Step:
 
 @port
 class Phase(Protocol):
-    """A part of every step."""
+    """Part of every step."""
 
     def run_phase(self, step: Step) -> None:
-        """Run this phase of a step."""
+        """Run this phase for a step."""
         ...
 
 
 @runtime_checkable
 class NamesNumbers(Protocol):
-    """A class of phases with settings that name numbers in the state, such as `checkpoint.best`."""
+    """A phase class with settings that name numbers in the state, such as `checkpoint.best`."""
 
     number_settings: ClassVar[tuple[str, ...]]
 
@@ -148,23 +148,23 @@ class SavingPhase(Protocol):
 
 @runtime_checkable
 class PlannedPhase(Protocol):
-    """A component of a phase that plans its values over all steps of the run, such as a learning-rate schedule."""
+    """A phase's component with values planned over the whole run, such as a learning-rate schedule."""
 
     @classmethod
     def derives_from_total(cls, node: Any) -> bool:
-        """Return whether a different number of steps would change the value of any step."""
+        """Return whether a different step count would change any step's value."""
         ...
 
     @classmethod
     def check_total(cls, node: Any, total: int) -> Iterator[Problem]:
-        """Yield the problems that the node's settings have in a run of `total` steps."""
+        """Yield problems with the node's settings in a run with `total` steps."""
         ...
 
 
 # All arithmetic with batch sizes is behind this port, so that no component divides by the world size itself.
 @port
 class Batching(Protocol):
-    """Batch sizes, and the assignment of rows to ranks."""
+    """Batch sizes, and the assignment from rows to ranks."""
 
     @property
     def global_size(self) -> int:
@@ -180,22 +180,22 @@ class Batching(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel size: the number of ranks that divide the rows of a step among themselves."""
+        """Data-parallel size: the number of ranks that divide a step's rows."""
         ...
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank: the index of this rank among the data-parallel ranks, from 0."""
+        """Data-parallel rank: this rank's index among the data-parallel ranks, from 0."""
         ...
 
     def start(self, step: int) -> int:
         """
-        Return the number of rows in all steps before `step` (from 1): its first position in the endless order of rows.
+        Return the row count over all steps before `step` (from 1): its first position in the endless row order.
         """
         ...
 
     def positions(self, step: int) -> list[list[int]]:
-        """Return this rank's microbatches of a step (from 1), each a list of positions in the endless order of rows."""
+        """Return this rank's microbatches in a step (from 1) as lists of positions in the endless row order."""
         ...
 
 
@@ -204,16 +204,16 @@ class Stateful(Protocol):
     """
     A node with state that checkpoints save under the node's name.
 
-    State is a nested dict with tensors, numbers, strings, booleans, None, or lists of those as leaves. All ranks have
-    the same state, unless the node declares a separate state on each rank (`LocalState`) or a state that is sharded
-    over ranks (`SlicedState`).
+    State is a nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such values. All ranks
+    have the same state, unless the node declares separate states by rank (`LocalState`) or a state sharded over ranks
+    (`SlicedState`).
 
-    Tensors of a state are read until the next step calls `Step.apply_update`; a node that changes a tensor earlier
-    returns a copy.
+    State tensors are read until the next step calls `Step.apply_update`; a node that changes a tensor earlier returns a
+    copy.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a bit-exact resume needs."""
+        """Return the state needed for a bit-exact resume."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class LocalState(Protocol):
-    """A stateful node with a separate state on each rank."""
+    """A stateful node with separate states by rank."""
 
     state_is_local: ClassVar[bool]
 
@@ -231,14 +231,14 @@ class LocalState(Protocol):
 @runtime_checkable
 class SlicedState(Protocol):
     """
-    A stateful node with entries that are sharded over ranks.
+    A stateful node with entries sharded over ranks.
 
-    A checkpoint can be loaded by a different number of ranks with different slices. A tensor is a slice if it has as
+    Checkpoints can be loaded on a different number of ranks with different slices. A tensor is a slice if it has as
     many dimensions as its entry's slice; other tensors are whole.
     """
 
     def state_slices(self) -> Mapping[str, TensorSlice | None]:
-        """Return this rank's slice of each entry by name; None for a whole entry."""
+        """Return this rank's slices by entry name; None for a whole entry."""
         ...
 
 
@@ -248,7 +248,7 @@ class GrowingState(Stateful, Protocol):
 
     def forecast_state(self) -> dict[str, Any]:
         """
-        Return the state as it will be after the first step, with the shape and dtype of every tensor.
+        Return the state as it will be after the first step, with all tensors' shapes and dtypes.
 
         Tensors may be on the meta device: only their bytes are counted, by the check of free disk space.
         """
@@ -270,7 +270,7 @@ EventKind = Literal[
 
 @attrs.frozen
 class Event:
-    """Something that happened in the run, at a step and in a phase if there is one."""
+    """Event in the run, at a step and in a phase if there is one."""
 
     kind: EventKind
     step: Step | None = None
@@ -280,8 +280,8 @@ class Event:
 @port
 class Listener(Protocol):
     """
-    An observer of all events of a run, or of some kinds (`SelectiveListener`). Its exceptions are logged and do not
-    stop the run.
+    Observer for all events in a run, or for some kinds (`SelectiveListener`). Its exceptions are logged and do not stop
+    the run.
     """
 
     def on_event(self, event: Event) -> None:
@@ -291,22 +291,22 @@ class Listener(Protocol):
 
 @runtime_checkable
 class SelectiveListener(Protocol):
-    """A listener that observes only some kinds of events."""
+    """A listener that observes only some event kinds."""
 
     observes: ClassVar[Collection[EventKind]]
 
 
-def observed_kinds(listener: object) -> Collection[EventKind]:
-    """Return the kinds of events that a listener observes."""
+def event_kinds(listener: object) -> Collection[EventKind]:
+    """Return the event kinds that a listener observes."""
     return listener.observes if isinstance(listener, SelectiveListener) else get_args(EventKind)
 
 
 @port
 class Events(Protocol):
-    """A sender of events to listeners."""
+    """Sender from which listeners get events."""
 
     def emit(self, event: Event) -> None:
-        """Send an event to the listeners that observe its kind."""
+        """Send an event to all listeners for its kind."""
         ...
 
 
@@ -321,20 +321,20 @@ Value = float | bool | None
 @attrs.frozen
 class Accumulator:
     """
-    A float64 tensor of fixed shape that is combined over ranks at each step.
+    A float64 tensor with fixed shape, combined over ranks at every step.
 
-    `of` names the ranks that contribute to a sum. "data" is for values that differ by batch, such as losses, and are
-    equal along `tensor`. "rows" is for counts of whole rows, which ranks along `context` share. "activations" is for
-    hidden states, of which every rank has its own. "model" is for values that replicas have in common, such as gradient
+    `scope` selects the ranks that contribute to a sum. "data" is for values that differ by batch, such as losses, and
+    are equal along `tensor`. "rows" is for counts over whole rows, which ranks along `context` share. "activations" is
+    for hidden states, which differ on all ranks. "model" is for values that replicas have in common, such as gradient
     norms: one replica contributes.
     """
 
     op: Literal["sum", "max", "min"] = "sum"
     shape: tuple[int, ...] = ()
-    of: Literal["data", "rows", "activations", "model"] = "data"
+    scope: Literal["data", "rows", "activations", "model"] = "data"
 
     def identity(self) -> torch.Tensor:
-        """Return the neutral element of `op`: the contribution of a rank without values."""
+        """Return the neutral element for `op`: the contribution from a rank without values."""
         value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
         return torch.full(self.shape, value, dtype=torch.float64)
 
@@ -343,16 +343,16 @@ class Accumulator:
 @runtime_checkable
 class Metric(Protocol):
     """
-    Numbers to record about each step.
+    Numbers to record about every step.
 
-    Each rank calls `update` once a step. The results are combined over all ranks, together with the accumulators of all
-    other metrics, and `compute` derives values from the totals, which are equal on every rank. A metric that reads only
+    Every rank calls `update` once a step. The results are combined over all ranks, together with all other metrics'
+    accumulators, and `compute` derives values from the totals, which are equal on every rank. A metric that reads only
     values known to every rank needs no accumulators.
     """
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Accumulators that are combined over ranks, by name; equal on every rank once the run is open."""
+        """Accumulators to combine over ranks, by name; equal on every rank once the run is open."""
         ...
 
     def update(self, step: Step) -> Mapping[str, torch.Tensor]:
@@ -363,7 +363,7 @@ class Metric(Protocol):
 
     def compute(self, totals: Mapping[str, torch.Tensor], step: Step) -> Mapping[str, Value]:
         """
-        Return the values of this step by name, from float64 totals on the CPU. On a GPU it is called a step later.
+        Return this step's values by name, from float64 totals on the CPU. On a GPU it is called a step later.
         """
         ...
 
@@ -371,21 +371,21 @@ class Metric(Protocol):
 @port
 @runtime_checkable
 class Tracker(Protocol):
-    """A store of metric values by step; step 0 is before training. Only rank 0 writes."""
+    """Store for metric values by step; step 0 is before training. Only rank 0 writes."""
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Store the values of a step."""
+        """Store a step's values."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Delete the values of steps after `step`, from which the run resumes. Step -1 deletes all values."""
+        """Delete values after `step`, from which the run resumes. Step -1 deletes all values."""
         ...
 
 
 @port
 @runtime_checkable
 class Durable(Protocol):
-    """A writer of logs that must be on disk before a later checkpoint is committed."""
+    """Writer for logs that must be on disk before a later checkpoint is committed."""
 
     def flush(self) -> None:
         """Return when everything written so far is on disk. May be called from any thread."""
@@ -394,16 +394,16 @@ class Durable(Protocol):
 
 @port
 class KnownSteps(Protocol):
-    """A node with recorded numbers by which damage to its steps is detected, such as a store of checkpoints."""
+    """A node with recorded numbers for detecting damaged steps, such as a checkpoint store."""
 
     def known_steps(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
-        """Return steps with some of their output numbers; None replaces a number that was not finite."""
+        """Return steps with some output numbers; None replaces a number that was not finite."""
         ...
 
 
 @port
 class Restorer(Protocol):
-    """The component that saves and restores checkpoints of the run."""
+    """Checkpointer: the component that saves and restores the run's checkpoints."""
 
     def restore(self) -> int:
         """Load the newest checkpoint into every stateful node and return its step, 0 if there is none."""
@@ -420,13 +420,13 @@ class Restorer(Protocol):
 
 @port
 class AfterRestore(Protocol):
-    """A node that acts after the state of the run has been restored."""
+    """A node that acts after the run's state has been restored."""
 
     def after_restore(self, done: int) -> None:
         """
         Act on every rank before the first step, and again whenever the run goes back to a checkpoint.
 
-        `done` is the step of the checkpoint; 0 in a new run, which restores nothing.
+        `done` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
         ...
 
@@ -437,19 +437,19 @@ FILES = "files"
 
 @port
 class ReadsFiles(Protocol):
-    """A node that reads files outside of the run folder, such as a tokenizer, without which a checkpoint is useless."""
+    """A node that reads files outside the run folder, such as a tokenizer, which checkpoints need to be of use."""
 
     def files_read(self) -> Mapping[str, Sequence[Path]]:
-        """Return existing files by the setting that names them or their folder; the run folder keeps copies."""
+        """Return existing files by the setting with their path or folder; the run folder keeps copies."""
         ...
 
 
 @port
 class Randomness(Protocol):
-    """Random generators of a run."""
+    """Random generators for a run."""
 
     def stream(self, *purpose: str | int) -> torch.Generator:
-        """Return a CPU generator that depends only on the run's seed and `purpose`."""
+        """Return a CPU generator determined by the run's seed and `purpose`."""
         ...
 
 
@@ -469,8 +469,8 @@ class StoppedError(BaseException):
 class Stop(Protocol):
     """Signals that ask the run to end."""
 
-    def agreed(self) -> int:
-        """Return the number of a signal that any rank received, 0 if none; a collective, equal on all ranks."""
+    def agree_on_signal(self) -> int:
+        """Return the signal number that any rank received, 0 if none; a collective, equal on all ranks."""
         ...
 
     def raising(self) -> AbstractContextManager[None]:
@@ -478,7 +478,7 @@ class Stop(Protocol):
         Return a context for the time after the last step, when all state is saved, in which a signal raises
         StoppedError.
 
-        A signal that was received earlier raises on entry.
+        A signal received earlier raises on entry.
         """
         ...
 
@@ -486,9 +486,9 @@ class Stop(Protocol):
 @port
 class FinalTask(Protocol):
     """
-    A task after the last step, such as an export. It is atomic, so that it can be retried.
+    A task after the last step, such as an export. Tasks are atomic and can be retried.
 
-    Its result records the step of the weights. If the run is continued to more steps, the task runs again.
+    The result records the weights' step. If the run is continued to more steps, the task runs again.
     """
 
     def is_finished(self, step: int) -> bool:
@@ -496,7 +496,7 @@ class FinalTask(Protocol):
         ...
 
     def finish(self, step: int) -> None:
-        """Run the task with the weights after this step, and replace the result of an earlier step."""
+        """Run the task with the weights after this step, and replace an earlier step's result."""
         ...
 
 
@@ -512,5 +512,5 @@ def due(cadence: Cadence, step: Step) -> bool:
 
 
 def check_cadence(value: Cadence) -> str | None:
-    """Return the fault of a cadence of less than 1 step, else None."""
+    """Return a fault for a cadence below 1 step, else None."""
     return f"{value} steps is less than 1; 'never' turns it off" if isinstance(value, int) and value < 1 else None

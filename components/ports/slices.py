@@ -1,4 +1,4 @@
-"""Slices of tensors: the part of a whole tensor on one rank."""
+"""Tensor slices: parts of whole tensors on one rank."""
 
 from itertools import pairwise
 from math import prod
@@ -13,14 +13,14 @@ from drawloom.components.ports.distributed import Group
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether a tensor of any shape is a DTensor."""
+    """Return whether a tensor, any shape, is a DTensor."""
     # Importing the class for isinstance would take a second.
     return hasattr(tensor, "placements")
 
 
 def rank_shares(length: int, ranks: int) -> list[range]:
     """
-    Divide `length` elements into consecutive ranges, one for each rank.
+    Divide `length` elements into consecutive ranges, one per rank.
 
     If `length` is not divisible by `ranks`, the first ranks get one more element than the last.
     """
@@ -31,9 +31,9 @@ def rank_shares(length: int, ranks: int) -> list[range]:
 
 def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
     """
-    Gather dimension `dim`, of `length` elements, from the shares of all ranks of a group; a collective.
+    Gather dimension `dim`, with `length` elements, from all ranks' shares; a collective.
 
-    share: (..., n, ...), of any dtype; the result is (..., length, ...).
+    share: (..., n, ...), any dtype; the result is (..., length, ...).
     """
     sizes = [len(indices) for indices in rank_shares(length, ranks.size)]
     if missing := sizes[0] - sizes[ranks.rank]:  # a group gathers tensors of equal shape
@@ -44,7 +44,7 @@ def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
 
 @attrs.frozen
 class TensorSlice:
-    """A box in a tensor of shape `shape`, with its origin at `offsets` and the shape `size`."""
+    """A box in a tensor with shape `shape`, with its origin at `offsets` and the shape `size`."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -52,16 +52,16 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "TensorSlice":
-        """Return the slice of a complete tensor."""
+        """Return the slice that covers a complete tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Element count."""
         return prod(self.size)
 
     def index(self, within: "TensorSlice | None" = None) -> tuple[slice, ...]:
-        """Return the index of the slice in the whole tensor, or in the tensor of a slice `within` that contains it."""
+        """Return the slice's index in the whole tensor, or in the tensor for a slice `within` that contains it."""
         base = within.offsets if within else (0,) * len(self.shape)
         return tuple(
             slice(offset - start, offset - start + size)
@@ -69,7 +69,7 @@ class TensorSlice:
         )
 
     def overlap(self, other: "TensorSlice") -> "TensorSlice | None":
-        """Return the intersection of two slices of one tensor; None if it is empty."""
+        """Return the intersection with another slice of the same tensor; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = (
             min(offset + size, other_offset + other_size)
@@ -81,9 +81,9 @@ class TensorSlice:
         return TensorSlice(self.shape, starts, size) if all(length > 0 for length in size) else None
 
     @staticmethod
-    def nested(outer: "TensorSlice | None", inner: "TensorSlice | None") -> "TensorSlice | None":
+    def compose(outer: "TensorSlice | None", inner: "TensorSlice | None") -> "TensorSlice | None":
         """
-        Return `inner`, a slice of the slice `outer`, as a slice of the whole tensor; None means a complete tensor.
+        Return `inner`, a slice inside the slice `outer`, as a slice of the whole tensor; None means a complete tensor.
         """
         if outer is None or inner is None:
             return outer or inner
@@ -93,24 +93,24 @@ class TensorSlice:
 
 @attrs.frozen(eq=False)
 class RankSlice:
-    """The slice of a parameter that this rank computes with; the other ranks of the group have the rest."""
+    """This rank's slice of a parameter in computation; the group's other ranks have the rest."""
 
-    place: TensorSlice
+    tensor_slice: TensorSlice
     ranks: Group
 
     @property
     def dim(self) -> int:
-        """The dimension that is split; the first if there is only one rank."""
-        sizes = zip(self.place.size, self.place.shape, strict=True)
+        """The split dimension; the first if there is only one rank."""
+        sizes = zip(self.tensor_slice.size, self.tensor_slice.shape, strict=True)
         return next((dim for dim, (part, length) in enumerate(sizes) if part < length), 0)
 
 
 @attrs.frozen(eq=False)
 class ModelParameter:
     """
-    A parameter of the model, which may be split over ranks.
+    Model parameter, which may be split over ranks.
 
-    `tensor` is this rank's tensor: a DTensor if FSDP shards it, and of the slice `split` if tensor parallelism splits
+    `tensor` is this rank's tensor: a DTensor if FSDP shards it, and only the slice `split` if tensor parallelism splits
     the parameter. Persistent buffers, which are whole on each rank, are written like parameters.
     """
 
@@ -120,8 +120,8 @@ class ModelParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
-        return self.split.place.shape if self.split else tuple(self.tensor.shape)
+        """The whole parameter's shape."""
+        return self.split.tensor_slice.shape if self.split else tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,7 +133,7 @@ class ModelParameter:
         return self.split is not None or is_dtensor(self.tensor)
 
     def whole(self) -> Tensor:
-        """Gather the whole parameter, of any shape; a collective of the ranks with its slices."""
+        """Gather the whole parameter, any shape; a collective over the ranks with its slices."""
         tensor: Any = self.tensor.detach()
         local: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
         if self.split is None:
@@ -142,11 +142,11 @@ class ModelParameter:
 
 
 class SlicedTensor:
-    """A slice of a tensor in a state: `tensor` has the shape `place.size`."""
+    """Slice of a tensor in a state: `tensor` has the shape `tensor_slice.size`."""
 
     # Not an attrs class: walks over a tree of state descend into attrs classes.
-    __slots__ = ("place", "tensor")
+    __slots__ = ("tensor", "tensor_slice")
 
-    def __init__(self, tensor: Tensor, place: TensorSlice) -> None:
+    def __init__(self, tensor: Tensor, tensor_slice: TensorSlice) -> None:
         self.tensor = tensor
-        self.place = place
+        self.tensor_slice = tensor_slice

@@ -1,4 +1,4 @@
-"""Ports of pipeline stages: their modules, their sharded parameters, and components that change them."""
+"""Ports for pipeline stages: their modules, their sharded parameters, and components that change them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -32,16 +32,16 @@ class Shards(Protocol):
 
     @property
     def by_block(self) -> bool:
-        """Whether each block is gathered before its use, so that the program need not gather the stage."""
+        """Whether blocks are gathered before use, so the program need not gather the stage."""
         ...
 
     @property
     def by_microbatch(self) -> bool:
-        """Whether gradients are reduced after each microbatch instead of only after the last."""
+        """Whether gradients are reduced after every microbatch instead of only after the last."""
         ...
 
     def unshard(self) -> None:
-        """Start to gather the parameters of the whole stage."""
+        """Start to gather the whole stage's parameters."""
         ...
 
     def reshard(self) -> None:
@@ -49,28 +49,28 @@ class Shards(Protocol):
         ...
 
     def reduce_next(self, final: bool) -> None:
-        """Reduce gradients with the stage's next backward pass; `final` marks the last reduction of the step."""
+        """Reduce gradients with the stage's next backward pass; `final` marks the step's last reduction."""
         ...
 
-    def reduced(self) -> None:
+    def end_reduction(self) -> None:
         """End the backward pass that `reduce_next` announced; later passes accumulate gradients on this rank."""
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
         """
-        Return groups of parameters whose gradients no autograd hook reports, in the order in which all ranks reduce
+        Return parameter groups without autograd hooks on their gradients, in the order in which all ranks reduce
         them.
         """
         ...
 
     def reduce(self) -> None:
-        """Reduce the gradients that no part reduced, and end the reduction."""
+        """Reduce the gradients not reduced by any part, and end the reduction."""
         ...
 
 
 @attrs.frozen(eq=False)
 class ReducedPart:
-    """Parameters (by the ids of their tensors) with gradients that are reduced together, from `reduce` on."""
+    """Parameters (by tensor id) with gradients reduced together, from `reduce` on."""
 
     parameters: Set[int]
     reduce: Callable[[], None]
@@ -79,14 +79,14 @@ class ReducedPart:
 @attrs.frozen
 class Stage:
     """
-    One pipeline stage of this rank: its index, the number of all stages, and its real module.
+    One pipeline stage on this rank: its index, the stage count, and its real module.
 
     The last stage's module contains the loss's module, as `loss`. The module computes with its own parameters.
-    `masters` maps names to the master weights, if the module's parameters are casts of them; if parameters are gathered
-    from `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module;
-    without adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slice of each
-    parameter that several ranks compute with in slices. `recompute` is the policy of activation checkpointing.
-    `capture` is True if passes are launched as CUDA graphs.
+    `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered from
+    `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
+    adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
+    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `capture` is True if passes
+    are launched as CUDA graphs.
     """
 
     index: int
@@ -102,7 +102,7 @@ class Stage:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """
-        Yield each parameter's master weight, or the parameter itself without one: exports and checkpoints save these.
+        Yield the parameters' master weights, or the parameters without masters: exports and checkpoints save these.
         """
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
@@ -120,7 +120,7 @@ class Stage:
         }
 
     def model_buffers(self) -> dict[str, ModelParameter]:
-        """Return the model's persistent buffers by name, without the loss's; they are whole on each rank."""
+        """Return the model's persistent buffers by name, without the loss's; buffers are whole on every rank."""
         saved = self.module.state_dict(keep_vars=True)
         named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
         return {
@@ -140,70 +140,70 @@ class Stages(Protocol):
 
 @port
 class TrainableStages(Stages, Protocol):
-    """Stages with modules that may compute with casts of the optimizer's parameters."""
+    """Stages with modules that may compute with casts from the optimizer's parameters."""
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """
-        Cast parameters to the dtypes that layers compute with, before the forward passes of a step.
+        Cast parameters to the dtypes for computation, before a step's forward passes.
 
         With `only_if_changed`, cast only after a step was taken or a parameter was changed in place.
         """
         ...
 
     def hand_over_gradients(self) -> None:
-        """Give gradients to the parameters that the optimizer updates, after the backward passes of a step."""
+        """Pass gradients to the optimizer's parameters, after a step's backward passes."""
         ...
 
 
 @port
 class StageInputs(Protocol):
-    """Shapes and dtypes of the tensors that are sent between stages."""
+    """Shapes and dtypes for tensors sent between stages."""
 
     def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        """Return the inputs of `stage` for a microbatch with these inputs: a tree of tensors on the meta device."""
+        """Return the inputs of `stage` for a microbatch with these inputs, as a tree of meta tensors."""
         ...
 
 
 @port
 class Parameters(Protocol):
     """
-    Trained parameters of this rank, as the optimizer updates them, in `precision.parameter`; slices of sharded ones.
+    This rank's trained parameters for the optimizer, in `precision.parameter`; slices if sharded.
 
-    Layers may compute with casts (`TrainableStages`): change a parameter in place, and the forward passes of the next
-    step use the new values. Between forward_backward and the optimizer, `.grad` is the gradient summed over this rank's
+    Layers may compute with casts (`TrainableStages`): change a parameter in place, and the next step's forward passes
+    use the new values. Between forward_backward and the optimizer, `.grad` is the gradient summed over this rank's
     microbatches (gradient accumulation), in `precision.gradient`; it is None if no gradient reached the parameter.
     Clippers, metrics and optimizers read and change `.grad`, and the optimizer sets it to None.
     """
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return fully qualified names and parameters, each once, in a stable order."""
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return fully qualified names and parameters, without repetition, in a stable order."""
         ...
 
     def slices(self) -> dict[str, TensorSlice | None]:
-        """Return this rank's slice of each of these parameters; None for a whole parameter."""
+        """Return this rank's slices by parameter; None for a whole parameter."""
         ...
 
 
 @port
 class AveragedWeights(Protocol):
-    """Averages of the trained weights over steps."""
+    """Averages over steps for trained weights."""
 
     def averages(self) -> Mapping[str, Tensor]:
         """
-        Return the averages (any shape, at least float32) of this rank's slices by parameter; {} before the first step.
+        Return this rank's averages (any shape, at least float32) by parameter; {} before the first step.
         """
         ...
 
-    def swapped(self) -> AbstractContextManager[None]:
+    def use_averages(self) -> AbstractContextManager[None]:
         """
-        Replace the weights by the averages inside of the context, and restore the weights on exit, also after an error.
+        Replace the weights by the averages inside the context, and restore the weights on exit, also after an error.
         """
         ...
 
 
-def averaged(average: AveragedWeights | None) -> AbstractContextManager[None]:
+def with_averages(average: AveragedWeights | None) -> AbstractContextManager[None]:
     """Return a context that replaces the weights by the averages, if there are any."""
-    return nullcontext() if average is None else average.swapped()
+    return nullcontext() if average is None else average.use_averages()
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -222,30 +222,30 @@ IN_PARAMETERS = frozenset({"weights", "local_gradients", "gradients"})
 
 @port
 class SpreadParameters(Parameters, Protocol):
-    """The parameters of a model over pipeline ranks; a tied embedding, for example, is on several ranks."""
+    """A model's parameters over pipeline ranks; a tied embedding, for example, is on several ranks."""
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
         ...
 
     def sum_gradients(self) -> None:
-        """Sum each parameter's gradient over the ranks that have it, unless the backward passes already did."""
+        """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
         ...
 
 
 @port
 class Transform(Protocol):
-    """A change of a stage's module on the meta device; see `FusedBackward`."""
+    """Change to a stage's module on the meta device; see `FusedBackward`."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """Return the module that replaces `module`."""
+        """Return the replacement for `module`."""
         ...
 
 
 @runtime_checkable
 class FusedBackward(Protocol):
     """
-    A model or transform with modules that compute weight gradients together with input gradients.
+    A model or transform that computes weight gradients together with input gradients.
 
     torch.utils.checkpoint (activation checkpointing) and torch.compile do so. `check` warns if the schedule delays
     weight gradients.

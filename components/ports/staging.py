@@ -1,4 +1,4 @@
-"""Port of staging: copies of a state that stay unchanged while training continues."""
+"""Port for staging: state copies that stay unchanged while training continues."""
 
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from drawloom.graph import port
 @port
 class Stager(Protocol):
     """
-    A copier of states, so that a copy is written to disk while the state changes.
+    Copier for states: the copy is written to disk while the state changes.
 
     It also implements `torch.distributed.checkpoint.staging.AsyncStager`, for torch's `async_save`.
     """
@@ -26,7 +26,7 @@ class Stager(Protocol):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """
-        Return a copy of the state dict, or its future. The copy's memory is not reused while any of its tensors is
+        Return a copy of the state dict, or its future. The copy's memory is not reused while any copied tensor is
         alive.
 
         Raises TypeError, with the path, for a value that can't be copied.
@@ -34,9 +34,9 @@ class Stager(Protocol):
         ...
 
     def synchronize_staging(self) -> None:
-        """Wait until the state may change. Raises the error of a failed copy."""
+        """Wait until the state may change. Raises a failed copy's error."""
         ...
 
     def close(self) -> None:
-        """Free the memory of copies."""
+        """Free the copies' memory."""
         ...

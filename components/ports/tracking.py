@@ -1,4 +1,4 @@
-"""Optional capabilities of trackers: histograms, contexts of values, and properties of the run."""
+"""Optional tracker capabilities: histograms, value contexts, and run properties."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -26,13 +26,13 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """The edges of the bins: one more than the number of bins."""
+        """Bin edges: one more than there are bins."""
         width = (self.high - self.low) / len(self.counts)
         return [*(self.low + width * number for number in range(len(self.counts))), self.high]
 
     @property
     def centers(self) -> list[float]:
-        """The middle of each bin."""
+        """Bin centers."""
         width = (self.high - self.low) / len(self.counts)
         return [self.low + width * (number + 0.5) for number in range(len(self.counts))]
 
@@ -43,7 +43,7 @@ class DistributionMetric(Protocol):
     """A metric that derives distributions from its totals."""
 
     def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
-        """Return histograms by name, in the manner of `compute`; {} at steps that were not measured."""
+        """Return histograms by name, as `compute` does for values; {} at steps without a measurement."""
         ...
 
 
@@ -53,24 +53,24 @@ class DistributionTracker(Protocol):
     """A tracker that stores histograms."""
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        """Store the histograms of a step, before or after its values."""
+        """Store a step's histograms, before or after its values."""
         ...
 
 
 @port
 @runtime_checkable
 class ContextTracker(Protocol):
-    """A tracker that stores values of one name in several contexts; `track_in_context` replaces `track`."""
+    """A tracker that stores one name's values in several contexts; `track_in_context` replaces `track`."""
 
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
-        """Store the values of a step with their context."""
+        """Store a step's values with their context."""
         ...
 
 
 @port
 @runtime_checkable
 class PropertyTracker(Protocol):
-    """A tracker that stores properties of the run, also called hyperparameters, beside its values."""
+    """A tracker that stores run properties (hyperparameters) beside its values."""
 
     def describe(self, properties: Mapping[str, Any]) -> None:
         """Store the resolved recipe's settings, as nested tables; called once, before `rewind`."""

@@ -1,4 +1,4 @@
-"""Mappings between the tensors of two states, as plain data that names inputs and outputs."""
+"""Mappings between two states' tensors, as plain data with input and output names."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ A function of a group's input tensors (any shapes, in the order of `inputs`) to 
 
 @attrs.frozen
 class TensorGroup:
-    """A conversion of some tensors to others; `revert` is its inverse, None if the conversion is not invertible."""
+    """Conversion from tensors to tensors; `revert` is its inverse, None if the conversion is not invertible."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -35,24 +35,23 @@ class TensorGroup:
 @attrs.frozen
 class Mapper:
     """
-    Independent conversions of tensors: no two groups share an input or an output.
+    Independent tensor conversions: no two groups share an input or an output.
 
-    The order of groups is the same in every process: a group may contain collectives, which all ranks must run in one
-    order.
+    Groups have the same order in every process: a group may contain collectives, which all ranks must run in one order.
     """
 
     groups: tuple[TensorGroup, ...]
 
     @property
     def inputs(self) -> list[str]:
-        """The names of all inputs, group by group."""
+        """All input names, group by group."""
         return [name for group in self.groups for name in group.inputs]
 
     @property
     def outputs(self) -> list[str]:
-        """The names of all outputs, group by group."""
+        """All output names, group by group."""
         return [name for group in self.groups for name in group.outputs]
 
     def inverse(self) -> "Mapper":
-        """Return the mapper of the inverse groups. Raises ValueError if a group has no inverse."""
+        """Return the mapper with the inverse groups. Raises ValueError if a group has no inverse."""
         return Mapper(tuple(group.inverse() for group in self.groups))

@@ -1,1 +1,1 @@
-"""The report of runs: one HTML file of curves, events, checkpoints, samples and drawings."""
+"""Run report: one HTML file with curves, events, checkpoints, samples and drawings."""

@@ -1,4 +1,4 @@
-"""The picture of a run's schedule, if it is small enough for a page."""
+"""Picture of a run's schedule, if it is small enough for a page."""
 
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.simulator import simulate
@@ -13,7 +13,7 @@ MAX_PASSES = 1500
 
 def draw_schedule(use: str, schedule: Schedule, ranks: int, microbatches: int) -> str:
     """
-    Draw the simulated timeline of a step as SVG.
+    Draw a step's simulated timeline as SVG.
 
     Returns "" for a single rank, which runs one microbatch after another, and for a schedule too large for a page.
     """

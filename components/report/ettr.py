@@ -1,8 +1,8 @@
 """
-The effective training time ratio (ETTR) of a run: seconds of productive steps, divided by seconds since its start.
+Effective training time ratio (ETTR): seconds in productive steps, divided by seconds since the run's start.
 
 Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025, section II-D. A
-step is productive if its update is still in the run's weights. A resume removes the steps that a kill has lost from
+step is productive if its update is still in the run's weights. A resume removes steps lost by a kill from
 `metrics.jsonl`. All other time counts against the ratio: starts, evaluations, saves, lost steps, and the time between
 processes, which are in the log.
 """
@@ -19,7 +19,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 @attrs.frozen
 class Ettr:
-    """Seconds of a run's productive steps, seconds between its first and last message, and number of lost steps."""
+    """Seconds in a run's productive steps, seconds between its first and last message, and lost step count."""
 
     learned: float
     wall: float
@@ -28,7 +28,7 @@ class Ettr:
 
     @property
     def ratio(self) -> float:
-        """Productive fraction of the time, at most 1."""
+        """Productive time fraction, at most 1."""
         return min(1.0, self.learned / self.wall)  # the log rounds times to seconds
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Ettr:
 
 
 def ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
-    """Compute the ratio of a run from its log and metrics; None if they lack times or steps."""
+    """Compute a run's ratio from its log and metrics; None if they lack times or steps."""
     if not log.first or not len(metrics.steps) or metrics.seconds[-1] <= 0:
         return None
     first, last = (datetime.strptime(time, TIME_FORMAT) for time in (log.first, log.last))

@@ -1,7 +1,7 @@
 """
-The events of a run, read from the log of rank 0: starts, kills, resumes, stops, skipped steps, warnings.
+A run's events, read from rank 0's log: starts, kills, resumes, stops, skipped steps, warnings.
 
-A killed process does not write that it ended. It is recognized by the start of the next process.
+A killed process does not log its end. It is recognized by the next process's start.
 """
 
 import re
@@ -41,11 +41,11 @@ class LogEvent:
 @attrs.define(eq=False)
 class RunLog:
     """
-    Events of a log, without the middle ones if there are many, and the header of the newest process.
+    Events in a log, without the middle ones if there are many, and the newest process's header.
 
-    `omitted` counts events that are left out, `skipped` skipped steps, `starts` processes, and `lost` the logged steps
-    that were done again after a resume. `running` is true until the newest process writes that it ended. `first` and
-    `last` are the times of the first and the last message.
+    `omitted` counts left-out events, `skipped` skipped steps, `starts` processes, and `lost` the logged steps repeated
+    after a resume. `running` is true until the newest process logs its end. `first` and `last` are the first and the
+    last message's times.
     """
 
     events: list[LogEvent] = attrs.field(factory=list)
@@ -113,13 +113,13 @@ class RunLog:
             self._add_event(time, "started", "the first process of the run")
 
     def add_kill(self) -> None:
-        """Add the kill of the newest process, which did not write that it ended."""
+        """Add the newest process's kill, because it did not log its end."""
         self.running = False
         where = f"the last line in the log is of step {self.step}" if self.step else "it was before the first step"
         self._add_event(self._time, "killed", f"killed, or failed with an error that only the terminal shows; {where}")
 
     def end(self, time: str, step: int) -> None:
-        """Add the end of training after this step, because the report is written before the log contains the end."""
+        """Add the training's end after this step, because the report is written before the log contains the end."""
         self.running, self.step, self.last = False, step, time
         self._add_event(time, "ended", f"all {step:,} steps are done")
 
@@ -139,12 +139,12 @@ class RunLog:
 
 
 def read_log(folder: Path) -> RunLog:
-    """Read the log of rank 0 of a run folder. Raises UserError if the file is a link or not a regular file."""
+    """Read rank 0's log in a run folder. Raises UserError if the file is a link or not a regular file."""
     return parse_log(line.decode("utf-8", "replace").rstrip("\n") for line in lines_of(folder / LOG))
 
 
 def parse_log(lines: Iterable[str]) -> RunLog:
-    """Read the lines of a log."""
+    """Read a log's lines."""
     log = RunLog()
     for line in lines:
         log.put(line)

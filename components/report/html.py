@@ -1,4 +1,4 @@
-"""A final task that writes the report of the run."""
+"""Final task: the run's report."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ log = logging.getLogger("drawloom.run")
 @component(impact="safe")
 class HtmlReport:
     """
-    Final task that writes `report.html` in the run folder: curves, events, checkpoints, the sample and drawings.
+    Final task with the output `report.html` in the run folder: curves, events, checkpoints, the sample and drawings.
 
     It also logs the run's effective training time ratio (ETTR). If the report can't be written, the task warns, and
     the run continues. `drawloom report` writes the same report for any run, or for several runs.
@@ -35,7 +35,7 @@ class HtmlReport:
     batching: Every[Batching]
 
     def is_finished(self, step: int) -> bool:
-        """Return whether rank 0 has a report of this step. A collective, equal on all ranks."""
+        """Return whether rank 0 has a report for this step. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_report(step)))
 
     def finish(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """
-The curves of a run: `metrics.jsonl`, thinned so that the page of any run is small.
+A run's curves: `metrics.jsonl`, thinned to keep pages small.
 
-A long series is split into buckets of equal counts. A bucket keeps its mean, smallest and largest value, so that spikes
+A long series is split into buckets with equal counts. A bucket keeps its mean, smallest and largest value, so spikes
 remain visible.
 """
 
@@ -32,7 +32,7 @@ MAX_VALUE = 1e300  # larger values are left out, because their sums would overfl
 
 @attrs.frozen
 class MetricCurve:
-    """A thinned series of values `y` at steps `x`; `low` and `high` are empty if all points are kept."""
+    """Thinned series with values `y` at steps `x`; `low` and `high` are empty if all points are kept."""
 
     x: list[int]
     y: list[float]
@@ -42,13 +42,13 @@ class MetricCurve:
 
 @attrs.define(eq=False)
 class Column:
-    """The values of one metric, and their steps."""
+    """One metric's values, and their steps."""
 
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
     values: "array[float]" = attrs.field(factory=lambda: array("d"))
 
     def thin(self, points: int) -> MetricCurve:
-        """Return a curve of at most this many points."""
+        """Return a curve with at most this many points."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)
         if len(steps) <= points:
             return MetricCurve(steps.tolist(), _short(values))
@@ -61,7 +61,7 @@ class Column:
 
 @attrs.define(eq=False)
 class Metrics:
-    """Values of all metrics at all steps of a run, without metrics beyond MAX_SERIES."""
+    """A run's values for all metrics at all steps, without metrics beyond MAX_SERIES."""
 
     columns: dict[str, Column] = attrs.field(factory=dict)
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
@@ -98,24 +98,24 @@ class Metrics:
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
-        """Total seconds of steps up to every step, (steps,), from tokens and speeds: without evaluations and pauses."""
+        """Cumulative step seconds, (steps,), from tokens and speeds: without evaluations and pauses."""
         speeds = np.asarray(self._speeds)
         is_timed = speeds > 0  # false for NaN
         seconds = np.divide(np.diff(self.tokens, prepend=0.0), speeds, out=np.zeros_like(speeds), where=is_timed)
         return np.cumsum(np.minimum(seconds, MAX_STEP_SECONDS))
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric."""
+        """Return a metric's last value."""
         column = self.columns.get(name)
         return column.values[-1] if column else None
 
     def largest(self, name: str) -> float | None:
-        """Return the largest value of a metric."""
+        """Return a metric's largest value."""
         column = self.columns.get(name)
         return max(column.values) if column else None
 
     def smallest(self, name: str) -> tuple[float, int] | None:
-        """Return the smallest value of a metric, and its first step."""
+        """Return a metric's smallest value, and its first step."""
         column = self.columns.get(name)
         if not column:
             return None
@@ -123,7 +123,7 @@ class Metrics:
         return column.values[index], column.steps[index]
 
     def curves(self) -> dict[str, MetricCurve]:
-        """Return the thinned curves of all metrics, by name."""
+        """Return all metrics' thinned curves, by name."""
         points = MAX_NUMBERS // (4 * max(1, len(self.columns)))
         points = min(MAX_POINTS, max(MIN_POINTS, points))
         return {name: column.thin(points) for name, column in self.columns.items()}
@@ -147,7 +147,7 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Read the metrics of a run folder. Raises UserError if the file is a link or not a regular file."""
+    """Read the metrics in a run folder. Raises UserError if the file is a link or not a regular file."""
     metrics = Metrics()
     for line in lines_of(folder / METRICS):
         try:
@@ -160,7 +160,7 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file, split after MAX_LINE_BYTES; nothing if the file is missing."""
+    """Yield a regular file's lines, split after MAX_LINE_BYTES; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return
     with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:

@@ -1,8 +1,8 @@
 """
-The page: one HTML file that fetches nothing, whose script draws the curves from data in the file.
+The page: one self-contained HTML file; its script draws the curves from data in the file.
 
 Names, samples and recipes may come from a stranger. They are escaped. In addition, the page's Content-Security-Policy
-allows only the script and the style with the hashes that it names, so that unescaped markup would have no effect.
+allows only the script and the style with the named hashes, so unescaped markup would have no effect.
 """
 
 import base64
@@ -36,7 +36,7 @@ CURVES = {
 
 
 def page(runs: Sequence[RunRecord], heading: str = "") -> str:
-    """Return the report of runs as HTML; `heading` is a comment on the first line, after the doctype."""
+    """Return the report about runs as HTML; `heading` is a comment on the first line, after the doctype."""
     script, style = ((FOLDER / name).read_text("utf-8") for name in ("page.js", "page.css"))
     allowed = f"script-src {_hash(script)}; style-src {_hash(style)}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
@@ -86,7 +86,7 @@ def _hash(content: str) -> str:
 
 
 def _json(runs: Sequence[RunRecord]) -> str:
-    """Return the curves as JSON, escaped so that it can't close its HTML element."""
+    """Return the curves as JSON, escaped to not close the HTML element."""
     data = {"titles": CURVES, "runs": [_data(run) for run in runs]}
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, without surrogates
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -102,7 +102,7 @@ def _data(run: RunRecord) -> dict[str, object]:
 
 
 def _overview(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield a table of planned and measured figures, with a column per run."""
+    """Yield a table with planned and measured figures, with a column per run."""
     columns = [dict(_figures(run)) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
@@ -218,7 +218,7 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
 
 
 def _drop_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
-    """Leave out columns of equal cells, except the first column; return the rest and a sentence about the cells."""
+    """Leave out columns with equal cells, except the first column; return the rest and a sentence about the cells."""
     if len(rows) < 2:
         return head, rows, ""
     equal = [number for number in range(1, len(head)) if len({row[number] for row in rows}) == 1]
@@ -237,7 +237,7 @@ def _table(
     """
     Yield a table whose first column names its rows.
 
-    With `coloured`, the other columns are runs in their colours, and a row of equal cells becomes one wide cell. With
+    With `coloured`, the other columns are runs in their colours, and a row with equal cells becomes one wide cell. With
     `prose`, the last column is text.
     """
     classes = [f' class="c{number % COLOURS}"' if coloured else "" for number in range(len(head) - 1)]

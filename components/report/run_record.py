@@ -1,4 +1,4 @@
-"""The parts of a run folder for its report: metrics, events, checkpoints, recipe and sample; any may be missing."""
+"""A run folder's parts for its report: metrics, events, checkpoints, recipe and sample; any may be missing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import FOLDER, Manifest, committed, quick_check, step_of
+from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, quick_check, step_of
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_regular_file
@@ -24,7 +24,7 @@ MAX_CHECKPOINTS = 100
 
 @attrs.frozen
 class Drawings:
-    """SVG documents of a run's graph, step and schedule; `missing` is the reason why the graph is empty."""
+    """SVG documents for a run's graph, step and schedule; `missing` is the reason why the graph is empty."""
 
     graph: str = ""
     step: str = ""
@@ -34,7 +34,7 @@ class Drawings:
 
 @attrs.frozen(eq=False)
 class RunRecord:
-    """Record of a run, read from its folder; the name is unique in a report."""
+    """Run record, read from its folder; the name is unique in a report."""
 
     name: str
     metrics: Metrics
@@ -48,7 +48,7 @@ class RunRecord:
 
 def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
     """Read a run folder, which may be in use. Raises UserError if a file can't be read."""
-    checkpoints = [(step_of(path), quick_check(path)) for path in committed(folder / FOLDER)[-MAX_CHECKPOINTS:]]
+    checkpoints = [(step_of(path), quick_check(path)) for path in list_checkpoints(folder / FOLDER)[-MAX_CHECKPOINTS:]]
     return RunRecord(
         name=name,
         metrics=read_metrics(folder),
@@ -62,7 +62,7 @@ def read_run(folder: Path, name: str, drawings: Drawings) -> RunRecord:
 
 
 def check_is_run(folder: Path) -> None:
-    """Raise UserError if a folder contains neither a recipe nor metrics of a run."""
+    """Raise UserError if a folder contains neither a recipe nor metrics."""
     if not any((folder / file).exists() for file in (LOCK, METRICS)):
         raise UserError(f"{folder} is not a run folder; give one, such as runs/first_run", 2)
 
@@ -75,7 +75,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def differences(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
     """
-    Return the settings that differ between the resolved recipes of runs: `node.key` and the values of all runs.
+    Return the settings that differ between the runs' resolved recipes: `node.key` and all runs' values.
 
     A missing value is "". A recipe that can't be read counts as empty.
     """
@@ -94,7 +94,7 @@ def _parse_values(text: str) -> dict[str, str]:
 
 
 def _read_text(path: Path, limit: int) -> str:
-    """Read the beginning of a file; "" if the file is missing."""
+    """Read a file's beginning; "" if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return ""
     with open_regular_file(path) as file:

@@ -1,4 +1,4 @@
-"""Batch sizes: the global and micro batch size, gradient accumulation, and the rows of every data-parallel rank."""
+"""Batch sizes: the global and micro batch size, gradient accumulation, and every data-parallel rank's rows."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -20,14 +20,14 @@ ROWS = between(1, MAX_ROWS + 1)
 
 @attrs.frozen(kw_only=True)
 class RampStage:
-    """A batch size for the first steps of a run, up to a step or a number of tokens."""
+    """Batch size for a run's first steps, up to a step or a token count."""
 
     size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
-    until_step: int | None = setting(default=None, check=at_least(1), doc="last step of this size")
+    until_step: int | None = setting(default=None, check=at_least(1), doc="last step with this size")
     until_tokens: int | None = setting(
         default=None,
         check=at_least(1),
-        doc="number of tokens, counted in full rows; the step that reaches it is the last of this size",
+        doc="token count in full rows; the step that reaches it is the last one with this size",
     )
 
 
@@ -36,9 +36,9 @@ class GlobalBatch:
     """
     A fixed batch size, divided evenly among data-parallel ranks and then into microbatches.
 
-    A step takes the next `global_size` positions of the endless order and splits them over the data-parallel ranks, so
-    its rows do not depend on the number of ranks. A rank with several microbatches accumulates their gradients
-    (gradient accumulation). With `ramp`, the first steps of a run have other sizes.
+    A step takes the next `global_size` positions in the endless order and splits them over the data-parallel ranks, so
+    its rows do not depend on the rank count. A rank with several microbatches accumulates their gradients (gradient
+    accumulation). With `ramp`, a run's first steps have other sizes.
     """
 
     mesh: Mesh
@@ -46,14 +46,15 @@ class GlobalBatch:
     global_size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
     micro_size: int = setting(check=ROWS, impact="safe", doc="rows in a microbatch")
     ramp: list[RampStage] = setting(
-        factory=list, doc='batch sizes of the first steps, in order; `until_tokens` needs rows = "@packing"'
+        factory=list,
+        doc='batch sizes for the first steps, in order (batch size warm-up); `until_tokens` needs rows = "@packing"',
     )
     deal: Literal["in_blocks", "in_turn"] = setting(
-        default="in_blocks", impact="safe", doc="whether a rank gets consecutive rows of a step, or every nth row"
+        default="in_blocks", impact="safe", doc="whether a rank gets a step's consecutive rows, or every nth row"
     )
 
     def open(self) -> None:
-        """Check the sizes against the mesh. Raises UserError if the rows of a step can't be divided evenly."""
+        """Check the sizes against the mesh. Raises UserError if a step's rows can't be divided evenly."""
         for path, text, hint in _uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
@@ -79,7 +80,7 @@ class GlobalBatch:
         return [list(local[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
 
     def _locate(self, step: int) -> tuple[int, int]:
-        """Return the first position of a step, and the step's size."""
+        """Return a step's first position and size."""
         done = position = 0
         for stage in self.ramp:
             steps = self._last_step(stage, done, position) - done
@@ -89,7 +90,7 @@ class GlobalBatch:
         return position + (step - 1 - done) * self.global_size, self.global_size
 
     def _last_step(self, stage: RampStage, done: int, position: int) -> int:
-        """Return the last step of a stage that begins after `done` steps."""
+        """Return the last step of a stage beginning after `done` steps."""
         if stage.until_step is not None:
             return max(done, stage.until_step)
         assert stage.until_tokens is not None and self.rows is not None
@@ -98,7 +99,7 @@ class GlobalBatch:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report sizes that are uneven for any number of processes, and stages without an end."""
+        """Report sizes uneven for any process count, and stages without an end."""
         # a dimension of size "auto" counts as 1, which is the smallest size and divides all others
         if mesh := node.neighbour("mesh"):
             sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
@@ -117,7 +118,7 @@ class GlobalBatch:
 def _uneven_sizes(
     global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield the key of every size that can't be divided into whole microbatches, the reason, and the remedy."""
+    """Yield the key of every size not divisible into whole microbatches, the reason, and the remedy."""
     if fault := uneven(global_size, micro_size, replicas):
         yield ("global_size",), *fault
     for number, stage in enumerate(ramp):

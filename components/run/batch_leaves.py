@@ -1,4 +1,4 @@
-"""A check that data sets write every batch leaf that components read."""
+"""Check that data sets write every batch leaf read by components."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
-    """Yield a problem for every component that reads a leaf missing from the run's batches."""
+    """Yield a problem for every component with a leaf missing from the run's batches."""
     writers = [*batch_types(trainer)]
     for reader in trainer.reachable():
         if isinstance(reader.component, ReadsLeaves):

@@ -6,7 +6,7 @@ from typing import get_args
 
 import attrs
 
-from drawloom.components.ports.run import Event, EventKind, Listener, observed_kinds
+from drawloom.components.ports.run import Event, EventKind, Listener, event_kinds
 from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
@@ -16,7 +16,7 @@ KINDS = get_args(EventKind)
 
 @component(impact="safe")
 class EventDispatcher:
-    """Dispatcher of events to the listeners of the graph; a listener that raises gets no further events."""
+    """Event dispatcher for the graph's listeners; a listener that raises gets no further events."""
 
     listeners: Every[Listener]
 
@@ -25,7 +25,7 @@ class EventDispatcher:
     @cached_property
     def _observers(self) -> dict[EventKind, list[tuple[str, Listener]]]:
         """Name and listener of every observer, by kind of event."""
-        listeners = [(item, observed_kinds(item[1])) for item in self.listeners.items()]
+        listeners = [(item, event_kinds(item[1])) for item in self.listeners.items()]
         return {kind: [item for item, observed in listeners if kind in observed] for kind in KINDS}
 
     def emit(self, event: Event) -> None:

@@ -27,7 +27,7 @@ INITIAL_FILES = {LOCK, FILES, "run.lock", "log"}
 
 @component(impact="safe")
 class LockedFolder:
-    """A run folder that rank 0 locks while the run is open."""
+    """Run folder, locked by rank 0 while the run is open."""
 
     job: RunInfo
     mesh: Mesh
@@ -54,7 +54,7 @@ class LockedFolder:
             raise
 
     def after_restore(self, done: int) -> None:
-        """Write the recipe and copy the files that it names; any earlier, a failed resume would replace them."""
+        """Write the recipe and copy its files; any earlier, a failed resume would replace them."""
         self._is_new = False
         run_on_rank0(self.mesh.world, self._write)
 
@@ -63,7 +63,7 @@ class LockedFolder:
         self._was_refused = self._is_new and isinstance(error, UserError)
 
     def close(self) -> None:
-        """Release the lock, and remove the folder if it was created for a run that is refused before it has begun."""
+        """Release the lock, and remove the folder if it was created for a run that never began."""
         if self._was_refused:
             self._remove()
         if self._lock is not None:
@@ -136,7 +136,7 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
 
 
 def _has_steps(folder: Path) -> bool:
-    """Return whether a folder contains results of a step; without results, another recipe may use the folder."""
+    """Return whether a folder contains a step's results; without results, another recipe may use the folder."""
     results = (path for path in folder.iterdir() if path.name not in INITIAL_FILES)
     return any(any(path.iterdir()) if path.is_dir() else path.lstat().st_size for path in results)
 
@@ -151,7 +151,7 @@ def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChang
 
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
-    """Copy files into the run folder, so that the run can be used without the originals."""
+    """Copy files into the run folder, to make the run independent of the originals."""
     make_folder(folder)
     for path in paths:
         content, copy = path.read_bytes(), folder / path.name
@@ -160,7 +160,7 @@ def copy_files(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def _read_content(path: Path) -> bytes | None:
-    """Return the bytes of a file in the run folder; None if the file is missing."""
+    """Return the content of a file in the run folder, as bytes; None if the file is missing."""
     # the folder may come from somebody else, with a link or a device under the name
     if not path.exists():
         return None

@@ -20,15 +20,15 @@ def _check_name(name: str) -> str | None:
 
 @component
 class NamedRun:
-    """The name, folder and seed of a run."""
+    """A run's name, folder and seed."""
 
-    name: str = setting(impact="safe", check=_check_name, doc="name of the run, and of its folder")
+    name: str = setting(impact="safe", check=_check_name, doc="run name, also the folder name")
     folder: Path | None = setting(
         default=None,
         impact="safe",
-        doc="run folder; default: runs/NAME, or the run folder that the command names instead of a recipe",
+        doc="run folder; default: runs/NAME, or the run folder given to the command instead of a recipe",
     )
-    seed: int = setting(default=0, check=between(0, 2**63), doc="seed of all random numbers of the run")
+    seed: int = setting(default=0, check=between(0, 2**63), doc="seed for all random numbers in the run")
 
     def open(self) -> None:
         """Raise UserError if the run folder is a file."""
@@ -44,7 +44,7 @@ class NamedRun:
 
     @classmethod
     def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> dict[str, Any]:
-        """Return the settings that keep a run in its folder after a move, unless `given` names a folder or a name."""
+        """Return settings to keep a run in its folder after a move, unless `given` names a folder or a name."""
         if "folder" in given:
             return {}
         recorded = _path(settings["name"], settings.get("folder"))

@@ -1,10 +1,10 @@
 """
-The lock of a run folder: one run at a time.
+Run folder lock: one run at a time.
 
-The lock is flock(2) on the folder and on a file in it, both of which stay open. The lock on the folder survives the
-removal of the file; the lock on the file is for network file systems, which can't lock folders. A lock belongs to the
-open file description, which forked children share. A child closes its copy after the fork: otherwise a worker that
-outlives a killed run would keep the lock.
+The lock is flock(2) on the folder and on a file in it, and both stay open. The lock on the folder survives the removal
+of the file; the file lock serves network file systems, which can't lock folders. A lock belongs to the open file
+description, shared with forked children. A child closes its copy after the fork: otherwise a worker would keep a killed
+run's lock.
 """
 
 import errno

@@ -1,11 +1,10 @@
 """
-The global random generators of a process: torch's, Python's and numpy's.
+A process's global random generators: torch's, Python's and numpy's.
 
 With `deterministic`, torch's process-wide settings make results on a GPU bitwise reproducible. cuBLAS reads
-CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks the variable at every deterministic matmul.
-So it is set before the run's first matmul; nodes that open earlier only move and fill tensors. A process with earlier
-matmuls, such as a notebook, keeps its workspaces. torch has one workspace for each stream, so results do not depend on
-other streams.
+CUBLAS_WORKSPACE_CONFIG at the first matmul on a device, and torch checks the variable at every deterministic matmul. So
+it is set before the run's first matmul; earlier nodes only move and fill tensors. A process with earlier matmuls, such
+as a notebook, keeps its workspaces. torch has one workspace per stream, so results do not depend on other streams.
 """
 
 import os
@@ -28,7 +27,7 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 
 @attrs.frozen
 class Determinism:
-    """The determinism settings of torch, cuDNN and cuBLAS."""
+    """Determinism settings in torch, cuDNN and cuBLAS."""
 
     algorithms: bool
     warn_only: bool
@@ -49,7 +48,7 @@ class Determinism:
 
     @classmethod
     def full(cls) -> "Determinism":
-        """Return settings that reject nondeterministic operations, with the workspace of the environment if it fits."""
+        """Return settings to reject nondeterministic operations, with the environment's workspace if it fits."""
         workspace = os.environ.get(WORKSPACE)
         if workspace not in DETERMINISTIC_WORKSPACES:
             workspace = DETERMINISTIC_WORKSPACES[0]
@@ -70,10 +69,10 @@ class Determinism:
 @component
 class ProcessRandomness:
     """
-    Owner of the global generators: seeds them for this rank, checkpoints their states, and restores them on close.
+    Global generators' owner: seeds them for this rank, checkpoints their states, and restores them on close.
 
-    Random numbers, and all results on a CPU, are reproducible. On a GPU some operations (atomic adds) sum in an order
-    that varies between runs, unless `deterministic` is on.
+    Random numbers, and all results on a CPU, are reproducible. On a GPU some operations (atomic adds) sum in a
+    different order in every run, unless `deterministic` is on.
     """
 
     state_is_local: ClassVar[bool] = True
@@ -109,7 +108,7 @@ class ProcessRandomness:
             self._determinism_before = None
 
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """Return a UserError for an operation that torch refuses for lack of a deterministic implementation."""
+        """Return a UserError for an operation without a deterministic implementation in torch."""
         # torch raises a plain RuntimeError for it; only its text tells it apart
         if not (self.deterministic and isinstance(error, RuntimeError) and "does not have a determ" in str(error)):
             return None
@@ -123,16 +122,16 @@ class ProcessRandomness:
         return generator(self.job.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank's generators."""
+        """Return this rank's generator states."""
         return generators()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the states of this rank's generators; skip the GPU's if the state or this process has none."""
+        """Set this rank's generator states; skip the GPU's if the state or this process has none."""
         set_generators(state)
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of the process's generators, as tensors and plain values."""
+    """Return the process's generator states, as tensors and plain values."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -143,7 +142,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any]) -> None:
-    """Set the states of the process's generators to a result of `generators`."""
+    """Set the process's generator states to a `generators` result."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -1,9 +1,9 @@
 """
-Signals that stop the run after its step, on all ranks, with its state saved.
+Signals to stop the run after its step, on all ranks, with its state saved.
 
 A Python signal handler runs only when the main thread returns to Python code, not while it is blocked in a collective
-or a kernel. So the interpreter writes the number of a signal to a socket at once (signal.set_wakeup_fd), and a thread
-reads the socket.
+or a kernel. So the interpreter writes a signal's number to a socket at once (signal.set_wakeup_fd), and a thread reads
+the socket.
 """
 
 import logging
@@ -39,8 +39,8 @@ class _SignalReader:
     """
     Thread that reads signal numbers from the interpreter's wakeup socket.
 
-    It calls `on_signal` with the number and the count of signals so far, and `on_expired` with the number of the first
-    signal after the seconds that `on_signal` returned.
+    It calls `on_signal` with the number and the signal count so far, and `on_expired` with the first signal's number
+    after as many seconds as `on_signal` returned.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class _SignalReader:
 @component(impact="safe")
 class Signals:
     """
-    Handler of SIGINT and SIGTERM while the run is open: the first signal stops the run after its step.
+    SIGINT and SIGTERM handler while the run is open: the first signal stops the run after its step.
 
     A second signal ends the process at once if it or the first one is Ctrl-C. Other repeated signals count once: a
-    cluster sends SIGTERM to all processes of a job, and a script and a launcher may forward it seconds later.
+    cluster sends SIGTERM to all processes in a job, and a script and a launcher may forward it seconds later.
 
-    A process that has not ended after `grace` seconds exits without saving; the run resumes from its last checkpoint.
-    After the last step, in a final task such as a sample or an export, a signal ends the run at once.
-    Outside the main thread, where Python can't set signal handlers, signals are not handled.
+    A process still alive after `grace` seconds exits without saving; the run resumes from its last checkpoint. After
+    the last step, in a final task such as a sample or an export, a signal ends the run at once. Outside the main
+    thread, where Python can't set signal handlers, signals are not handled.
     """
 
     mesh: Mesh
     grace: float = setting(default=25.0, check=above(0), doc="seconds from the first signal until the process ends")
     extra_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP"]] = setting(
-        factory=list, doc="more signals that stop the run, such as a cluster's early warning"
+        factory=list, doc="more signals to stop the run, such as a cluster's early warning"
     )
 
     exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
@@ -132,7 +132,7 @@ class Signals:
             self._reader.close()
             self._reader = None
 
-    def agreed(self) -> int:
+    def agree_on_signal(self) -> int:
         """Return the largest number of a signal that any rank received, 0 without one. A collective."""
         largest = torch.tensor(self._received, dtype=torch.int64)
         self.mesh.world.max(largest)
@@ -179,7 +179,7 @@ class Signals:
         return self.grace
 
     def _on_expired(self, number: int) -> None:
-        """Log that the grace period is over, and exit. Runs in the reader's thread."""
+        """Log the end of the grace period, and exit. Runs in the reader's thread."""
         logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
         logging_thread.start()
         logging_thread.join(1.0)  # the log may hang on the same disk as the run

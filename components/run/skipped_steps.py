@@ -9,9 +9,9 @@ from drawloom.graph import UserError
 @attrs.define
 class SkippedSteps:
     """
-    Counter of consecutive skipped steps, equal on all ranks.
+    Counter for consecutive skipped steps, equal on all ranks.
 
-    It reads the numbers of a step once the host can do so without idling a GPU.
+    It reads a step's numbers once the host can do so without idling a GPU.
     """
 
     limit: int
@@ -20,7 +20,7 @@ class SkippedSteps:
     _unread: Step | None = attrs.field(init=False, default=None)
 
     def add(self, step: Step) -> None:
-        """Add a step that has ended."""
+        """Add a completed step."""
         self._unread = step
         if step.state.is_on_host or step.last:
             self.read()

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import (
     AfterRestore,
@@ -39,7 +39,7 @@ log = logging.getLogger("drawloom.run")
 
 @component(opens_first="listeners")  # so that logs and timeouts cover the opening of the rest
 class Trainer:
-    """The training loop: the phases of every step, in order, and then the final tasks."""
+    """The training loop: every step's phases, in order, and then the final tasks."""
 
     phases: Ordered[Phase]
     listeners: list[Listener] = attrs.field(factory=list)
@@ -51,7 +51,7 @@ class Trainer:
     on_finish: list[FinalTask] = attrs.field(factory=list)
     steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
     max_skipped_steps: int = setting(
-        default=100, impact="safe", check=at_least(1), doc="steps skipped in a row after which the run stops"
+        default=100, impact="safe", check=at_least(1), doc="number of skipped steps in a row that stops the run"
     )
 
     _skipped: SkippedSteps = attrs.field(
@@ -62,7 +62,7 @@ class Trainer:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """
         Report batch leaves without a writer, settings that name a number without a writer, and phases whose plan does
-        not fit the number of steps.
+        not fit the step count.
         """
         yield from missing_leaves(node)
         phases = node.neighbours("phases")
@@ -92,8 +92,8 @@ class Trainer:
         """
         Train from the newest checkpoint, or from the start, to the last step.
 
-        Returns 0, or the number of the signal that stopped the run, such as SIGINT for Ctrl-C. A stopped run is saved,
-        and the same command resumes it.
+        Returns 0, or the stopping signal's number, such as SIGINT for Ctrl-C. A stopped run is saved, and the same
+        command resumes it.
         """
         try:
             self._run()
@@ -141,13 +141,13 @@ class Trainer:
         return done or step.index
 
     def _finish(self, last: int) -> None:
-        """Run the final tasks, then raise the first error that all ranks have agreed on."""
+        """Run the final tasks, then raise the first common error of all ranks."""
         errors = []
         for task in self.on_finish:
             try:
                 if not task.is_finished(last):
                     task.finish(last)
-            except Agreed as error:
+            except RankError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -165,13 +165,13 @@ class Trainer:
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add(step)
-        if signal := self.stop.agreed():
+        if signal := self.stop.agree_on_signal():
             self._skipped.read()
             self._stop(step, signal)
 
     @contextmanager
     def _saving(self, step: Step) -> Iterator[None]:
-        """Emit the events around a save, for which the timeouts listener allows more time."""
+        """Emit the events around a save, so the timeouts listener allows more time."""
         self.events.emit(Event("saving_started", step))
         try:
             yield
@@ -188,7 +188,7 @@ class Trainer:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
-        """Return "safe" for a change of `steps`, unless a phase such as a learning rate schedule derives from it."""
+        """Return "safe" for changed `steps`, unless a phase such as a learning rate schedule derives from it."""
         if key != "steps":
             return None
         derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _derives(phase)]
@@ -197,5 +197,5 @@ class Trainer:
 
 
 def _derives(phase: Any) -> bool:
-    """Return whether a phase's component declares that its values depend on the number of steps."""
+    """Return whether a phase's component declares that its values depend on the step count."""
     return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)

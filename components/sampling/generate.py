@@ -1,4 +1,4 @@
-"""Autoregressive sampling from a model."""
+"""Autoregressive sampling (text generation)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +22,7 @@ BROKEN = -1
 @attrs.frozen
 class Sampler:
     """
-    Sampler of continuations of a prompt. All ranks of a pipeline call it, and all get the sampled tokens.
+    Sampler for prompt continuations. All pipeline ranks call it, and all get the sampled tokens.
 
     The model sees the last `context` ids. Up to `context` ids it computes an id once, with a cache of keys and values.
     `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely tokens, and the id `end` ends a text.
@@ -36,7 +36,7 @@ class Sampler:
     temperature: float = 0.8
     top_k: int | None = None
 
-    def continued(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
+    def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """
         Yield up to `tokens` ids after a prompt of at least one id, without the id `end`.
 
@@ -66,7 +66,7 @@ class Sampler:
         return int(token)
 
     def _logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
-        """Compute logits (1, tokens, vocab_size) of ids that begin at position `first`; None without the last stage."""
+        """Compute logits (1, tokens, vocab_size) for ids from position `first` on; None without the last stage."""
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))

@@ -1,4 +1,4 @@
-"""A final task that samples a short text from the trained model."""
+"""Final task: a short text sampled from the trained model."""
 
 import logging
 from pathlib import Path
@@ -9,7 +9,7 @@ from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.ports.stages import AveragedWeights, averaged
+from drawloom.components.ports.stages import AveragedWeights, with_averages
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
@@ -48,12 +48,12 @@ class Sample:
     )
 
     def is_finished(self, step: int) -> bool:
-        """Return whether rank 0 has a text of this step. A collective, equal on all ranks."""
+        """Return whether rank 0 has a text for this step. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample(step)))
 
     def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
-        with averaged(self.average):
+        with with_averages(self.average):
             text = self._sample() if self.mesh.replicas.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._write(step, text))
 
@@ -61,7 +61,7 @@ class Sample:
         """Sample the text, or return an error as text, so that a diverged run still writes its report."""
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         try:
-            ids = list(self._sampler().continued(prompt, self.tokens))
+            ids = list(self._sampler().continuation(prompt, self.tokens))
         except UserError as error:
             return f"({error})"
         return self.prompt + self.tokenizer.decode(ids)

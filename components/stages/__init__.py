@@ -1,1 +1,1 @@
-"""Stages of a model on this rank: built, parallelized and materialized."""
+"""A model's stages on this rank: built, parallelized and materialized."""

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of each stage's input activations, computed on the meta device."""
+"""Input activations' shapes and dtypes by stage, computed on the meta device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +16,9 @@ Key = tuple[Any, ...]
 @attrs.define(eq=False)
 class ActivationSpecs:
     """
-    The tree of input tensors of each stage, for microbatches of any shape.
-
-    `build` makes the module of a span on the meta device. Each module is built once, and each shape runs through it
-    once; if all layers keep the shapes of their inputs (`layers_keep_shapes`), only the first layer runs.
+    Input tensor trees by stage, for microbatches with any shape. `build` makes a span's module on the meta device. A
+    module is built once, and a shape runs through it once; if all layers keep their inputs' shapes
+    (`layers_keep_shapes`), only the first layer runs.
     """
 
     spans: Sequence[LayerRange]
@@ -30,8 +29,7 @@ class ActivationSpecs:
 
     def of(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """
-        Return the inputs of a stage for a microbatch with these inputs: a tree of meta tensors, with other leaves
-        unchanged.
+        Return a stage's inputs for a microbatch with these inputs: a meta tensor tree, with other leaves unchanged.
         """
         # Values can't matter on the meta device, so inputs of the same shapes and dtypes have one tree.
         key = (stage, _shapes_and_dtypes(inputs), shared.hidden_states)
@@ -63,7 +61,7 @@ def _has_layers(span: LayerRange) -> bool:
 
 
 def _shapes_and_dtypes(tree: Any) -> Key:
-    """Return the shapes and dtypes of a tree's tensors."""
+    """Return a tree's tensor shapes and dtypes."""
     if isinstance(tree, Tensor):  # a fast path for token ids, because it runs for every microbatch
         return tree.shape, tree.dtype
     return tuple((leaf.shape, leaf.dtype) for leaf in leaves(tree) if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""Modules of this rank's stages on the meta device: built from the model, adapted, transformed and split over ranks."""
+"""This rank's stage modules on the meta device: built from the model, adapted, transformed and split over ranks."""
 
 from collections.abc import Mapping, Sequence, Set
 
@@ -26,16 +26,16 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
-from drawloom.components.weights.adapted import adapted_model, inject
+from drawloom.components.weights.adapted import build_adapted_model, inject
 from drawloom.graph import UserError
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ParallelModules:
     """
-    This rank's modules on the meta device, by stage, and the layer ranges (`spans`) of all stages.
+    This rank's modules on the meta device, by stage, and all stages' layer ranges (`spans`).
 
-    `splits` are this rank's slices of split parameters; `experts` are the names of parameters split over expert ranks.
+    `splits` are this rank's slices by split parameter; `experts` are the names of parameters split over expert ranks.
     """
 
     spans: Sequence[LayerRange]
@@ -46,7 +46,7 @@ class ParallelModules:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StageBuilder:
-    """Builder of the modules of stages for a mesh; `dimensions` determine how ranks split them."""
+    """Builder for stage modules on a mesh; `dimensions` determine how ranks split them."""
 
     model: Model
     loss: Loss
@@ -61,14 +61,16 @@ class StageBuilder:
     head_layer_cost: int
 
     def build_local(self) -> ParallelModules:
-        """Build and split the modules of this rank's stages."""
+        """Build and split this rank's stage modules."""
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
         spans, local = self._spans(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
         if embeds_on_every_rank(self.schedule):
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
-            adapted_model(self.model, self.adapters)  # checks patterns on the whole model, not on this rank's part
+            build_adapted_model(
+                self.model, self.adapters
+            )  # checks patterns on the whole model, not on this rank's part
         splits: dict[str, RankSlice] = {}
         experts: set[str] = set()
         modules = {index: self.build(spans[index]) for index in local}
@@ -83,7 +85,7 @@ class StageBuilder:
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
     def build(self, span: LayerRange) -> nn.Module:
-        """Build the module of a layer range on the meta device, not yet split, with adapters and transforms."""
+        """Build a layer range's module on the meta device, not yet split, with adapters and transforms."""
         with torch.device("meta"):
             module = self.model.build(span)
             inject(self.adapters, module)
@@ -96,7 +98,7 @@ class StageBuilder:
         return module
 
     def build_for_activations(self, span: LayerRange) -> nn.Module:
-        """Build the split module of a layer range in the dtypes in which its layers compute."""
+        """Build a layer range's split module in its layers' compute dtypes."""
         module = self.build(span)
         for dimension in self.dimensions:
             dimension.split(module)
@@ -107,7 +109,7 @@ class StageBuilder:
         return module
 
     def _cast(self, module: nn.Module) -> None:
-        """Cast parameters on the meta device to the dtypes that they are stored in; buffers keep their module's."""
+        """Cast meta parameters to their storage dtypes; buffers keep their module's."""
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 # A frozen parameter has the dtype of its layer, because no optimizer needs a wider one.
@@ -115,7 +117,7 @@ class StageBuilder:
                 parameter.data = parameter.data.to(dtype)
 
     def _spans(self, stages: int) -> list[LayerRange]:
-        """Partition the layers over this number of stages."""
+        """Partition the layers over this many stages."""
         layers, ranks = self.model.num_hidden_layers, self.mesh.sizes.pipeline
         if isinstance(self.schedule, PartitioningSchedule):
             sizes = [*self.schedule.layers_by_stage(ranks, layers)]
@@ -133,7 +135,7 @@ class StageBuilder:
 
 
 def refuse_shared(module: nn.Module) -> None:
-    """Raise UserError for a parameter of two modules, because each module would allocate its own copy."""
+    """Raise UserError for a parameter in two modules, because both would allocate their own copies."""
     owners: dict[nn.Parameter, str] = {}
     for path, submodule in module.named_modules():
         for leaf, parameter in submodule.named_parameters(prefix=path, recurse=False):
@@ -143,7 +145,7 @@ def refuse_shared(module: nn.Module) -> None:
 
 
 def tie(modules: Sequence[nn.Module]) -> None:
-    """Make parameters with the same name, in modules of one rank, the same parameter."""
+    """Make parameters with the same name, in a rank's modules, the same parameter."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters()):

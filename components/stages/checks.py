@@ -1,4 +1,4 @@
-"""Checks and notes of stages, for `check` and `explain`: conflicts with the mesh, and the work that ranks share."""
+"""Checks and notes for stages, in `check` and `explain`: conflicts with the mesh, and the ranks' shared work."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +20,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def stage_nodes(stages: NodeView) -> StageNodes | None:
-    """Return the nodes that determine the parallelism of stages; None for a recipe without a mesh."""
+    """Return the nodes for the stages' parallelism; None for a recipe without a mesh."""
     mesh = stages.neighbour("mesh")
     if mesh is None:
         return None
@@ -30,7 +30,7 @@ def stage_nodes(stages: NodeView) -> StageNodes | None:
 
 
 def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
-    """Warn of weights in a wider dtype than the parameters that they initialize."""
+    """Warn about weights in a wider dtype than the parameters they initialize."""
     model, precision = stages.neighbour("model"), stages.neighbour("precision")
     if model is None or precision is None:
         return
@@ -48,7 +48,7 @@ def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
 
 
 def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield problems of meshes and adapters whose passes launch different kernels in each step."""
+    """Yield problems for meshes and adapters whose passes launch different kernels in every step."""
     if not nodes.stages.settings["capture"]:
         return
     sizes = nodes.sizes.settings()
@@ -64,7 +64,7 @@ def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
 
 
 def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Yield problems of costs of embedding and head in layers if the schedule makes them ineffective."""
+    """Yield problems for embedding and head costs if the schedule makes them ineffective."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and embeds_on_every_rank(schedule.component):
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
@@ -75,14 +75,14 @@ def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]
 
 
 def check_single_recompute(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
-    """Yield the problem of a recompute policy if the schedule also has a policy for each stage."""
+    """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
     if stages.settings["recompute"] != "none" and (schedule.settings.get("recompute") or _policies(schedule, mesh)):
         text = f"[{schedule.name}] says what each stage recomputes"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
 def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
-    """Yield the schedule's own partition of layers, and its recompute policies."""
+    """Yield the schedule's own layer partition and recompute policies."""
     built, layers = build_schedule(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
@@ -103,7 +103,7 @@ def _microbatches(schedule: NodeView, mesh: NodeView) -> int:
 
 def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     """
-    Return each stage's recompute policy in the schedule's program; () if there are none, or the schedule has problems.
+    Return recompute policies by stage in the schedule's program; () if there are none, or the schedule has problems.
     """
     built = build_schedule(schedule)
     with suppress(UserError, ValueError):
@@ -115,7 +115,7 @@ def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
 
 
 def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Problem]:
-    """Yield the problem of a loss that is an nn.Module itself: the stages must own its parameters."""
+    """Yield a problem for a loss that is an nn.Module itself: the stages must own its parameters."""
     if issubclass(loss.component, nn.Module):
         where = f"under [{loss.name}] and [{stages.name}]"
         text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
@@ -123,12 +123,12 @@ def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Probl
 
 
 def fault_of_policy(policy: Recompute) -> str | None:
-    """Return the fault of a numeric recompute policy below 1, else None."""
+    """Return the fault in a numeric recompute policy below 1, else None."""
     return f"{policy} is not above 0" if isinstance(policy, int) and policy < 1 else None
 
 
 def notes_of_policy(policy: Recompute) -> Iterator[str]:
-    """Yield a sentence about the activations that a recompute policy keeps, and its cost (activation checkpointing)."""
+    """Yield a sentence about a recompute policy's kept activations and its cost (activation checkpointing)."""
     if policy == "selective":
         yield "recompute: norms, gates and rotations run again in the backward pass; their results are not kept"
     elif policy != "none":

@@ -1,4 +1,4 @@
-"""torch.compile for blocks, one by one, and checks of combinations with compiled blocks."""
+"""torch.compile for blocks, one by one, and checks for combinations with compiled blocks."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,7 +16,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile the forward of each block when it first runs; blocks of one kind share the result."""
+    """Compile every block's forward when it first runs; blocks of one kind share the result."""
     for block in blocks:
         for part in block.modules():
             # The number of tokens from other ranks is known only at run time.
@@ -27,7 +27,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def warn_compiled_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
-    """Warn of weight gradients that a schedule delays, but that are computed together with input gradients."""
+    """Warn about delayed weight gradients that are computed together with input gradients."""
     if not _splits_backward(schedule, mesh):
         return
     effect = f"so that W has nothing left to do where [{schedule.name}] puts it into the bubble"
@@ -43,7 +43,7 @@ def warn_compiled_split_backward(stages: NodeView, schedule: NodeView, mesh: Nod
 
 
 def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
-    """Warn of recompute policies that compiled blocks ignore."""
+    """Warn about recompute policies ignored by compiled blocks."""
     if not stages.settings["compile"]:
         return
     text = "torch chooses what compiled blocks recompute, so that 'selective' is for what is outside of them"
@@ -56,7 +56,7 @@ def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
 
 
 def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
-    """Return whether a schedule splits the backward pass of stages; False if the schedule has problems."""
+    """Return whether a schedule splits stages' backward passes; False if the schedule has problems."""
     built, ranks = build_schedule(schedule), PerDimension.of_settings(mesh.settings).pipeline
     try:
         # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.

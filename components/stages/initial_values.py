@@ -1,4 +1,4 @@
-"""Memory and initial values of a rank's modules: random, or read from a folder."""
+"""Memory and initial values for a rank's modules: random, or read from a folder."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,9 @@ from drawloom.graph import UserError
 
 
 def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.device) -> None:
-    """Raise UserError if this rank's share of parameters of any shape, partitioned over `ranks`, exceeds its device."""
+    """
+    Raise UserError if this rank's share of the parameters (any shape), partitioned over `ranks`, exceeds its device.
+    """
     needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
     if needed > (capacity := memory_of(device)):
         raise UserError(
@@ -32,7 +34,7 @@ def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.devic
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the bytes of memory that a device has in all."""
+    """Return a device's total memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -41,10 +43,10 @@ def memory_of(device: torch.device) -> int:
 @attrs.frozen
 class InitialValues:
     """
-    Initializer of a rank's modules, with weights of a folder, or random values by seed and name.
+    Initializer for a rank's modules, with weights from a folder, or random values by seed and name.
 
-    `splits` are the slices of parameters that are split over tensor and expert ranks. Of a sharded parameter, a rank
-    fills only its slice.
+    `splits` are the slices of parameters split over tensor and expert ranks. A rank fills only its slice of a sharded
+    parameter.
     """
 
     model: Model
@@ -54,7 +56,7 @@ class InitialValues:
     splits: Mapping[str, TensorSlice]
 
     def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Allocate and fill the parameters and buffers of modules on the meta device."""
+        """Allocate and fill meta modules' parameters and buffers."""
         for module in modules:
             # Weights of a folder are read parameter by parameter, without a second copy of the model.
             if self._folder is None or any(map(is_dtensor, module.parameters())):
@@ -68,24 +70,26 @@ class InitialValues:
                 self._draw(module)
 
     def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
-        """Fill the adapters' parameters; a collective of ranks that share weights, because DoRA reads whole weights."""
+        """
+        Fill the adapters' parameters; a collective over ranks with shared weights, because DoRA reads whole weights.
+        """
         for module in modules:
             fill_adapters(module, self.device, self._fill_normal)
 
     def origin(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Return a fingerprint of the source of frozen parameters, or "" if all parameters are trained."""
+        """Return a fingerprint of the frozen parameters' source, or "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
         return f"seed {self.seed}" if self._folder is None else folder_fingerprint(self._folder)
 
     def other_origin(self) -> str:
-        """Return the message for a run that resumes with frozen parameters of another origin."""
+        """Return the message for a resumed run whose frozen parameters have another origin."""
         weights = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
         return f"{weights} are not those that the run started from; name those in stages.weights"
 
     @property
     def _folder(self) -> Path | None:
-        """The folder of the initial weights: the recipe's, or the model's own."""
+        """The initial weights' folder: the recipe's, or the model's own."""
         return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
 
     def _read(self, folder: Path, module: nn.Module) -> None:
@@ -106,8 +110,8 @@ class InitialValues:
                 self.model.initialise(name, local, self.seed, self._slice(name, parameter))
 
     def _slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
-        """Return this rank's slice of a parameter; None for a whole parameter."""
-        return TensorSlice.nested(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
+        """Return this rank's parameter slice; None for a whole parameter."""
+        return TensorSlice.compose(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
         tensor_slice = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
@@ -121,10 +125,10 @@ Tensors = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 
 def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     """
-    Allocate all buffers of a module, persistent or not, and fill them by the `reset_parameters()` of their owners.
+    Allocate a module's buffers, persistent or not, and fill them by their owners' `reset_parameters()`.
 
     Random values depend on the seed and the owner's name, and the process's generators keep their state. The owner's
-    own parameters are allocated as well. Raises UserError for an owner that does not fill all of its buffers.
+    own parameters are allocated as well. Raises UserError for an owner that does not fill all its buffers.
     """
     for name, owner in module.named_modules():
         if any(True for _ in _buffers(owner)):
@@ -133,9 +137,10 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
 
 def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
     """
-    Allocate all parameters and buffers of a module called `name`, and fill them by their owners' `reset_parameters()`.
+    Allocate the parameters and buffers of the module called `name`, and fill them by their owners'
+    `reset_parameters()`.
 
-    Random values depend on the seed and the owner's name. Raises UserError for an owner that does not fill all of its
+    Random values depend on the seed and the owner's name. Raises UserError for an owner that does not fill all its
     tensors.
     """
     for path, owner in module.named_modules(prefix=name):
@@ -149,15 +154,15 @@ def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors:
     # elements were 0 or 1 before.
     first, second = (_reset_values(name, owner, device, seed, before, tensors) for before in (0, 1))
     if unfilled := [key for key, value in first.items() if not torch.equal(value, second[key])]:
-        raise _unfilled(name, owner, unfilled, "has a reset_parameters() that does not fill them")
+        raise _fill_error(name, owner, unfilled, "has a reset_parameters() that does not fill them")
 
 
 def _reset_values(
     name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
 ) -> dict[str, Tensor]:
-    """Return the owner's tensors after `reset_parameters()`, with all elements `before` that call."""
+    """Return the owner's tensors after `reset_parameters()`, with all elements `before` the call."""
     if not isinstance(owner, BufferOwner):
-        raise _unfilled(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
+        raise _fill_error(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
     with torch.no_grad(), device, _seeded(device, seed):
         for _, tensor in tensors(owner):
             tensor.fill_(before)
@@ -182,7 +187,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _unfilled(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
+def _fill_error(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
     kind = "buffers" if set(tensors) <= {key for key, _ in _buffers(owner)} else "tensors"
     return UserError(

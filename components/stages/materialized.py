@@ -1,4 +1,4 @@
-"""The stages of this rank: their modules, their parameters' memory and values, and their state."""
+"""This rank's stages: their modules, their parameters' memory and values, and their state."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -65,7 +65,7 @@ class MaterializedStages:
     This rank's stages: built on the meta device, adapted, transformed, materialized, and then initialized or loaded.
 
     With `adapters`, only the adapters' parameters are trained. A checkpoint has the trained parameters and a
-    fingerprint of the frozen ones, which a resumed run makes again from the same folder or seed.
+    fingerprint of the frozen ones, which a resumed run recreates from the same folder or seed.
     """
 
     model: Model
@@ -82,13 +82,13 @@ class MaterializedStages:
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="cost of the embedding in layers; the first stage gets fewer layers by this number",
+        doc="embedding cost in layers; the first stage gets fewer layers by this number",
     )
     head_layer_cost: int = setting(
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="cost of the head in layers; the last stage gets fewer layers by this number",
+        doc="head cost in layers; the last stage gets fewer layers by this number",
     )
     reshard_after_forward: bool | None = setting(
         default=None,
@@ -99,34 +99,38 @@ class MaterializedStages:
     sync_each_microbatch: bool = setting(
         default=False,
         impact="safe",
-        doc="whether FSDP ranks reduce gradients after each microbatch instead of after gradient accumulation: less "
-        "memory, more communication",
+        doc=(
+            "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
+            "less memory, more communication"
+        ),
     )
     bucket_bytes: int = setting(
         default=BUCKET_BYTES,
         impact="safe",
         check=above(0),
-        doc="bytes of gradients that DDP replicas sum in one collective during the backward pass",
+        doc="bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
     )
     recompute: Recompute = setting(
         default="none",
         impact="safe",
         check=fault_of_policy,
-        doc="activation checkpointing: what the backward pass recomputes; 'none'; 'selective': norms, gates and "
-        "rotations; 'blocks': every block; a number n: one of n blocks",
+        doc=(
+            "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
+            "block; a number n: one block in n"
+        ),
     )
     compile: bool = setting(
         default=False,
-        doc="whether torch.compile compiles each block; a schedule can't delay a compiled block's weight gradients",
+        doc="whether torch.compile compiles every block; a schedule can't delay a compiled block's weight gradients",
     )
     capture: bool = setting(
         default=False,
         impact="safe",
-        doc="whether passes of a stage are launched as CUDA graphs on a GPU; faster for small microbatches",
+        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches",
     )
     weights: Path | None = setting(
         default=None,
-        doc="Hugging Face folder of initial weights; default: the folder of `model.auto`, or random weights",
+        doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
     )
     _values: InitialValues = attrs.field(init=False, default=None)
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
@@ -137,7 +141,7 @@ class MaterializedStages:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of combinations: see checks.py, compilation.py, and each mesh dimension's `check`."""
+        """Yield conflicts between settings: see checks.py, compilation.py, and each mesh dimension's `check`."""
         if nodes := stage_nodes(node):
             for dimension in DIMENSIONS:
                 yield from dimension.check(nodes)
@@ -155,7 +159,7 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield how ranks of the mesh share the parameters, and which activations are recomputed."""
+        """Yield sentences about shared parameters and recomputed activations."""
         yield from notes_of_policy(node.settings["recompute"])
         if node.settings["capture"]:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
@@ -199,7 +203,7 @@ class MaterializedStages:
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
         tie(modules)
-        self._adopt(parallel, self._data_parallel(parallel).planned_store(modules))
+        self._adopt(parallel, self._data_parallel(parallel).plan_store(modules))
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -239,12 +243,12 @@ class MaterializedStages:
         )
 
     def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
-        """Shard modules, give them memory and values, and return the store of their parameters."""
+        """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
         check_capacity(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._data_parallel(parallel)
         sharded = data_parallel.shard(modules)
-        slices = {name: rank_slice.place for name, rank_slice in parallel.splits.items()}
+        slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules))
         if self.adapters:
@@ -283,24 +287,22 @@ class MaterializedStages:
 
     @property
     def _layers_keep_shapes(self) -> bool:
-        """
-        Whether every layer keeps the shapes of its inputs: the model declares it, and nothing here changes layers.
-        """
+        """Whether every layer keeps its input shapes: the model declares it, and nothing here changes layers."""
         changed = bool(self.transforms or self.precision.uncast)
         return not changed and layers_keep_shapes(self.model)
 
     def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         return self._activations.of(stage, inputs, shared)
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters of all local stages, each once; [] before `open`."""
-        return [] if self._parameters is None else self._parameters.named()
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return all local stages' trained parameters, without duplicates; [] before `open`."""
+        return [] if self._parameters is None else self._parameters.named_parameters()
 
     def slices(self) -> dict[str, TensorSlice | None]:
-        return {name: self._parameters.slice(name) for name, _ in self.named()}
+        return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self._parameters.counted()
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast(only_if_changed)
@@ -310,21 +312,21 @@ class MaterializedStages:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """
-        Return the bytes of parameters, buffers, masters and compute copies, and of the gradients of a step; {} before
+        Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients; {} before
         `open`.
         """
         return self._parameters.memory_bytes() if self._parameters is not None else {}
 
     def sum_gradients(self) -> None:
-        """Sum the gradients that backward passes have not summed; a pipeline rank without a parameter adds zeros."""
+        """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
         self._parameters.sum_gradients()
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """Return this rank's slices of trained parameters and persistent buffers by name; None for whole ones."""
+        """Return this rank's slices by name, for trained parameters and persistent buffers; None for whole ones."""
         return {name: self._parameters.slice(name) for name in self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return trained parameters and persistent buffers by name, and a fingerprint of frozen parameters."""
+        """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
         state: dict[str, Any] = {
             name: tensor.detach() for tensors in self._parameters.state_tensors() for name, tensor in tensors.items()
         }

@@ -1,4 +1,4 @@
-"""The parameters of this rank's stages for other components: names, slices, gradients and state."""
+"""This rank's parameters for other components: names, slices, gradients and state."""
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
@@ -20,10 +20,10 @@ from drawloom.components.weights.load import persistent_buffers
 @attrs.define(eq=False, kw_only=True)
 class StageParameters:
     """
-    The parameters of this rank's `stages`, which `store` keeps.
+    Parameters of this rank's `stages`, kept in `store`.
 
-    `splits` are this rank's slices of parameters that are split over tensor or expert ranks; `experts` are the names of
-    experts' parameters.
+    `splits` are this rank's slices of parameters split over tensor or expert ranks; `experts` are experts' parameter
+    names.
     """
 
     stages: Sequence[Stage]
@@ -52,21 +52,21 @@ class StageParameters:
             dimension.open(self._named)
 
     def all(self) -> dict[str, nn.Parameter]:
-        """Return all parameters of the stages by name, including frozen ones."""
+        """Return the stages' parameters by name, including frozen ones."""
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters of all stages by name, each once."""
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return all stages' trained parameters by name, without duplicates."""
         return list(self._named.items())
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
-        shared = self._shared
-        elsewhere = set[str]().union(*(dimension.owned_elsewhere(shared) for dimension in self.dimensions))
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
+        shared = self._sharing
+        elsewhere = set[str]().union(*(dimension.names_owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
 
     @property
-    def _shared(self) -> SharedParameters:
+    def _sharing(self) -> SharedParameters:
         return SharedParameters(
             trained=self._named,
             split=self.splits.keys(),
@@ -79,30 +79,28 @@ class StageParameters:
         )
 
     def slice(self, name: str) -> TensorSlice | None:
-        """Return this rank's slice of a parameter; None for a whole parameter."""
-        split = self.splits[name].place if name in self.splits else None
-        return TensorSlice.nested(split, self.store.slices.get(name))
+        """Return this rank's parameter slice; None for a whole parameter."""
+        split = self.splits[name].tensor_slice if name in self.splits else None
+        return TensorSlice.compose(split, self.store.slices.get(name))
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of parameters, buffers, masters and compute copies, and of the gradients of a step."""
+        """Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients."""
         modules = [stage.module for stage in self.stages]
         tensors = dict.fromkeys(tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
-        trained = sum(parameter.numel() for _, parameter in self.named())
+        trained = sum(parameter.numel() for _, parameter in self.named_parameters())
         return {
             **self.store.memory_bytes(),
-            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copied_bytes,
+            "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.copy_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }
 
     def sum_gradients(self) -> None:
-        """Sum the gradients that backward passes have not summed along each dimension, innermost first."""
-        shared = self._shared
+        """Sum the gradients not summed in backward passes along all dimensions, innermost first."""
+        shared = self._sharing
         for dimension in reversed(self.dimensions):
             dimension.sum_gradients(shared)
 
     def state_tensors(self) -> list[dict[str, Tensor]]:
-        """
-        Return the trained parameters and persistent buffers of each stage, of any shape: the state that steps change.
-        """
+        """Return trained parameters and persistent buffers by stage (any shape): the state changed in steps."""
         stages = zip(self.stages, self._trained, strict=True)
         return [{**trained, **persistent_buffers(stage.module)} for stage, trained in stages]

@@ -1,4 +1,4 @@
-"""Append-only files of a run folder."""
+"""Append-only files in a run folder."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ log = logging.getLogger("drawloom.storage")
 
 @attrs.define(eq=False)
 class AppendedFile:
-    """Open file that is rewritten, with a warning, if somebody removes it or its folder."""
+    """Open file; rewritten, with a warning, if somebody removes it or its folder."""
 
     path: Path
     _descriptor: int
@@ -49,7 +49,7 @@ class AppendedFile:
             self._reopen()
 
     def sync(self) -> None:
-        """Flush to disk. A write alone survives the kill of the process, but not a power cut."""
+        """Flush to disk. A write alone survives a killed process, but not a power cut."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:

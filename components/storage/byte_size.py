@@ -1,10 +1,10 @@
-"""Formatting of byte counts."""
+"""Byte count formatting."""
 
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def byte_size(size: float) -> str:
-    """Format a number of bytes in decimal units: `123 bytes`, `12.3 kB`, `12.3 MB`, `4.56 GB` or `4.56 TB`."""
+    """Format a byte count in decimal units: `123 bytes`, `12.3 kB`, `12.3 MB`, `4.56 GB` or `4.56 TB`."""
     if size < 1000:
         return f"{size:.0f} bytes"
     unit, scale = unit_of(size)
@@ -12,5 +12,5 @@ def byte_size(size: float) -> str:
 
 
 def unit_of(size: float) -> tuple[str, float]:
-    """Return the largest unit that does not exceed a number of bytes, at least kB, and its size in bytes."""
+    """Return the largest unit up to a byte count, at least kB, and its size in bytes."""
     return next(((unit, scale) for unit, scale in UNITS if size >= scale), UNITS[-1])

@@ -24,8 +24,8 @@ class FileWriter:
     """
     Open file with writes at any offset; `name` is for errors.
 
-    A `sha256` stream hashes the bytes that are written in order from the start of the file. They must not change
-    until the file is complete, because a thread hashes them later.
+    A `sha256` stream hashes the bytes written in order from the file's start. They must not change until the file is
+    complete, because a thread hashes them later.
     """
 
     name: str
@@ -46,7 +46,7 @@ class FileWriter:
                 piece, position = piece[count:], position + count
 
     def content(self) -> Content:
-        """Return the size and SHA-256 of the bytes that were written in order from the start."""
+        """Return size and SHA-256 for the bytes written in order from the start."""
         if self.sha256 is None:
             raise ValueError(f"{self.name} was opened without a hash")
         return self.sha256.finish()
@@ -89,13 +89,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def free(folder: Path) -> int:
-    """Return the free bytes on the file system of a folder, for an unprivileged process."""
+    """Return the free bytes on a folder's file system, for an unprivileged process."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with its content, if it exists; of anything else, such as a link or a pipe, only the name."""
+    """Remove a folder with its content, if it exists; for anything else, such as a link or a pipe, only the name."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of a file atomically. Two processes must not replace the same file at once."""
+    """Replace a file's content atomically. Two processes must not replace the same file at once."""
     temporary = temporary_name(path)
     remove_folder(temporary)  # left by a killed process, or anything else of that name
     try:
@@ -135,7 +135,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return the temporary path for new content of a file: hidden, in the same folder, so that the rename is atomic."""
+    """Return the temporary path for a file's new content: hidden, in the same folder, so the rename is atomic."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -158,7 +158,7 @@ class TempFolder:
 
 
 def remove_folder_at_once(target: Path) -> None:
-    """Rename a folder, so that it disappears at once, and remove it under its temporary name."""
+    """Rename a folder, so it disappears at once, and remove it under its temporary name."""
     target = target.absolute()
     if target.is_dir():
         # after a kill, `begin_folder` removes the hidden folder
@@ -170,10 +170,10 @@ def remove_folder_at_once(target: Path) -> None:
 
 def begin_folder(target: Path) -> TempFolder:
     """
-    Create a temporary folder on the file system of the target, so that the rename is atomic.
+    Create a temporary folder on the target's file system, so the rename is atomic.
 
-    Removes temporary folders of earlier attempts: of two concurrent attempts the first one fails, and files of two
-    attempts never mix. Raises UserError if the target exists and is not an empty folder.
+    Removes earlier attempts' temporary folders: if two attempts run concurrently, the first one fails, and their files
+    never mix. Raises UserError if the target exists and is not an empty folder.
     """
     _refuse_if_taken(target)
     target = target.absolute()

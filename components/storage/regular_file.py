@@ -1,7 +1,7 @@
 """
-Reader of regular files that does not follow links, and refuses pipes and devices before they block.
+Reader for regular files; it does not follow links, and refuses pipes and devices before they block.
 
-With known block digests, part of a file is verified by reading only its blocks.
+With known block digests, a part is verified by reading only its blocks.
 """
 
 import errno
@@ -35,7 +35,7 @@ class RegularFile:
 
     def read(self, offset: int, length: int) -> bytes:
         """
-        Return `length` bytes from an offset. Raises OSError at the end of the file. The caller must bound
+        Return `length` bytes from an offset. Raises OSError at the file's end. The caller must bound
         `length`.
         """
         buffer = bytearray(length)
@@ -81,8 +81,8 @@ def open_descriptor(path: Path, flags: int) -> int:
     Open a regular file with flags of open(2), and return its descriptor. Raises OSError if it is a link or not a
     regular file.
 
-    A run folder from a stranger may contain links to files outside of it, so a run opens all files with fixed names
-    by this function.
+    A stranger's run folder may contain links to outside files, so a run opens all files with fixed names by this
+    function.
     """
     try:
         with suppress(FileNotFoundError):
@@ -120,7 +120,7 @@ def make_folder(path: Path) -> Path:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError if it has more than `limit` bytes."""
+    """Return a regular file's content. Raises OSError for more than `limit` bytes."""
     with regular_file(path) as file:
         if file.size > limit:
             raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
@@ -128,7 +128,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def hash_file(path: Path) -> Content:
-    """Return the size and SHA-256 of a regular file."""
+    """Return a regular file's size and SHA-256."""
     with regular_file(path) as file:
         blocks = (
             file.read(number * BLOCK, min(BLOCK, file.size - number * BLOCK))
@@ -148,16 +148,16 @@ HASH_THREADS = 4  # threads that hash the blocks of one read
 
 
 class ContentMismatchError(Exception):
-    """Difference between a file and what was written; the message has the difference, not the file."""
+    """Difference between a file and its original content; the message has the difference, not the file."""
 
 
 @attrs.define(eq=False)
 class VerifiedFile(RegularFile):
     """
-    Open file that verifies every byte before it is used; `verified` has the blocks verified so far.
+    Open file with bytes verified before use; `verified` has the blocks verified so far.
 
     Reads raise ContentMismatchError. The bytes in use are the hashed bytes themselves, and sequential reads read
-    each byte once.
+    every byte once.
     """
 
     expected: Content = attrs.field(kw_only=True)
@@ -212,7 +212,7 @@ class VerifiedFile(RegularFile):
 
 
 @contextmanager
-def verified_file(path: Path, expected: Content) -> Iterator[VerifiedFile]:
+def open_verified(path: Path, expected: Content) -> Iterator[VerifiedFile]:
     """
     Open a file with this content. Raises OSError like `regular_file`, and ContentMismatchError if the size differs.
     """

@@ -1,7 +1,7 @@
 """
-SHA-256 of a byte stream, block by block, computed in a thread while the stream is written.
+Block-wise SHA-256 for a byte stream, computed in a thread while the stream is written.
 
-Digests are per block instead of per file, so that part of a file can be read and verified alone.
+Digests are per block instead of per file, so a part can be read and verified alone.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ def count_blocks(size: int) -> int:
 
 
 def hash_block(block: bytes | memoryview) -> str:
-    """Return the hexadecimal SHA-256 of a block."""
+    """Return a block's hexadecimal SHA-256."""
     return hashlib.sha256(block).hexdigest()
 
 
 class Sha256Stream:
     """
-    Incremental hash that starts a thread at the first large piece, to hash while the disk is busy.
+    Incremental hash; a thread starts at the first large piece, to hash while the disk is busy.
 
-    A piece must not change before `finish`, which also ends the thread. `size` is the number of bytes so far.
+    A piece must not change before `finish`, which also ends the thread. `size` is the byte count so far.
     """
 
     def __init__(self, block: int = BLOCK) -> None:

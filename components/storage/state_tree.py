@@ -1,10 +1,10 @@
 """
-File format of state dicts: a JSON tree, and tensors by name.
+File format for state dicts: a JSON tree, and tensors by name.
 
 In the tree a dict is {"dict": {...}}, a tuple {"tuple": [...]}, a tensor {"tensor": its name}, a slice of a tensor
 {"slice": {"tensor": its name, "shape": of the whole, "offsets": ..., "size": ...}}, and a float that JSON can't
 represent {"float": "nan"}; all other values are unchanged. A tensor's name is its path joined by slashes, or a slash
-and a number if the path has characters that tensor names must not have.
+and a number if the path has characters forbidden in tensor names.
 """
 
 import math
@@ -25,7 +25,7 @@ MAX_NAME_LENGTH = 256  # characters
 
 
 class Packed(NamedTuple):
-    """A tree, with the tensors that it names."""
+    """Tree, with the tensors named in it."""
 
     tree: Tree
     tensors: dict[str, Tensor]
@@ -33,9 +33,9 @@ class Packed(NamedTuple):
 
 def pack(state: Any) -> Packed:
     """
-    Return the tree of a state and its tensors, which are not copied; a tensor that occurs twice is stored once.
+    Return a state's tree and its tensors, which are not copied; a repeated tensor is stored once.
 
-    Raises TypeError with the path of a value that `unpack` would not restore exactly.
+    Raises TypeError with the path to a value that `unpack` would not restore exactly.
     """
     packer = _Packer()
     return Packed(packer.pack(state, ()), packer.tensors)
@@ -43,7 +43,7 @@ def pack(state: Any) -> Packed:
 
 def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """
-    Return the state of a tree and its tensors, of any shape, which are not copied.
+    Return the state from a tree and its tensors, any shape, which are not copied.
 
     Raises ValueError with all missing and unexpected names if the tree names other tensors.
     """
@@ -56,12 +56,12 @@ def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensor_names(tree: Tree) -> set[str]:
-    """Return the names of all tensors in a tree."""
+    """Return all tensor names in a tree."""
     return {name for name, _ in leaves(tree)}
 
 
 def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
-    """Yield the names of the tensors in a tree, with their slices (None for a whole tensor)."""
+    """Yield the tensor names in a tree, with their slices (None for a whole tensor)."""
     if isinstance(tree, list):
         for part in tree:
             yield from leaves(part)
@@ -76,7 +76,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
 
 
 def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
-    """Return the tree of a state after its tensors were narrowed to `parts`: their leaves become slices."""
+    """Return a state's tree after its tensors were narrowed to `parts`: their leaves become slices."""
     if isinstance(tree, list):
         return [narrow_tree(part, parts) for part in tree]
     if not isinstance(tree, dict):
@@ -86,14 +86,14 @@ def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
         return _slice_leaf(content, parts[content])
     if kind == "slice" and content["tensor"] in parts:
         name = content["tensor"]
-        return _slice_leaf(name, TensorSlice.nested(_parse_slice(content), parts[name]) or parts[name])
+        return _slice_leaf(name, TensorSlice.compose(_parse_slice(content), parts[name]) or parts[name])
     if kind == "dict":
         return {kind: {key: narrow_tree(part, parts) for key, part in content.items()}}
     return {kind: narrow_tree(content, parts)} if kind == "tuple" else tree
 
 
 def entries(tree: Tree) -> dict[str, Tree]:
-    """Return the entries of a dict's tree. Raises ValueError for another tree."""
+    """Return the entries in a dict's tree. Raises ValueError for another tree."""
     content = tree.get("dict") if isinstance(tree, dict) else None
     if not isinstance(content, dict):
         raise ValueError("a state is not a dict")
@@ -101,7 +101,7 @@ def entries(tree: Tree) -> dict[str, Tree]:
 
 
 class _Packer:
-    """Packer of a state that collects tensors by name."""
+    """Packer for a state; it collects tensors by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ class _Packer:
         if isinstance(value, Tensor):
             return {"tensor": self._name(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            return _slice_leaf(self._name(value.tensor.detach(), path), value.place)
+            return _slice_leaf(self._name(value.tensor.detach(), path), value.tensor_slice)
         if isinstance(value, dict):
             # JSON would convert other keys to strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -127,7 +127,7 @@ class _Packer:
         raise TypeError(f"{_join_path(path)} is a {type(value).__name__}, which can't be saved")
 
     def _name(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Return the name of a tensor; a tensor with the same memory and layout as an earlier one has its name."""
+        """Return a tensor's name; a tensor with the same memory and layout as an earlier one has its name."""
         name = _join_path(path)
         if (
             not path
@@ -146,12 +146,12 @@ class _Packer:
 
 
 def _slice_leaf(name: str, tensor_slice: TensorSlice) -> Tree:
-    """Return the leaf for a slice of the named tensor."""
+    """Return the leaf for a slice in the named tensor."""
     return {"slice": {"tensor": name, **{key: [*part] for key, part in attrs.asdict(tensor_slice).items()}}}
 
 
 def _parse_slice(content: Mapping[str, Any]) -> TensorSlice:
-    """Return the slice of a leaf. Raises ValueError if it is invalid."""
+    """Return a leaf's slice. Raises ValueError if it is invalid."""
     shape, offsets, size = (content[key] for key in ("shape", "offsets", "size"))
     numbers = [*shape, *offsets, *size]
     if not len(shape) == len(offsets) == len(size) or any(type(number) is not int or number < 0 for number in numbers):

@@ -1,7 +1,7 @@
 """
-Files of JSON lines in a run folder: an object per step, with a checksum, truncated to the step of a resume.
+JSON-lines files in a run folder: an object per step, with a checksum, truncated when a run resumes.
 
-A line is `{"step": N, ..., "crc32": C}`, where C is the CRC-32 of the line's bytes without the last entry.
+A line is `{"step": N, ..., "crc32": C}`, where C is the CRC-32 over the line's bytes without the last entry.
 """
 
 import errno
@@ -40,7 +40,7 @@ class StepLine:
 
 @attrs.define
 class Damage:
-    """Damaged lines of a file: line numbers, from 1, and steps of lines with a wrong checksum."""
+    """Damaged lines in a file: line numbers, from 1, and steps for lines with a wrong checksum."""
 
     unreadable: list[int] = attrs.field(factory=list)
     out_of_order: list[int] = attrs.field(factory=list)
@@ -58,9 +58,9 @@ class Damage:
 @attrs.define(eq=False)
 class StepLog:
     """
-    Log file of a run with one line per step.
+    Log file with one line per step.
 
-    Lines that can't be written stay in memory, with one warning, and are written with a later line.
+    Unwritable lines stay in memory, with one warning, and are written with a later line.
     """
 
     _file: AppendedFile
@@ -141,14 +141,14 @@ class StepLog:
 
 @attrs.define
 class RestartedLog:
-    """Step log that `begin(step)` opens at the first step, and again when a run goes back to an earlier step."""
+    """Step log opened by `begin(step)` at the first step, and again when a run goes back to an earlier step."""
 
     begin: Callable[[int], StepLog]
     _log: StepLog | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
 
     def append(self, row: Row) -> None:
-        """Append the row of a step. Lines of this and later steps, from an earlier process, are removed first."""
+        """Append a step's row. An earlier process's lines for this and later steps are removed first."""
         step = row["step"]
         if self._log is None or step <= self._newest:
             self.close()
@@ -169,13 +169,13 @@ class RestartedLog:
 
 
 def encode_line(row: Row) -> bytes:
-    """Return the line of a row, with its checksum."""
+    """Return a row's line, with its checksum."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     return text[:-1] + f', "{CHECKSUM}": {zlib.crc32(text)}}}\n'.encode()
 
 
 def read_steps(path: Path) -> tuple[list[StepLine], Damage]:
-    """Return the lines of a file ordered by step, and its damage. Raises OSError if it is not a regular file."""
+    """Return a file's lines ordered by step, and its damage. Raises OSError if it is not a regular file."""
     try:
         content = read_file(path, MAX_SIZE)
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
     """
     Return the readable lines ordered by step, and the damage.
 
-    A last line that a kill has left incomplete is not damage. Among lines out of order, lines with a valid checksum
+    A last line left incomplete by a kill is not damage. Among lines out of order, lines with a valid checksum
     are kept.
     """
     kept: list[tuple[int, StepLine]] = []
@@ -226,7 +226,7 @@ def _parse(text: bytes) -> StepLine | None:
 
 
 def _repair_rows(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[int, Row]) -> dict[int, Row]:
-    """Return the known rows of damaged lines: merged into changed lines, and in place of unreadable lines."""
+    """Return the known rows for damaged lines: merged into changed lines, and in place of unreadable lines."""
     repaired = {number: kept[number].row | known[number] for number in damage.changed if number in known}
     if damage.unreadable:
         repaired |= {number: row for number, row in known.items() if number not in kept}

@@ -1,4 +1,4 @@
-"""Strict JSON: unambiguous parsing of untrusted files at a bounded cost, and a canonical form."""
+"""Strict JSON: unambiguous parsing for untrusted files at a bounded cost, and a canonical form."""
 
 import hashlib
 import json
@@ -8,11 +8,10 @@ from typing import Any
 
 def parse(text: bytes, *, most: int) -> Any:
     """
-    Return the value of a JSON text.
+    Parse a JSON text.
 
     Raises ValueError with the reason for invalid JSON, duplicate names in an object, NaN and infinities, and for
-    more than `most` of the characters that begin or separate values: each value may take some hundred bytes of
-    memory.
+    more than `most` characters that begin or separate values: a value may take some hundred bytes of memory.
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
         raise ValueError(f"it has {parts} parts, and more than {most} are not read")
@@ -28,7 +27,7 @@ def dumps(value: Any) -> bytes:
 
 
 def checksum(value: Any) -> str:
-    """Return the hexadecimal SHA-256 of the canonical form, independent of formatting and key order."""
+    """Return the canonical form's hexadecimal SHA-256, independent of formatting and key order."""
     return hashlib.sha256(dumps(value)).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Sources of named tensors, and conversions between tensors and bytes."""
+"""Sources for named tensors, and conversions between tensors and bytes."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class TensorSpec:
-    """Shape and dtype of a tensor."""
+    """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -22,10 +22,10 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """Named tensors that are read on request."""
+    """Named tensors, read on request."""
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Return the shape and dtype of every tensor, in a stable order."""
+        """Return shapes and dtypes by tensor name, in a stable order."""
         ...
 
     def tensor(self, name: str) -> Tensor:
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
 
 @attrs.frozen
 class InMemory:
-    """Source of tensors in memory, which are not copied."""
+    """Source for tensors in memory, which are not copied."""
 
     tensors: Mapping[str, Tensor]
 
@@ -48,7 +48,7 @@ class InMemory:
 
 
 def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
-    """Return an uninitialized CPU tensor of the spec's shape, and a writable view of its bytes."""
+    """Return an uninitialized CPU tensor with the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
     return from_memory(memory, spec), view(memory)
 
@@ -59,7 +59,7 @@ def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, any shape and dtype, in row-major order; copies only if necessary."""
+    """Return a tensor's bytes, any shape and dtype, in row-major order; copies only if necessary."""
     # lazily negated and conjugated tensors store other bytes than their values
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
     return view(dense.view(-1).view(torch.uint8))

@@ -1,1 +1,1 @@
-"""Trackers, which store a run's metrics."""
+"""Trackers: stores for a run's metrics."""

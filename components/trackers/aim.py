@@ -14,7 +14,7 @@ from drawloom.components.ports.run import RunFolder, RunInfo, Value
 from drawloom.components.ports.tracking import Context, Histogram
 from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run, refuse_link
 from drawloom.components.trackers.background import Background, OneWarning, Task, finite_numbers
-from drawloom.components.trackers.remembered_run import remembered_run
+from drawloom.components.trackers.remembered_run import recall_run
 from drawloom.graph import UserError, above, at_least, component, setting
 
 
@@ -23,11 +23,11 @@ class AimTracker:
     """
     Aim tracker: writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows, or a shared `repository`.
 
-    A run folder has one Aim run, which a resumed run continues. The recipe's settings are its `hparams`. Values have
+    A run folder has one Aim run; a resumed run continues it. The recipe's settings are its `hparams`. Values have
     the context `{"phase": "train"}` or `{"phase": "validation"}`; in the latter, `validation_loss` is named `loss`.
 
-    A thread writes, so that Aim can't delay a step or end the run. Values that Aim does not accept in time are dropped,
-    with one warning. The run waits for Aim only before the first step, because a killed process loses queued values.
+    A thread writes, so Aim can't delay a step or end the run. Values not accepted by Aim in time are dropped, with one
+    warning. The run waits for Aim only before the first step, because a killed process loses queued values.
     Without a server, Aim sends nothing over the network (3.29 has no telemetry). Terminal output and environment are
     not recorded. CPU, memory and GPU are recorded if `system_metrics` is set.
     """
@@ -104,16 +104,16 @@ class AimTracker:
             self._put(partial(self._run.track_distributions, self._hash, step, distributions))
 
     def _location(self) -> "AimLocation":
-        """Return the location of the repository. Raises UserError if it is a link in the run folder."""
+        """Return the repository's location. Raises UserError if it is a link in the run folder."""
         if self.repository is None:
             refuse_link(self.folder.folder)
             return AimLocation(str(self.folder.folder))
         return AimLocation(self.repository, shared_by=self.folder.folder)
 
     def _recall_run(self) -> str:
-        """Return the hash of the run folder's Aim run; "" before its first run in a shared repository."""
+        """Return the run folder's Aim run hash; "" before its first run in a shared repository."""
         folder = self.folder.folder
-        return remembered_run(folder, "aim") if self.repository else find_run(folder) or uuid.uuid4().hex[:24]
+        return recall_run(folder, "aim") if self.repository else find_run(folder) or uuid.uuid4().hex[:24]
 
     def _put(self, task: Task) -> None:
         if self._background is not None and not self._background.put(task):

@@ -1,5 +1,5 @@
 """
-An Aim repository: atomic creation, and one run per run folder, which can be rewound.
+Aim repository: atomic creation, and one rewindable run per run folder.
 
 Aim itself only overwrites: tracking a step again replaces its value, but later steps remain. A sequence is stored as
 four arrays (value, epoch, time, step), under keys that Aim hashes from the step, and a summary that the next `Run`
@@ -17,16 +17,16 @@ import attrs
 
 from drawloom.components.ports.tracking import Histogram
 from drawloom.components.storage.durable_files import remove_folder, rename
-from drawloom.components.trackers.remembered_run import remember_run, remembered_run
+from drawloom.components.trackers.remembered_run import recall_run, remember_run
 from drawloom.graph import UserError
 
 
 @attrs.frozen
 class AimLocation:
     """
-    Location of a repository: a folder, or a server such as aim://host:port.
+    Repository location: a folder, or a server such as aim://host:port.
 
-    `shared_by` is set for a shared repository: the run folder, which stores the hash of its own run.
+    `shared_by` is set for a shared repository: the run folder, which stores its own run's hash.
     """
 
     address: str
@@ -39,12 +39,12 @@ class AimLocation:
 
     @property
     def folder(self) -> Path:
-        """The folder with the repository; only for a repository that is not on a server."""
+        """The repository's folder; only for a repository without a server."""
         return Path(self.address)
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise UserError if the repository of a folder is a symbolic link."""
+    """Raise UserError if a folder's repository is a symbolic link."""
     path = folder / ".aim"  # the folder may come from a stranger
     if path.is_symlink():
         text = "it is a symbolic link, which may lead anywhere"
@@ -53,7 +53,7 @@ def refuse_link(folder: Path) -> None:
 
 def open_repository(aim: Any, location: AimLocation) -> Any:
     """
-    Open the repository of a server or a folder, and create `.aim` in the folder if it is missing.
+    Open the repository on a server or in a folder, and create `.aim` in the folder if it is missing.
 
     Creation takes a second and a subprocess. If it is killed, Aim can't open the partial repository, so the repository
     is created under a temporary name and renamed.
@@ -80,7 +80,7 @@ def open_repository(aim: Any, location: AimLocation) -> Any:
 
 def find_run(folder: Path) -> str:
     """
-    Return the hash of the repository's run; "" if there is no run.
+    Return the repository's run hash; "" if there is no run.
 
     A run folder has one Aim run, even if the run is killed before its first checkpoint and starts again.
     """
@@ -98,7 +98,7 @@ def free_run(folder: Path, run: str) -> None:
     Prepare a run for writing: create the folder by which Aim finds it, and remove a stale lock.
 
     This process has locked the run folder, so an Aim lock is left from a killed process. Aim would trust the lock's
-    process id, which may be in use again.
+    process id, although it may be in use again.
     """
     (_chunks(folder) / run).mkdir(parents=True, exist_ok=True)
     (folder / ".aim" / "locks" / f"{run}.softlock").unlink(missing_ok=True)
@@ -116,7 +116,7 @@ SYSTEM_PREFIX = "__system__"
 
 class AimRun:
     """
-    Calls of Aim, made by one thread. Aim may raise any exception, and may hang.
+    Calls to Aim, made by one thread. Aim may raise any exception, and may hang.
 
     A repository or a run is opened only once. If opening fails, `usable` is false, and later calls do nothing.
     """
@@ -167,7 +167,7 @@ class AimRun:
                 self._run.track(distribution, name=name, step=step)
 
     def close(self) -> None:
-        """Close the run, so that Aim marks it as ended; it may be opened again."""
+        """Close the run, so Aim marks it as ended; it may be opened again."""
         run, self._run = self._run, None
         if run is not None:
             run.close()
@@ -186,7 +186,7 @@ class AimRun:
         """Open the run with this hash; in a shared repository, the run folder's own run, or a new one."""
         shared_by = self._location.shared_by
         if shared_by is not None:
-            run = remembered_run(shared_by, "aim") or run
+            run = recall_run(shared_by, "aim") or run
         if run and not self._location.is_remote:
             free_run(self._location.folder, run)
         options = {**METRICS_ONLY, "system_tracking_interval": self._system_metrics}
@@ -216,7 +216,7 @@ def delete_after(run: Any, step: int) -> None:
 
 
 def _truncate(run: Any, metric: tuple[int, str], step: int) -> None:
-    """Delete later steps, and steps of which a killed process wrote only some columns."""
+    """Delete later steps, and steps only partly written by a killed process."""
     series = run.series_run_trees[NUMBERS_VERSION].subtree(metric)
     columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
     complete = set.intersection(*map(set, columns.values()))
@@ -229,7 +229,7 @@ def _truncate(run: Any, metric: tuple[int, str], step: int) -> None:
 
 
 def _truncate_objects(run: Any, metric: tuple[int, str], step: int) -> None:
-    """Delete later steps of a series of distributions."""
+    """Delete later steps from a distribution series."""
     series = run.series_run_trees[OBJECTS_VERSION].subtree(metric)
     steps = series.array("time").sparse_list()[0]
     for name, key in product(COLUMNS[:-1], [key for key in steps if key > step]):
@@ -239,7 +239,7 @@ def _truncate_objects(run: Any, metric: tuple[int, str], step: int) -> None:
 
 
 def _write_summary(run: Any, metric: tuple[int, str], values: dict[int, float]) -> None:
-    """Write the summary of the remaining values; without values, last_step -1 makes Aim treat the next as the first."""
+    """Summarize the remaining values; without values, last_step -1 makes Aim treat the next as the first."""
     summary: dict[str, Any] = {"last_step": -1, "max": float("-inf"), "min": float("inf")}
     if values:
         last = max(values)

@@ -1,4 +1,4 @@
-"""The background thread of trackers of other programs, which runs queued tasks in order, and their warnings."""
+"""Background thread for trackers of other programs, which runs queued tasks in order, and their warnings."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ Task = Callable[[], None]
 
 @attrs.define
 class OneWarning:
-    """Logger of only the first warning, because later warnings of a failing program repeat it."""
+    """Logger for only the first warning, because a failing program's later warnings repeat it."""
 
     _was_logged: bool = False
 
@@ -36,9 +36,9 @@ class OneWarning:
 
 class Background:
     """
-    Daemon thread with a queue of at most `queue_size` tasks.
+    Daemon thread with a queue for at most `queue_size` tasks.
 
-    The exception of a task is passed to `failed`, and the next task runs. The task `last` runs after all others.
+    A task's exception is passed to `failed`, and the next task runs. The task `last` runs after all others.
     """
 
     def __init__(self, name: str, queue_size: int, failed: Callable[[Exception], None], last: Task) -> None:
@@ -92,17 +92,17 @@ class Background:
 
 
 def finite_numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Return the values that are finite numbers, as floats."""
+    """Return the finite values, as floats."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 @inherited
 class TrackerInBackground(ABC):
     """
-    Tracker whose thread writes the finite values of steps on rank 0, so that writing can't delay a step or end the run.
+    Tracker with a thread that writes finite values on rank 0, so writing can't delay a step or end the run.
 
-    Steps that fail or are not written in time are dropped, with one warning. The methods of subclasses run in the
-    thread, in the order of the run, except `_prepare`, which may raise UserError.
+    Failed and late steps are dropped, with one warning. Subclass methods run in the thread, in the run's order, except
+    `_prepare`, which may raise UserError.
     """
 
     called: ClassVar[str]
@@ -132,7 +132,7 @@ class TrackerInBackground(ABC):
         self._put(partial(self._begin, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Queue the finite values of a step."""
+        """Queue a step's finite values."""
         self._put(partial(self._write, step, finite_numbers(values)))
 
     @abstractmethod
@@ -145,7 +145,7 @@ class TrackerInBackground(ABC):
 
     @abstractmethod
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the values of a step."""
+        """Write a step's values."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -161,18 +161,18 @@ class TrackerInBackground(ABC):
 
 @inherited
 class ServiceTracker(TrackerInBackground):
-    """Background tracker for a program that shows histograms and properties of runs."""
+    """Background tracker for a program with histograms and run properties."""
 
     _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
 
     def describe(self, properties: Mapping[str, Any]) -> None:
-        """Store the properties for the beginning of the run, which `rewind` queues."""
+        """Store the properties for the run's beginning, which `rewind` queues."""
         self._properties = properties
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        """Queue the histograms of a step."""
+        """Queue a step's histograms."""
         self._put(partial(self._write_distributions, step, distributions))
 
     @abstractmethod
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        """Write the histograms of a step."""
+        """Write a step's histograms."""

@@ -1,4 +1,4 @@
-"""Tracker that writes a CSV table, for spreadsheets."""
+"""Tracker with a CSV table, for spreadsheets."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ class CsvTracker(TrackerInBackground):
     _file: AppendedFile | None = attrs.field(init=False, default=None)
 
     @property
-    def _opened(self) -> AppendedFile:
+    def _open_file(self) -> AppendedFile:
         if self._file is None:
             raise ValueError("metrics.csv is not open")
         return self._file
@@ -44,7 +44,7 @@ class CsvTracker(TrackerInBackground):
         self._file = AppendedFile.open(self.folder.folder / "metrics.csv")
 
     def _begin(self, step: int) -> None:
-        file = self._opened
+        file = self._open_file
         content = file.read().rpartition(b"\n")[0]  # drop a line that a kill left incomplete: its step is done again
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
@@ -58,17 +58,17 @@ class CsvTracker(TrackerInBackground):
         if not self._names:
             self._begin(step - 1)
         if new := [name for name in numbers if name not in self._names]:
-            rows = list(csv.DictReader(io.StringIO(self._opened.read().decode(), newline="")))
+            rows = list(csv.DictReader(io.StringIO(self._open_file.read().decode(), newline="")))
             self._names += new
             self._replace(rows)
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
         line = _lines([values])
         while line:  # a disk that is nearly full accepts only a part
-            line = line[self._opened.append(line) :]
+            line = line[self._open_file.append(line) :]
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
         table = [self._names, *([row.get(name) or "" for name in self._names] for row in rows)]
-        self._opened.replace(_lines(table))
+        self._open_file.replace(_lines(table))
 
     def _end(self) -> None:
         file, self._file = self._file, None
@@ -77,7 +77,7 @@ class CsvTracker(TrackerInBackground):
 
 
 def _read_rows(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
-    """Return the lines of numbers whose steps increase, and the number of other lines."""
+    """Return the number lines with increasing steps, and how many other lines there are."""
     rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:
         row = dict(zip(names, fields, strict=False))

@@ -1,4 +1,4 @@
-"""Tracker that writes JSON lines, truncated to the step that a run resumes from."""
+"""Tracker with JSON lines, truncated to the step from which a run resumes."""
 
 import logging
 import math
@@ -23,8 +23,8 @@ class JsonlTracker:
     """
     JSON lines tracker: writes `metrics.jsonl` in the run folder, with an object per step; step 0 is before training.
 
-    The keys are `step`, the metrics, `format` and a checksum of the line. Floats round-trip exactly; NaN and infinity,
-    which JSON lacks, are null. When the run resumes, a damaged line is replaced by the values of a checkpoint.
+    The keys are `step`, the metrics, `format` and the line's checksum. Floats round-trip exactly; NaN and infinity,
+    which JSON lacks, are null. When the run resumes, a damaged line is replaced by a checkpoint's values.
     """
 
     folder: RunFolder

@@ -1,4 +1,4 @@
-"""Tracker that writes to MLflow, in a database in the run folder or on a tracking server."""
+"""Tracker for MLflow, in a database in the run folder or on a tracking server."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram, flat_properties
 from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.components.trackers.background import ServiceTracker
-from drawloom.components.trackers.remembered_run import remember_run, remembered_run
+from drawloom.components.trackers.remembered_run import recall_run, remember_run
 from drawloom.graph import UserError, component, setting
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
@@ -38,8 +38,8 @@ class MlflowTracker(ServiceTracker):
     differ after a resume become tags with the same names. MLflow can't delete steps, so steps that are done again
     appear twice. Only metrics and settings are recorded, and MLflow's telemetry is off.
 
-    A thread writes, so that a disk or the network can't delay a step or end the run. Steps that are not accepted in
-    time are dropped, with one warning.
+    A thread writes, so a disk or the network can't delay a step or end the run. Steps not accepted in time are dropped,
+    with one warning.
     """
 
     called: ClassVar[str] = "MLflow"
@@ -66,7 +66,7 @@ class MlflowTracker(ServiceTracker):
             return
         is_local = self.uri is None
         self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database.resolve()}" if is_local else self.uri)
-        run = remembered_run(self.folder.folder, "mlflow") or self._create_run()
+        run = recall_run(self.folder.folder, "mlflow") or self._create_run()
         self._client.update_run(run, status="RUNNING")
         self._log_properties(run)
         self._run = run

@@ -8,7 +8,7 @@ from drawloom.components.storage.regular_file import read_file
 MAX_LENGTH = 200
 
 
-def remembered_run(folder: Path, program: str) -> str:
+def recall_run(folder: Path, program: str) -> str:
     """Return the identifier that `remember_run` stored, or "". Raises OSError if the file is a link or too large."""
     path = _path(folder, program)
     return read_file(path, MAX_LENGTH).decode("utf-8").strip() if path.exists() or path.is_symlink() else ""

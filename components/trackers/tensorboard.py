@@ -24,11 +24,11 @@ class TensorBoardTracker(ServiceTracker):
     """
     TensorBoard tracker: writes `tensorboard` in the run folder, which `tensorboard --logdir RUN_FOLDER` shows.
 
-    The recipe's settings are the hyperparameters. A resumed run adds a file that purges the steps that are done again,
-    so that TensorBoard shows them once.
+    The recipe's settings are the hyperparameters. A resumed run adds a file that purges repeated steps, so TensorBoard
+    shows them once.
 
-    A thread writes, so that a slow disk can't delay a step or end the run. Steps that are not written in time are
-    dropped, with one warning. The thread flushes the file after every step.
+    A thread writes, so a slow disk can't delay a step or end the run. Steps not written in time are dropped, with one
+    warning. The thread flushes the file after every step.
     """
 
     called: ClassVar[str] = "TensorBoard"

@@ -22,8 +22,8 @@ class TrackioTracker(ServiceTracker):
     name. Trackio can't delete steps, so steps that are done again appear twice. Only metrics and the recipe's settings
     are recorded.
 
-    A thread writes, so that a disk or the network can't delay a step or end the run. Steps that are not accepted in
-    time are dropped, with one warning.
+    A thread writes, so a disk or the network can't delay a step or end the run. Steps not accepted in time are dropped,
+    with one warning.
     """
 
     called: ClassVar[str] = "Trackio"

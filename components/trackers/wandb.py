@@ -1,4 +1,4 @@
-"""Tracker that writes to Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 import logging
 import uuid
@@ -24,12 +24,12 @@ class WandbTracker(ServiceTracker):
     """
     Weights & Biases tracker: writes online, or to `wandb` in the run folder, which `wandb sync` uploads later.
 
-    A resumed run continues its Weights & Biases run. Weights & Biases can't delete steps, so steps that are done again
-    appear twice, at the same `step`, which is the axis of the charts. Only metrics and the recipe's settings are
+    A resumed run continues its Weights & Biases run. Weights & Biases can't delete steps, so repeated steps
+    appear twice, at the same `step`, the charts' axis. Only metrics and the recipe's settings are
     recorded: no terminal output, environment, code or system metrics.
 
-    A thread writes, so that the network can't delay a step or end the run. Steps that are not accepted in time are
-    dropped, with one warning.
+    A thread writes, so the network can't delay a step or end the run. Steps not accepted in time are dropped, with one
+    warning.
     """
 
     called: ClassVar[str] = "Weights & Biases"
@@ -37,7 +37,7 @@ class WandbTracker(ServiceTracker):
     folder: RunFolder
     job: RunInfo
     project: str = setting(default="drawloom", doc="project name")
-    entity: str | None = setting(default=None, doc="user or team of the project; default: the account's default")
+    entity: str | None = setting(default=None, doc="the project's user or team; default: the account's default")
     mode: Literal["online", "offline"] = setting(
         default="online", doc='"online" needs `wandb login` once; "offline" writes to the run folder only'
     )
@@ -47,7 +47,7 @@ class WandbTracker(ServiceTracker):
     _run: Any = attrs.field(init=False, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `run`, the identifier of the Weights & Biases run."""
+        """Return `run`, the Weights & Biases run identifier."""
         return {"run": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

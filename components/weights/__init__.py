@@ -1,1 +1,1 @@
-"""Mappers between state dicts, and weights that are loaded and saved through them. A library without components."""
+"""Mappers between state dicts, and weights loaded and saved through them. A library without components."""

@@ -1,4 +1,4 @@
-"""Models with adapters: frozen parameters, added parameters, and merging into the weights of the model."""
+"""Models with adapters: frozen parameters, added parameters, and merging into the model's weights."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     return {target for adapter in adapters for target in adapter.inject(module)}
 
 
-def adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
+def build_adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
     """Build the whole model with adapters on the meta device. Raises UserError for a pattern that matches nothing."""
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
@@ -44,15 +44,15 @@ def adapted_model(model: Model, adapters: Sequence[Adapter]) -> nn.Module:
     return module
 
 
-def adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     """Iterate over the layers with adapters, by name."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
 
 
 @contextmanager
 def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Disable the adapters of modules inside the context."""
-    layers = [layer for module in modules for _, layer in adapted_layers(module)]
+    """Disable the modules' adapters inside the context."""
+    layers = [layer for module in modules for _, layer in find_adapted_layers(module)]
     for layer in layers:
         layer.active = False
     try:
@@ -63,13 +63,13 @@ def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that adapters have added."""
-    return {f"{name}.{leaf}" for name, layer in adapted_layers(module) for leaf in layer.adapter_names}
+    """Return the adapters' parameter names."""
+    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_names}
 
 
 def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
     """Materialize the adapter parameters with their initial values; all other parameters are already materialized."""
-    for name, layer in adapted_layers(module):
+    for name, layer in find_adapted_layers(module):
         for leaf in layer.adapter_names:
             parameter = getattr(layer, leaf)
             if parameter.is_meta:
@@ -80,32 +80,32 @@ def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
 
 def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """
-    Map parameters of adapted layers to those of plain layers.
+    Map adapted layers' parameters to plain layers' parameters.
 
-    An adapter of a tied embedding leaves the head unchanged: the result has a separate head.
+    An adapter on a tied embedding leaves the head unchanged: the result has a separate head.
     """
-    layers = adapted_layers(whole)
+    layers = find_adapted_layers(whole)
     return parallel(*(layer.merge_mapper(name, HEAD if tied and name == EMBEDDING else None) for name, layer in layers))
 
 
 @attrs.frozen
 class MergeError:
-    """Squared norms of the weight changes by adapters, and of the rounding loss when merging them."""
+    """Squared norms of the weight changes by adapters, and of the rounding loss after merging."""
 
     change: float = 0.0
     lost: float = 0.0
 
     @property
     def relative(self) -> float:
-        """The norm of the rounding loss relative to the norm of the change."""
+        """Norm of the rounding loss, relative to the norm of the change."""
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
 
 def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeError:
     """
-    Measure the rounding loss of merging adapters into these parameters, in `dtype` or the dtype of the weights.
+    Measure the rounding loss of merging adapters into these parameters, in `dtype` or the weights' dtype.
 
-    Slices are gathered: a collective of the ranks that have them.
+    Slices are gathered: a collective over the ranks with slices.
     """
     error = MergeError()
     for group in mapper.groups:

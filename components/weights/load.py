@@ -20,19 +20,19 @@ from drawloom.graph import UserError
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a module, of any shape, by name; a tied tensor is listed once."""
+    """Return a module's parameters and persistent buffers, any shape, by name; a tied tensor is listed once."""
     return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers of a module, of any shape, by name."""
+    """Return a module's persistent buffers, any shape, by name."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
-    Convert tensors of any shape at once. Drops tensors that are not inputs; raises KeyError if an input is missing.
+    Convert tensors, any shape, at once. Drops tensors without a use; raises KeyError if an input is missing.
     """
     return {
         name: tensor
@@ -42,7 +42,7 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
-    """Yield converted tensors, of any shape, group by group; at most one group is in memory."""
+    """Yield converted tensors, any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
         # popped, so that a tensor is freed as soon as the consumer drops it
         outputs = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]
@@ -76,13 +76,13 @@ def load_folder(
     places: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
-    Fill a module, which may be a part of the model, from a folder, through a mapper of the whole model.
+    Fill a module, the whole model or a part, from a folder, through the whole model's mapper.
 
     Parameters on the meta device are materialized on `device`, others are filled in place; they keep dtype and
-    sharding. Persistent buffers must be materialized; those among the outputs of the mapper are filled. Raises
+    sharding. Persistent buffers must be materialized; the mapper's output buffers are filled. Raises
     UserError with all tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted
     if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `without` stay
-    unchanged; parameters in `places` are slices of the model's parameters.
+    unchanged; parameters in `places` are slices.
     """
     load(fitting_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
 
@@ -95,8 +95,8 @@ def fitting_folder(
     places: Mapping[str, TensorSlice] = {},
 ) -> TensorSource:
     """
-    Open a folder from which `load_folder` can fill the module. Raises UserError, from the headers of its files, if
-    it can't.
+    Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
+    module.
     """
     source = open_safetensors_folder(folder)
     if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
@@ -113,7 +113,7 @@ def load(
     places: Mapping[str, TensorSlice] = {},
 ) -> None:
     """
-    Fill the parameters and persistent buffers of a module that are outputs of a mapper.
+    Fill a module's parameters and persistent buffers from a mapper's outputs.
 
     Parameters on the meta device are materialized on `device`. For names in `places` the module has slices.
     """
@@ -127,7 +127,7 @@ def load(
 
 
 def _find_targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
-    """Return the model parameters (without those of the loss) and the persistent buffers that the mapper outputs."""
+    """Return the model's parameters (without the loss's) and the persistent buffers that the mapper outputs."""
     outputs, others = set(mapper.outputs), set(without)
     named = persistent_tensors(module).items()
     tensors = {name: tensor for name, tensor in named if not name.startswith(f"{LOSS}.") and name not in others}
@@ -150,7 +150,7 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
 
 def _as_own_storage(tensor: Tensor, ours: bool) -> Tensor:
     """
-    Return a contiguous tensor that fills its storage; a copy if its memory is not `ours`, or if it is a partial
+    Return a contiguous tensor with its own full storage; a copy if its memory is not `ours`, or if it is a partial
     view.
     """
     if is_dtensor(tensor):
@@ -196,7 +196,7 @@ def _find_wrong_shapes(
 
 def _is_tied_copy(source: TensorSource, extra: list[str], expected: set[str]) -> bool:
     """
-    Return whether the only unexpected tensor equals an expected one bit for bit: folders of tied models may have a
+    Return whether the only unexpected tensor equals an expected one bit for bit: folders for tied models may have a
     head.
     """
     specs = source.specs()
@@ -212,7 +212,7 @@ SAMPLES = 256
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Return a hexadecimal SHA-256 of the names, sizes and sampled bytes of a folder's safetensors files."""
+    """Return a hexadecimal SHA-256 over names, sizes and sampled bytes of a folder's safetensors files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with open_regular_file(path) as file:
@@ -223,7 +223,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def _samples(size: int) -> list[tuple[int, int]]:
-    """Return the offset and size of each hashed part."""
+    """Return the hashed parts' offsets and sizes."""
     if size <= WHOLE:
         return [(0, size)]
     part = WHOLE // SAMPLES

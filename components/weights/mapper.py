@@ -10,12 +10,12 @@ from drawloom.components.ports.weights import Mapper, TensorGroup
 
 
 def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors of any shape unchanged, without a copy."""
+    """Return tensors, any shape, unchanged and without a copy."""
     return tensors
 
 
 def parallel(*mappers: Mapper) -> Mapper:
-    """Combine the groups of all mappers. Raises ValueError if two mappers share an input or an output."""
+    """Combine all mappers' groups. Raises ValueError if two mappers share an input or an output."""
     merged = Mapper(tuple(group for mapper in mappers for group in mapper.groups))
     for role, names in (("an input", merged.inputs), ("an output", merged.outputs)):
         if duplicates := [name for name, count in Counter(names).items() if count > 1]:
@@ -25,11 +25,11 @@ def parallel(*mappers: Mapper) -> Mapper:
 
 def sequential(*mappers: Mapper) -> Mapper:
     """
-    Apply mappers one after another; a tensor that is not an input of a mapper is passed on unchanged.
+    Apply mappers one after another; a mapper passes on other tensors than its inputs unchanged.
 
-    Inputs of a later mapper that no earlier one outputs are inputs of the whole; outputs of an earlier mapper that
-    no later one consumes are outputs of the whole. Groups that share tensors become one group. Raises ValueError if
-    a tensor that is passed on has the name of an input or output of the mapper.
+    A later mapper's inputs are inputs of the chain if no earlier mapper outputs them; an earlier mapper's outputs are
+    outputs of the chain if no later mapper consumes them. Groups with shared tensors become one group. Raises
+    ValueError if a passed-on tensor has the name of a mapper's input or output.
     """
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
@@ -38,11 +38,11 @@ def sequential(*mappers: Mapper) -> Mapper:
 
 
 def shard(mapper: Mapper, count: int, index: int) -> Mapper:
-    """Return the share of one of `count` workers: every count-th group from `index` on."""
+    """Return one worker's share among `count` workers: every count-th group from `index` on."""
     return Mapper(mapper.groups[index::count])
 
 
-def prefixed(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
+def add_prefix(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
     """Add a prefix to all input names, and one to all output names."""
     return Mapper(
         tuple(
@@ -57,13 +57,13 @@ def prefixed(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
 
 
 def giving(mapper: Mapper, names: Collection[str]) -> Mapper:
-    """Return the groups with at least one of these names among their outputs."""
+    """Return the groups with at least one output among the names."""
     wanted = frozenset(names)
     return Mapper(tuple(group for group in mapper.groups if not wanted.isdisjoint(group.outputs)))
 
 
 def _fill_gaps(mappers: Sequence[Mapper]) -> list[Mapper]:
-    """Extend the mappers so that each one's inputs are exactly the previous one's outputs."""
+    """Extend every mapper until its inputs are exactly the previous mapper's outputs."""
     stages = list(mappers)
     for index in range(len(stages) - 1, 0, -1):  # inputs of later mappers pass earlier ones
         outputs = set(stages[index - 1].outputs)
@@ -83,7 +83,7 @@ def _pass_on(mapper: Mapper, names: Iterable[str]) -> Mapper:
 
 
 def _find_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
-    """Yield the connected components of all stages' groups, ordered by their first groups."""
+    """Yield connected components among all stages' groups, ordered by their first groups."""
     groups = [(index, group) for index, stage in enumerate(stages) for group in stage.groups]
     forest = _Forest(len(groups))
     producers = {(index, name): number for number, (index, group) in enumerate(groups) for name in group.outputs}
@@ -103,21 +103,21 @@ class _Forest:
         self._parents = list(range(count))
 
     def root(self, number: int) -> int:
-        """Return the representative of a number's set."""
+        """Return the representative for a number's set."""
         while (parent := self._parents[number]) != number:
             self._parents[number] = self._parents[parent]  # path halving
             number = parent
         return number
 
     def join(self, first: int, second: int) -> None:
-        """Merge the sets of two numbers."""
+        """Merge two numbers' sets."""
         # the lower root wins, so that the result does not depend on the order of joins
         low, high = sorted((self.root(first), self.root(second)))
         self._parents[high] = low
 
 
 def _chain(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
-    """Combine connected groups of several stages into one group."""
+    """Combine connected groups from several stages into one group."""
     forth = _Chain(tuple(tuple(stage) for stage in stages))
     if any(group.revert is None for stage in stages for group in stage):
         return TensorGroup(forth.inputs, forth.outputs, forth)
@@ -127,7 +127,7 @@ def _chain(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
 
 @attrs.frozen
 class _Chain:
-    """Conversion in stages of independent groups; an intermediate tensor is freed as soon as it is consumed."""
+    """Conversion in stages with independent groups; an intermediate tensor is freed as soon as it is consumed."""
 
     stages: tuple[tuple[TensorGroup, ...], ...]
 

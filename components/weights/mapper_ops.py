@@ -13,30 +13,30 @@ from drawloom.components.weights.mapper import parallel, same
 
 
 def identity(*names: str) -> Mapper:
-    """Keep tensors of any shape under their names."""
+    """Keep tensors, any shape, under their names."""
     return rename({name: name for name in names})
 
 
 def rename(table: Mapping[str, str]) -> Mapper:
-    """Rename tensors of any shape, from old name to new name."""
+    """Rename tensors, any shape, from old name to new name."""
     return parallel(*(Mapper((TensorGroup((old,), (new,), same, same),)) for old, new in table.items()))
 
 
 def rename_by_pattern(names: Iterable[str], pattern: str, replacement: str) -> Mapper:
-    r"""Rename each name that a regular expression fully matches (`\1` is its first group); keep the others."""
+    r"""Rename all names that a regular expression fully matches (`\1` is its first group); keep the others."""
     expression = re.compile(pattern)
     matches = {name: expression.fullmatch(name) for name in names}
     return rename({name: match.expand(replacement) if match else name for name, match in matches.items()})
 
 
 def select_child(names: Iterable[str], parent: str) -> Mapper:
-    """Select the names inside of the child module `parent`, and remove its prefix."""
+    """Select the names inside the child module `parent`, and remove its prefix."""
     start = f"{parent}."
     return rename({name: name.removeprefix(start) for name in names if name.startswith(start)})
 
 
 def transpose(name: str, first: int, second: int) -> Mapper:
-    """Swap two dimensions of a tensor: (..., first, ..., second, ...) to (..., second, ..., first, ...)."""
+    """Swap two dimensions: (..., first, ..., second, ...) to (..., second, ..., first, ...)."""
 
     def swap(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.transpose(first, second) for tensor in tensors]
@@ -45,12 +45,12 @@ def transpose(name: str, first: int, second: int) -> Mapper:
 
 
 def squeeze(name: str, dim: int) -> Mapper:
-    """Remove dimension `dim` of size 1. Raises ValueError for another size."""
+    """Remove dimension `dim`, which has size 1. Raises ValueError for another size."""
     return unsqueeze(name, dim).inverse()
 
 
 def unsqueeze(name: str, dim: int) -> Mapper:
-    """Insert a dimension of size 1 at `dim`."""
+    """Insert a dimension with size 1 at `dim`."""
 
     def add(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.unsqueeze(dim) for tensor in tensors]
@@ -62,7 +62,7 @@ def unsqueeze(name: str, dim: int) -> Mapper:
 
 
 def stack(names: Sequence[str], target: str, dim: int = 0) -> Mapper:
-    """Stack tensors of equal shape along a new dimension `dim`: n tensors (...) to one (n, ...) for dim 0."""
+    """Stack equally shaped tensors along a new dimension `dim`: n tensors (...) to one (n, ...) for dim 0."""
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack(list(tensors), dim)]
@@ -97,7 +97,7 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
 
 
 def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
-    """Split a tensor along `dim` into pieces of these sizes, or of equal size."""
+    """Split a tensor along `dim` into pieces with these sizes, or with equal sizes."""
     return concatenate(targets, name, dim, sizes).inverse()
 
 
@@ -108,7 +108,7 @@ def _squeeze_one(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
-    """Return the sizes of `count` pieces of a tensor (..., length, ...) along `dim`."""
+    """Return the sizes after splitting a tensor (..., length, ...) into `count` pieces along `dim`."""
     length = whole.size(dim)
     piece_sizes = [length // count] * count if sizes is None else list(sizes)
     if sum(piece_sizes) != length:
@@ -117,17 +117,17 @@ def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | Non
     return piece_sizes
 
 
-def cut(name: str, place: TensorSlice) -> Mapper:
-    """Slice a tensor of shape `place.shape`, as a view; without an inverse."""
+def cut(name: str, tensor_slice: TensorSlice) -> Mapper:
+    """Slice a tensor with shape `tensor_slice.shape`, as a view; without an inverse."""
 
     def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][place.index()]]
+        return [tensors[0][tensor_slice.index()]]
 
     return Mapper((TensorGroup((name,), (name,), index),))
 
 
 def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
-    """Turn a tensor that is whole on every rank into a DTensor, without communication."""
+    """Turn a tensor, whole on every rank, into a DTensor, without communication."""
 
     def spread(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         # imported here, because the import takes a second, and most runs shard nothing
@@ -139,12 +139,12 @@ def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
 
 
 def gather(name: str) -> Mapper:
-    """All-gather a DTensor to its full tensor, a collective of its mesh; an ordinary tensor is unchanged."""
+    """All-gather a DTensor to its full tensor, a collective over its mesh; an ordinary tensor is unchanged."""
     return Mapper((TensorGroup((name,), (name,), _whole),))
 
 
 def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
-    """Cast a floating-point tensor of any shape; without an inverse."""
+    """Cast a floating-point tensor, any shape; without an inverse."""
 
     def cast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
@@ -153,14 +153,14 @@ def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
 
 
 def like(name: str, tensor: Tensor) -> Mapper:
-    """Distribute a full tensor with the mesh and placements of `tensor` (any shape), if that is a DTensor."""
+    """Distribute a full tensor like `tensor` (any shape), if `tensor` is a DTensor."""
     if is_dtensor(tensor):
         return distribute(name, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a DTensor of any shape, a collective of its mesh; return any other tensor unchanged."""
+    """Gather a DTensor, any shape, a collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 

@@ -21,7 +21,7 @@ MAX_NAMES = 30_000  # in a file; keeps the header below the readable size for na
 
 @attrs.frozen
 class PlannedFile:
-    """Planned file: its name, the rank of its writer, and the specs of its tensors in order."""
+    """Planned file: its name, its writer's rank, and its tensors' specs in order."""
 
     name: str
     writer: int
@@ -30,9 +30,9 @@ class PlannedFile:
 
 def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
     """
-    Write `model.safetensors`, or numbered files of at most `max_shard` bytes of tensors, followed by an index.
+    Write `model.safetensors`, or numbered files with at most `max_shard` bytes in tensors, followed by an index.
 
-    A larger tensor has a file of its own. One group of the mapper is in memory at a time.
+    A larger tensor has its own file. One mapper group is in memory at a time.
     """
     files = plan_files([output_specs(source, mapper)], max_shard)
     write_files(folder, files, stream(source, mapper))
@@ -50,7 +50,7 @@ def output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:
 
 def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> list[PlannedFile]:
     """
-    Plan the files for the tensors of several writers. Raises UserError if two writers have a tensor of the same
+    Plan the files for several writers' tensors. Raises UserError if two writers have a tensor with the same
     name.
     """
     writers: dict[str, int] = {}
@@ -77,7 +77,7 @@ def check_names(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def write_files(folder: Path, files: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write and flush planned files; `tensors` of any shape arrive in the order of the plan."""
+    """Write and flush planned files; `tensors`, any shape, arrive in the planned order."""
     for file in files:
         with new_safetensors_file(folder / file.name, file.specs) as writer:
             for expected in file.specs:
@@ -97,7 +97,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 def split(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
-    """Split the names, in order, into as few runs of at most `max_shard` bytes as possible; at least one run."""
+    """Split the names, in order, into as few runs up to `max_shard` bytes as possible; at least one run."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():

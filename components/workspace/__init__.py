@@ -1,1 +1,1 @@
-"""Tensors and configurations that ranks exchange through memory or a folder."""
+"""Exchange of tensors and configurations between ranks, through memory or a folder."""

@@ -1,7 +1,7 @@
 """
-Records in a shared folder: `rank-3.json`, and the tensors that it names, `rank-3-GENERATION.safetensors`.
+Records in a shared folder: `rank-3.json`, and its tensors, `rank-3-GENERATION.safetensors`.
 
-The JSON is renamed to its name when everything is on disk, and has a checksum of itself and one of the tensors. Network
+The JSON is renamed to its name when everything is on disk, and has checksums for itself and for the tensors. Network
 storage may show a reader an older state for a while, or remove a replaced file while it is read; the reader then
 retries.
 """
@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.storage.durable_files import replace_file, temporary_name
-from drawloom.components.storage.regular_file import ContentMismatchError, open_regular_file, verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_regular_file, open_verified
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.storage.sha256_stream import Content
 from drawloom.components.storage.state_tree import Packed
@@ -45,7 +45,7 @@ def publish(folder: Path, rank: int, packed: Packed) -> str:
     """
     Replace a rank's record, and return the new generation's name.
 
-    Raises ValueError for a tensor that a safetensors file can't store.
+    Raises ValueError for a tensor without a safetensors format.
     """
     generation = secrets.token_hex(8)
     tensors = attrs.asdict(write_tensors(folder / _tensors_name(rank, generation), packed.tensors))
@@ -59,7 +59,7 @@ def publish(folder: Path, rank: int, packed: Packed) -> str:
 
 def read(folder: Path, rank: int, generation: str | None = None) -> Packed | None:
     """
-    Return a rank's record, or None if there is none; with a `generation`, wait until that one is visible.
+    Return a rank's record, or None if there is none; with a `generation`, wait until it is visible.
 
     Raises UserError if it is corrupt, or not visible after READ_TIMEOUT.
     """
@@ -75,7 +75,7 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
 
 
 def withdraw(folder: Path, rank: int) -> None:
-    """Remove a rank's record; the JSON first, so that no reader looks for removed tensors."""
+    """Remove a rank's record; the JSON first, so no reader looks for removed tensors."""
     for path in sorted(_own_files(folder, rank), key=lambda path: path.suffix == ".safetensors"):
         path.unlink(missing_ok=True)
 
@@ -117,7 +117,7 @@ def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
 
 def _read_tensors(path: Path, expected: Content) -> dict[str, Tensor]:
     try:
-        with verified_file(path, expected) as file:
+        with open_verified(path, expected) as file:
             return load(file.read(0, file.size))
     except ContentMismatchError as error:
         raise UserError(f"{path} {error}; {REMEDY}") from error
@@ -130,7 +130,7 @@ def _read_tensors(path: Path, expected: Content) -> dict[str, Tensor]:
 
 
 def _own_files(folder: Path, rank: int) -> Iterator[Path]:
-    """Yield a rank's files, including those that killed processes left."""
+    """Yield a rank's files, including leftovers from killed processes."""
     record = _record_path(folder, rank)
     names = {record.name, temporary_name(record).name}
     tensors = re.compile(rf"rank-{rank}-[0-9a-f]{{16}}\.safetensors")

@@ -1,9 +1,9 @@
 """
-Shared memory between processes of one machine, which the kernel frees.
+Shared memory between processes on one machine, freed by the kernel.
 
-A segment has no name in any folder (Linux's memfd): the kernel frees it with the last process that uses it, regardless
-of how that process ends. Another process of the same user opens it through /proc. A sealed segment can't change, so the
-validated content is what is read.
+A segment has no name in any folder (Linux's memfd): the kernel frees it with the last process that uses it, however
+the process ends. The same user's other processes open it through /proc. A sealed segment can't change, so readers get
+the validated content.
 """
 
 import fcntl
@@ -31,8 +31,8 @@ Ticket = dict[str, Any]
 
 
 @contextmanager
-def shared(packed: Packed) -> Iterator[Ticket]:
-    """Share a packed state in memory until the context or this process ends; processes that opened it keep it."""
+def share(packed: Packed) -> Iterator[Ticket]:
+    """Share a packed state in memory until the context or this process ends; processes with the state open keep it."""
     token = secrets.token_bytes(TOKEN_SIZE)
     with _new_segment() as text, _new_segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
@@ -46,7 +46,7 @@ def shared(packed: Packed) -> Iterator[Ticket]:
 
 def open_shared(ticket: Ticket) -> Packed:
     """
-    Open the packed state of another process. Its tensors are copy-on-write views of that memory.
+    Open another process's packed state. Its tensors are copy-on-write views on the shared memory.
 
     Raises UserError if it is on another machine, or gone.
     """

@@ -1,9 +1,9 @@
 """
-Workspace shared by ranks: each publishes a configuration and tensors, and one rank reads them.
+Workspace shared by ranks: all publish a configuration and tensors, and one rank reads them.
 
-The workspace is a folder that all ranks see or, without a folder, shared memory of their machine. A folder needs no
+The workspace is a folder visible to all ranks or, without a folder, their machine's shared memory. A folder needs no
 locks, which are unreliable on network storage: a file is written under a unique name and flushed before a rename
-publishes it; its record has a checksum, so that a reader gets one whole generation or an error.
+publishes it; its record has a checksum, so a reader gets one whole generation or an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import pack, unpack
 from drawloom.components.workspace.shared_folder import publish, read, withdraw
-from drawloom.components.workspace.shared_memory import open_shared, shared
+from drawloom.components.workspace.shared_memory import open_shared, share
 from drawloom.graph import UserError
 
 
@@ -30,9 +30,9 @@ class NFSWorkspace:
     Folder in which every rank publishes one record: a configuration and weights.
 
     No method waits for other ranks: readers must know that the writer is done, for example by a barrier. Without a
-    path the workspace is not initialized, and its methods raise ValueError. `rank` is the rank of this process
-    among all that use the folder; default: the rank of torch or torchrun. Leftovers of a dead process with the same
-    rank are removed.
+    path the workspace is not initialized, and its methods raise ValueError. `rank` is this process's rank
+    among all users of the folder; default: torch's or torchrun's rank. A dead process's leftovers with the same rank
+    are removed.
     """
 
     def __init__(self, workspace_path: Path | str | None = None, rank: int | None = None) -> None:
@@ -52,7 +52,7 @@ class NFSWorkspace:
         Replace this rank's record: a configuration (JSON values and tensors) and weights, of any shape and
         dtype.
 
-        Returns the name of the generation. Raises TypeError or ValueError for values that JSON or safetensors
+        Returns the generation's name. Raises TypeError or ValueError for values that JSON or safetensors
         lack.
         """
         return publish(self._folder, self.rank, pack({"config": config_json, "weights": dict(weights)}))
@@ -61,10 +61,10 @@ class NFSWorkspace:
         self, target_rank: int, generation: str | None = None
     ) -> tuple[Any, dict[str, Tensor] | None]:
         """
-        Return the configuration and weights of a rank (any shape, on the CPU), or (None, None) without a
+        Return a rank's configuration and weights (any shape, on the CPU), or (None, None) without a
         record.
 
-        With a `generation`, waits until that one is visible. Raises UserError if the record is corrupt, or does
+        With a `generation`, waits until it is visible. Raises UserError if the record is corrupt, or does
         not appear.
         """
         packed = read(self._folder, target_rank, generation)
@@ -93,13 +93,13 @@ def get_configs_parallel(
     config: Mapping[str, Any] | None, ranks: Sequence[int], group: Group, workspace_path: Path | str | None = None
 ) -> Iterator[list[Any]]:
     """
-    Gather the configurations of all `ranks`, in their order, on the first of them; other ranks get an empty list.
+    Gather the configurations from all `ranks`, in their order, on the first one; other ranks get an empty list.
 
     A collective of the group, at the start and at the end of the context. `ranks` are ranks in the group, the same
     on every rank. A configuration is None, or a mapping of JSON values and tensors of any shape, which arrive on
-    the CPU. It is passed through a folder that all ranks see or, without one, through shared memory; nothing is
-    left behind. The list is emptied at the end of the context; elements that the caller keeps stay valid. An error
-    on any rank is raised on all ranks.
+    the CPU. It is passed through a folder visible to all ranks or, without one, through shared memory; nothing is
+    left behind. The list is emptied at the end of the context; elements kept by the caller stay valid. An error on
+    any rank is raised on all ranks.
     """
     with _gather_values(config, ranks, group, workspace_path) as configs:
         yield configs
@@ -108,10 +108,10 @@ def get_configs_parallel(
 @contextmanager
 def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | None = None) -> Iterator[list[Tensor]]:
     """
-    Gather the tensors of all `ranks`, in their order, on the first of them; other ranks get an empty list.
+    Gather the tensors from all `ranks`, in their order, on the first one; other ranks get an empty list.
 
     Like `get_configs_parallel`, through shared memory. tensor: any shape and dtype, which may differ between ranks;
-    the tensor of the first rank is not copied. The default group is all processes, or this one alone.
+    the first rank's tensor is not copied. The default group is all processes, or this one alone.
     """
     with _gather_values(tensor, ranks, _default_group() if group is None else group, None) as tensors:
         yield tensors
@@ -145,13 +145,13 @@ def _lend(value: Any, ranks: Sequence[int], group: Group, path: Path | str | Non
     if group.rank not in ranks[1:]:
         return None
     if path is None:
-        return lent.enter_context(shared(pack({"config": value})))
+        return lent.enter_context(share(pack({"config": value})))
     workspace = lent.enter_context(NFSWorkspace(path))
     return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(value, {})}
 
 
 def _collect(value: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
-    """Return the own value and the values of the others on the reader, and an empty list on other ranks."""
+    """Return the own value and the others' values on the reader, and an empty list on other ranks."""
     if not is_reader:
         return []
     if path is None:
@@ -163,7 +163,7 @@ def _collect(value: Any, tickets: list[Any], is_reader: bool, path: Path | str |
 
 @contextmanager
 def _fail_on_all_ranks(group: Group) -> Iterator[None]:
-    """Fail on all ranks if the block fails on one; that rank raises its own error."""
+    """Fail on all ranks if the block fails on one; the failing rank raises its own error."""
     failure: Exception | None = None
     try:
         yield

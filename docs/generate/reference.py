@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 
 import drawloom
 from drawloom.graph.cli.commands import COMMANDS
@@ -10,16 +11,8 @@ from drawloom.graph.cli.main import main
 from generate.catalogue import project
 from generate.source import ROOT
 
-WIDTH = "100"
+WIDTH = "88"
 """Columns of the help texts."""
-
-COMMANDS_HEAD = """\
-# Commands
-
-Words such as `optimizer.lr=1e-3` set a value of a recipe in every command that takes one. A command exits with 0 if all
-went well, 1 if it failed, and 2 if the command line or a recipe is wrong; [a run that is stopped](../clusters.md) has
-the exit code of its signal.
-"""
 
 RECIPES_HEAD = """\
 # Recipes
@@ -47,11 +40,19 @@ HOMES = {
 """Where public classes are defined; the other names are of `graph.component`."""
 
 
-def commands_page() -> str:
-    """The help of every command."""
+def command_names() -> list[str]:
+    """Return the names of all commands, in the order of `drawloom --help`."""
     modules = sorted((ROOT / "components" / "commands").glob("[a-z]*.py"))
-    names = [*COMMANDS, *(path.stem.replace("_", "-") for path in modules)]
-    return "\n".join([COMMANDS_HEAD, *(f"## {name}\n\n```text\n{_help(name)}\n```\n" for name in names)])
+    return [*COMMANDS, *(path.stem.replace("_", "-") for path in modules)]
+
+
+def with_help(page: str) -> str:
+    """Add the help text of every command to the end of its section on the page of commands."""
+    head, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    names = [section.removeprefix("## ").partition("\n")[0] for section in sections]
+    return head + "".join(
+        f"{section.rstrip()}\n\n```text\n{_help(name)}\n```\n\n" for name, section in zip(names, sections, strict=True)
+    )
 
 
 def _help(command: str) -> str:

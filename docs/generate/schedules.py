@@ -1,4 +1,4 @@
-"""The part of schedules.md that is made of the schedules themselves: a table, and source, idea and picture of each."""
+"""The generated part of schedules.md: a table, and the source, idea and picture of every schedule."""
 
 import inspect
 import sys
@@ -18,11 +18,11 @@ INFORMED = {"auto": {"comm": 0.25}, "v_half": {"comm": 0.5}, "v_min": {"comm": 0
 HEAD = "## The schedules\n"
 
 TEXT = """\
-On 8 ranks with 32 microbatches, if forward, input gradients and weight gradients of a rank's layers take 1 each; a
-stage is half of a rank's layers where there are two. *Slow messages* take 0.25 on their way, of which `auto`, `v_half`
-and `v_min` know by their setting `comm`. *Memory* is the most microbatches of which a rank holds activations until
-weight gradients, counted in all of its layers. A *split* backward sends the gradients of a stage's inputs on before it
-computes those of its weights.
+The table is for 8 ranks with 32 microbatches. Forward, input gradients and weight gradients of a rank's layers take 1
+each; a rank with two stages has half of its layers in each. *Slow messages* take 0.25; `auto`, `v_half` and `v_min`
+know this from their setting `comm`. *Memory* is the peak number of microbatches whose activations a rank keeps until
+weight gradients, counted in all of its layers. A *split* backward pass sends the gradients of a stage's inputs before
+it computes the gradients of its weights.
 
 | schedule | stages a rank | bubble | with slow messages | memory | backward |
 |-|-|-|-|-|-|

@@ -15,8 +15,8 @@ PICTURE = ROOT / "docs" / "pictures" / "first_run_step.svg"
 VALUES = {
     "batches": "list of `Batch`: this rank's microbatches of the step",
     "grad_norm": "float64 (): the L2 norm of all gradients of the model",
-    "gradients": "in `.grad` of each of `Parameters.named()`: the mean by weight over all tokens of all ranks",
-    "local_gradients": "in `.grad` of each of `Parameters.named()`: sums over this rank's microbatches, not divided",
+    "gradients": "in the `.grad` of `Parameters.named_parameters()`: the mean by weight over all tokens of all ranks",
+    "local_gradients": "in `.grad` of `Parameters.named_parameters()`: sums over a rank's microbatches, not divided",
     "loss": "float64 (): the mean loss by weight, in nats per token",
     "loss_weight": "float64 (): the sum of the weights of all tokens",
     "losses": "dict: `loss` and `weight` (microbatches,), and `sums`, further sums of the loss by name; of 0 "

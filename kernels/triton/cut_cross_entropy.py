@@ -1,12 +1,12 @@
 """
 Cut cross entropy in Triton: logits are computed in tiles in registers, and never written.
 
-The backward pass writes the gradients of some tokens' logits at a time. Without a filter, torch's matrix products use
-them; with a filter, kernels compute products over the remaining tiles, with a copy of the weight whose words are
-sorted. The weight's gradient is summed in float32. On GPUs with TMA, products in half precision use it.
+The backward pass writes some tokens' logit gradients at a time. Without a filter, torch's matrix products use them;
+with a filter, kernels compute products over the remaining tiles, with a sorted copy of the weight. The weight's
+gradient is summed in float32. On GPUs with TMA, products in half precision use it.
 
-In float32 all products are torch's, which are several times as fast as Triton's, and use TF32 if torch does. So the
-logits of some tokens at a time are written in float32.
+In float32 all products are torch's, which are several times as fast as Triton's, and use TF32 if torch does. So some
+tokens' logits at a time are written in float32.
 """
 
 from typing import Any
@@ -47,8 +47,8 @@ def cut_cross_entropy_triton(
     """
     Compute cut_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
 
-    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). The loss of a
-    target outside of the vocabulary is NaN.
+    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). A target outside
+    the vocabulary has the loss NaN.
     """
     check_floats("cut_cross_entropy_triton", hidden, weight)
     return cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
@@ -111,7 +111,7 @@ def _forward(
 
 
 def _blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
-    """Return two matrices as kernel arguments, in blocks of these sizes, and whether they are TMA descriptors."""
+    """Return two matrices as kernel arguments, in blocks with these sizes, and whether they are TMA descriptors."""
     if not all(map(tma.fits, factors)) or not tma.is_supported(factors[0].device):
         return factors, False  # type: ignore[return-value]
     return (tma.blocks(factors[0], *block), tma.blocks(factors[1], *other)), True
@@ -150,7 +150,7 @@ def _fake_backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of hidden states and weight, empty if they are not needed."""
+    """Return hidden state and weight gradients, empty if they are not needed."""
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
@@ -160,7 +160,7 @@ def _backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_we
 
 
 def _backward_scratch(hidden: Tensor, weight: Tensor, filter_eps: float, max_logits: int, needs_weight: bool) -> int:
-    """Return the bytes for gradients of logits, float32 sums, and the sorted copy of the weight."""
+    """Return the bytes for logit gradients, float32 sums, and the sorted copy of the weight."""
     sums = 4 * weight.numel() if needs_weight and weight.dtype != torch.float32 else 0
     return logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
 
@@ -225,7 +225,7 @@ def _grad_logits(
     grad_lse: Tensor | None,
     cut: LogitCut,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of logits, and flags for the tiles (of tokens, of words) that are written."""
+    """Return the logit gradients, and flags for the written tiles (token tiles, word tiles)."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
     by_torch = _multiplies_by_torch(hidden)
     grad_logits = _product(hidden, weight, across) if by_torch else _empty_tiles(hidden, weight, across)
@@ -296,7 +296,7 @@ def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, res
 
 
 def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row, its active columns in order, and their number."""
+    """Return active columns by row in order, and their numbers."""
     return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 
 
@@ -305,7 +305,7 @@ def _run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut)
 
 
 def _tile(hidden: Tensor, cut: LogitCut) -> tuple[int, int]:
-    """Return the tile of both passes, which must cut tokens into the same chunks."""
+    """Return the tile for both passes, which must cut tokens into the same chunks."""
     return FLOAT32_TILE if _multiplies_by_torch(hidden) and not cut.filter_eps else cut.tile
 
 

@@ -1,10 +1,10 @@
 """
-Kernels of cut cross entropy: tiles of logits, and products with tiles of their gradients.
+Cut cross entropy kernels: logit tiles, and products with tiles of their gradients.
 
-A tile is `TOKENS` by `WORDS`. It is computed over the width of the hidden states in steps, or read if torch wrote
-logits; sums are in float32. Programs that run at the same time process the tokens of one tile of words, so that the
-weight is read once and the hidden states, which are few, come from the cache. Each program writes its own elements:
-there are no locks and no atomic additions. With `TMA`, factors are tensor descriptors with the blocks of the product.
+A tile is `TOKENS` by `WORDS`. It is computed over the hidden states' width in steps, or read if torch wrote logits;
+sums are in float32. Concurrent programs process the tokens for one word tile, so the weight is read once and the few
+hidden states come from the cache. A program writes its own elements: there are no locks and no atomic additions. With
+`TMA`, factors are tensor descriptors with the product's blocks.
 """
 
 import triton
@@ -19,7 +19,7 @@ from drawloom.kernels.triton.launch import lean
 def _block(
     x, first_row, first_column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Load a block of a matrix, zero beyond the ends, by its descriptor or by its address."""
+    """Load a matrix block, zero beyond the ends, by its descriptor or by its address."""
     if TMA:
         return x.load([first_row, first_column])
     else:
@@ -33,7 +33,7 @@ def _logits(
     logits, hidden, weight, token, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Return the tile of logits that begins at a token and a word: read it, or compute hidden @ weight.T."""
+    """Return the logit tile that begins at a token and a word: read it, or compute hidden @ weight.T."""
     if logits is not None:
         total = _block(logits, token, word, tokens, words, logits_stride, TOKENS, WORDS, False)
     else:
@@ -52,7 +52,7 @@ def lse_kernel(
     logits_stride, hidden_stride, weight_stride, lse_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Store log sum exp(logits) by token and tile of words, and the logits of targets."""
+    """Store log sum exp(logits) by token and word tile, and the targets' logits."""
     across = tl.cdiv(tokens, TOKENS)
     first = (tl.program_id(0) % across) * TOKENS
     tile = tl.program_id(0) // across
@@ -81,9 +81,9 @@ def grad_logits_kernel(
     FILTERED: tl.constexpr,
 ):
     """
-    Store gradients of logits, and flags for the tiles that the filter keeps; other tiles are not written.
+    Store logit gradients, and flags for the tiles kept by the filter; other tiles are not written.
 
-    If `grad_logits` has logits (`HAS_LOGITS`), their gradients overwrite them, with 0 in tiles that the filter skips.
+    If `grad_logits` has logits (`HAS_LOGITS`), their gradients overwrite them, with 0 in skipped tiles.
     """
     across = tl.cdiv(tokens, TOKENS)
     down = tl.program_id(0) % across
@@ -127,7 +127,7 @@ def grad_hidden_kernel(
     grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Store grad_logits @ weight by tile of tokens, summed over active tiles of words in steps."""
+    """Store grad_logits @ weight by token tile, summed over active word tiles in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
     first = down * TOKENS
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
@@ -148,7 +148,7 @@ def grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Add grad_logits.T @ hidden to the float32 result by tile of words, over active tiles of tokens in steps."""
+    """Add grad_logits.T @ hidden to the float32 result by word tile, over active token tiles in steps."""
     down, left = tl.program_id(0), tl.program_id(1) * CHANNELS
     count, first = tl.load(counts + down), down * WORDS
     if count == 0:

@@ -1,8 +1,8 @@
 """
 Grouped GEMM in Triton, for any sizes, strides and dtypes, without synchronizing with the device.
 
-The host launches the largest possible number of tiles; each program finds the expert of its tile from `offsets`. Tiles
-of one expert are consecutive, so that its matrix stays in the L2 cache. GPUs with TMA use grouped_gemm_blocks.py for
+The host launches the largest possible number of tiles; a program determines its tile's expert from `offsets`. An
+expert's tiles are consecutive, so its matrix stays in the L2 cache. GPUs with TMA use grouped_gemm_blocks.py for
 tensors whose layout suits TMA.
 """
 

@@ -1,7 +1,7 @@
 """
-Grouped GEMM by TMA (tensor descriptors), for half precision on GPUs of compute capability 9.0.
+Grouped GEMM by TMA (tensor descriptors), for half precision on GPUs with compute capability 9.0.
 
-Rows are sorted by expert, and all rows of a tile belong to one expert.
+Rows are sorted by expert, and all rows in a tile belong to one expert.
 """
 
 import triton
@@ -38,7 +38,7 @@ SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_wa
 
 
 def suit(num_experts: int, *factors: Tensor) -> bool:
-    """Return whether a product of factors, the first one (rows, inputs), can use TMA and gains from it."""
+    """Return whether a product, with the first factor (rows, inputs), can use TMA and gains from it."""
     has_enough_rows = len(factors[0]) >= MIN_ROWS_PER_EXPERT * num_experts
     return has_enough_rows and tma.is_supported(factors[0].device) and all(_layout(x) is not None for x in factors)
 
@@ -65,7 +65,7 @@ def rows_by_blocks(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor) -
 
 
 def matrices_by_blocks(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) -> None:
-    """Fill result (experts, height, width) with a.T @ b over each expert's rows: a (rows, height), b (rows, width)."""
+    """Fill result (experts, height, width) with a.T @ b by expert: a (rows, height), b (rows, width)."""
     num_experts, height, width = result.shape
     down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
     _matrices_kernel[(num_experts * down * across,)](

@@ -1,10 +1,10 @@
 """
-Launches of compiled kernels without the Python code of Triton's JIT, which binds and describes all arguments each time.
+Launches of compiled kernels without Triton's JIT in Python, which binds and describes all arguments every time.
 
-A compiled kernel is found by the same properties that the JIT uses: the dtype of a tensor and whether its address is
-divisible by 16; the dtype of a tensor descriptor and its block; whether an integer is 1, is divisible by 16, and fits
-32 bits; and the values of all other arguments. The JIT does the first launch of each kind. It does all launches in the
-interpreter, and on AMD's GPUs, where it uses more properties.
+A compiled kernel is looked up by the JIT's own properties: a tensor's dtype and whether its address is divisible by 16;
+a tensor descriptor's dtype and block; whether an integer is 1, is divisible by 16, and fits 32 bits; and all other
+arguments' values. The JIT does the first launch of every kind. It does all launches in the interpreter, and on AMD's
+GPUs, where it uses more properties.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ def lean(kernel: Any) -> Any:
 
 
 class LeanKernel:
-    """Kernel with the compiled functions for each kind of arguments."""
+    """Kernel with the compiled functions by argument kind."""
 
     __slots__ = ("_compiled", "jit")
 
@@ -65,7 +65,7 @@ class LeanKernel:
 
 
 def kind_of(argument: Any) -> Any:
-    """Return the properties of an argument for which the JIT compiles separate kernels."""
+    """Return an argument's properties that need separate compiled kernels."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15 == 0
     if type(argument) is int:

@@ -1,8 +1,8 @@
 """
-Expert parallelism by reading the memory of other GPUs, in Triton: one launch for each operation of an exchange.
+Expert parallelism by reading other GPUs' memory, in Triton: one launch per operation in an exchange.
 
-A program processes one token, which it reads from the rank that has it. Loads from another GPU take longer than local
-loads; to hide this there are many programs, and each loads a whole tile before using it.
+A program processes one token, and reads the token from its rank. Loads from another GPU take longer than local loads;
+to hide this there are many programs, and a program loads a whole tile before using it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ ELEMENTS_PER_WARP = 1024
 
 
 class PeerExchangeTriton:
-    """Operations of an exchange between ranks, for float32, bfloat16 and float16."""
+    """Operations for an exchange between ranks, for float32, bfloat16 and float16."""
 
     @staticmethod
     def publish(given: Sequence[Tensor], shown: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ class PeerExchangeTriton:
 
     @staticmethod
     def choices(chosen: Peers, first: int, experts: int) -> Tensor:
-        """Return local experts, int32 (ranks * slots, top_k), for chosen int32 (slots, top_k) of each rank."""
+        """Return local experts, int32 (ranks * slots, top_k), for chosen int32 (slots, top_k) by rank."""
         tensors, addresses = chosen
         slots, top_k = tensors[0].shape
         local = tensors[0].new_empty(len(tensors) * slots, top_k)
@@ -118,7 +118,7 @@ class PeerExchangeTriton:
     def sums(
         staged: Peers, by_choice: Peers | None, chosen: Tensor, first: int, experts: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) of each rank."""
+        """Return (tokens, hidden_size) and (tokens, top_k), from staged (ranks * slots, hidden_size) by rank."""
         like = staged[0][0]
         total = like.new_empty(len(chosen), like.shape[1])
         choice_scalars = None if by_choice is None else by_choice[0][0].new_empty(chosen.shape)

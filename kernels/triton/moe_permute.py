@@ -1,8 +1,8 @@
 """
-Permuting tokens to the rows of their experts, and summing rows by token, in Triton.
+Permuting tokens to their experts' rows, and summing rows by token, in Triton.
 
-A program processes one token and all of its choices, whose rows it reads or writes together; a token is read or
-written once. A fixed number of further programs zero the unused rows, whose number only the device knows.
+A program processes one token and all its choices, whose rows it reads or writes together; a token is read or written
+once. A fixed number of further programs zero the unused rows, counted only on the device.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ class _Permute(Function):
     def forward(
         ctx: Any, x: Tensor, probabilities: Tensor, dest_row: Tensor, choices: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the rows (rows, hidden_size) of x (tokens, hidden_size), and their probabilities (rows,)."""
+        """Return rows (rows, hidden_size) from x (tokens, hidden_size), and their probabilities (rows,)."""
         ctx.save_for_backward(dest_row)
         rows, row_scalars, _ = _spread(x, None, probabilities, dest_row, offsets, len(choices), False)
         return rows, row_scalars
@@ -72,7 +72,7 @@ class _Permute(Function):
 
 
 class _Unpermute(Function):
-    """Sum by token, whose backward pass copies to rows and computes a dot product for each probability's gradient."""
+    """Sum by token, whose backward pass copies to rows and computes a dot product per probability gradient."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ def _like_spread(
     count: int,
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `count` rows; their probabilities, empty if `weighted`; and the product with `others` of each choice."""
+    """Return `count` rows; their probabilities, empty if `weighted`; and the product with `others` by choice."""
     has_scalars = probabilities is not None and not weighted
     dtype = x.dtype if probabilities is None else probabilities.dtype
     row_scalars = x.new_empty(count if has_scalars else 0, dtype=dtype)
@@ -126,7 +126,7 @@ def _spread(
     count: int,
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy tokens to the rows of their choices, times probabilities if `weighted`; `others` are rows, too."""
+    """Copy tokens to their choices' rows, times probabilities if `weighted`; `others` are rows, too."""
     rows, row_scalars, products = _like_spread(x, others, probabilities, dest_row, offsets, count, weighted)
     if not dest_row.numel():
         return rows, row_scalars, products
@@ -157,7 +157,7 @@ def _spread(
 def _like_gather(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums by token, and the scalar of each choice's row."""
+    """Return the sums by token, and row scalars by choice."""
     summed = rows.new_empty(len(dest_row), rows.shape[1])
     return summed, rows.new_empty(0) if row_scalars is None else row_scalars.new_empty(dest_row.shape)
 
@@ -171,7 +171,7 @@ def _like_gather(
 def _gather(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar for each row."""
+    """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""
     summed, gathered = _like_gather(rows, probabilities, row_scalars, dest_row)
     if not dest_row.numel():
         return summed.zero_(), gathered
@@ -189,7 +189,7 @@ def gather_into(
     gathered: Tensor | None,
 ) -> None:
     """
-    Write the sums of rows (rows, hidden_size) by token to summed (tokens, hidden_size), times probabilities if any.
+    Sum rows (rows, hidden_size) by token into summed (tokens, hidden_size), times probabilities if any.
 
     The last stride of rows is 1; probabilities are (tokens, top_k). Also writes row_scalars (rows,) by choice to
     gathered (tokens, top_k).
@@ -213,13 +213,13 @@ def gather_into(
 
 
 def row_settings(width: int, per_warp: int = ELEMENTS_PER_WARP) -> dict[str, Any]:
-    """Return the block of columns of a row (width,) that a program processes at a time, `per_warp` per warp."""
+    """Return how many columns of a row (width,) a program processes at a time, `per_warp` per warp."""
     block = min(max(16, next_power_of_2(width)), TILE)
     return {"BLOCK": block, "num_warps": max(1, min(block // per_warp, 8))}
 
 
 def tile_settings(dest_row: Tensor, width: int) -> dict[str, Any]:
-    """Return tile sizes for dest_row (tokens, top_k): a token's choices, up to a power of 2, by a block of columns."""
+    """Return tile sizes for dest_row (tokens, top_k): a token's choices, up to a power of 2, by a column block."""
     choices = dest_row.shape[1]
     together = next_power_of_2(choices)
     block = min(max(16, TILE // together), next_power_of_2(max(width, 1)))

@@ -1,9 +1,9 @@
 """
-Routing tables in Triton: a stable counting sort without atomics, so that it is deterministic.
+Routing tables in Triton: a stable counting sort without atomics, and therefore deterministic.
 
-Each program of the first kernel counts the choices of every expert in one part. The second kernel computes prefix sums
-of the counts over parts. The third computes the row of each choice: rows of lower experts come first, then rows of
-earlier parts, then rows of earlier choices in the part.
+A program in the first kernel counts every expert's choices in one part. The second kernel computes the counts' prefix
+sums over parts. The third computes every choice's row: lower experts come first, then earlier parts, then earlier
+choices in the part.
 """
 
 import torch
@@ -91,7 +91,7 @@ def _count_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: t
 @lean
 @triton.jit(do_not_specialize=["parts"])
 def _add_up_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
-    """Replace each count by the sum over all earlier parts (an exclusive prefix sum); store the totals."""
+    """Replace every count by the sum over all earlier parts (an exclusive prefix sum); store the totals."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, parts, PARTS):

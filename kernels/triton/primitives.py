@@ -1,4 +1,4 @@
-"""Operations that the Triton kernels share: launch parameters, float32 matmuls, sums of partial results, rounding."""
+"""Operations for all Triton kernels: launch parameters, float32 matmuls, partial sums, rounding."""
 
 from functools import cache
 
@@ -24,7 +24,7 @@ def check_floats(name: str, *tensors: Tensor) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return x (..., width) as (rows, width) with a last stride of 1: a view if the strides allow it."""
+    """Return x (..., width) as (rows, width) with last stride 1: a view if the strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -35,14 +35,16 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
 
 
 def angle_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (rows, length, pairs) with equal strides, the last one 1: kernels take one set of strides."""
+    """
+    Return cos and sin (rows, length, pairs) with equal strides, the last one 1: kernels accept one set of strides.
+    """
     cos, sin = contiguous_last_dim(cos), contiguous_last_dim(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
 @cache
 def sm_count(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a GPU; 4 for a CPU, where the interpreter runs in sequence."""
+    """Return a GPU's number of streaming multiprocessors; 4 for a CPU, where the interpreter runs in sequence."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -50,7 +52,7 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
     """
     Copy a tensor (any shape and dtype) from the host to a device, without blocking the host.
 
-    A copy to a GPU blocks unless it is from pinned memory. A tensor that is already on the device is returned as it is.
+    A copy to a GPU blocks unless it is from pinned memory. A tensor on the device already is returned as it is.
     """
     on_host = numbers.device.type == "cpu" != device.type
     return numbers.pin_memory().to(device, non_blocking=True) if on_host else numbers
@@ -67,12 +69,12 @@ def cdiv(number: int, size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of two that is at least a positive number."""
+    """Return the least power of two not below a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 def addmm_fp32(summed: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to summed, float32 (rows, columns): a (rows, inner) and b (inner, columns) of one dtype."""
+    """Add a @ b to summed, float32 (rows, columns): a (rows, inner) and b (inner, columns) with one dtype."""
     # torch.addmm has no out_dtype on CPUs.
     if summed.is_cuda and a.dtype != torch.float32:
         torch.addmm(summed, a, b, out_dtype=torch.float32, out=summed)
@@ -111,7 +113,7 @@ ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 @triton.jit
 def philox(key, draw, counter):
-    """Return four words of 32 random bits for each draw (int64); key and counter are of any integer types."""
+    """Return four words with 32 random bits per draw (int64); key and counter have any integer types."""
     # Triton chooses a scalar's type by its value, and its interpreter stores 2^31 to 2^32 - 1, which it calls int64, in
     # 32 bits; a shift by 32 would then not return the upper half, which is zero.
     counter = tl.cast(counter, tl.uint64)
@@ -122,13 +124,13 @@ def philox(key, draw, counter):
 
 @triton.jit
 def halves(word):
-    """Return the lower and the upper 16 bits of each of n words, as 2 n numbers."""
+    """Return the lower and the upper 16 bits of n words, as 2 n numbers."""
     return tl.interleave(word & 0xFFFF, word >> 16)
 
 
 @triton.jit
 def round_stochastically(x, noise):
-    """Round float32 to bfloat16 stochastically, with 16 bits of noise for each element."""
+    """Round float32 to bfloat16 stochastically, with 16 noise bits per element."""
     # NaN is truncated and made quiet by 0x40: with noise, its bits could overflow into the sign.
     bits = x.to(tl.uint32, bitcast=True)
     rounded = tl.where(x != x, (bits >> 16) | 0x40, (bits + noise) >> 16)

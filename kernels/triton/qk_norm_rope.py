@@ -1,8 +1,8 @@
 """
-RMSNorm and rotary position embedding of queries and keys in one launch: half the memory traffic, and one rounding.
+RMSNorm and rotary position embedding for queries and keys in one launch: half the memory traffic, and one rounding.
 
-The first programs process queries, the others keys. Each program sums its part of the weights' gradients, and the
-programs' sums are added in a fixed order, so that the result is deterministic.
+The first programs process queries, the others keys. Every program sums its part of the weights' gradients, and the
+programs' sums are added in a fixed order, so the result is deterministic.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def qk_norm_rope_triton(
 
 
 class _QkNormRope(Function):
-    """Norm and rotation that saves queries, keys and one float32 per vector."""
+    """Norm and rotation, with saved queries, keys and one float32 per vector."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class _QkNormRope(Function):
 def _like_forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rotated queries and keys, and 1 / rms of each vector."""
+    """Return rotated queries and keys, and 1 / rms by vector."""
     q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
     return q.new_empty(q.shape), k.new_empty(k.shape), q_rstd, k_rstd
 
@@ -128,7 +128,7 @@ def _like_backward(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of queries, keys and both weights."""
+    """Return the gradients for queries, keys and both weights."""
     q_result, k_result, grad_q_weight, grad_k_weight = (x.new_empty(x.shape) for x in (q, k, q_weight, k_weight))
     return q_result, k_result, grad_q_weight, grad_k_weight
 
@@ -201,6 +201,6 @@ def _backward(
 
 
 def _divide_programs(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:
-    """Return the numbers of programs for queries and for keys, in proportion to their tiles."""
+    """Return the program counts for queries and for keys, in proportion to their tiles."""
     k_programs = max(1, programs * k_tiles // (q_tiles + k_tiles))
     return min(q_tiles, max(1, programs - k_programs)), min(k_tiles, k_programs)

@@ -1,4 +1,4 @@
-"""Kernels of qk_norm_rope: each program reads tiles of vectors and writes the same tiles."""
+"""Kernels for qk_norm_rope: a program reads vector tiles and writes the same tiles."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from drawloom.kernels.triton.rope import rotate
 
 @triton.jit
 def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
-    """Return a tile's row, the positions and heads of its vectors, and which vectors exist."""
+    """Return a tile's row, its vectors' positions and heads, and a mask for existing vectors."""
     row = (tile // tiles).to(tl.int64)
     first = (tile % tiles).to(tl.int64) * VECTORS
     head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
@@ -21,7 +21,7 @@ def _vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.constexpr):
 
 @triton.jit
 def _load_pairs(at, mask, pair, PAIRS: tl.constexpr):
-    """Return both channels of each pair, in float32."""
+    """Return both channels by pair, in float32."""
     a = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
     return a, tl.load(at + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
 
@@ -80,7 +80,7 @@ def _rotate_back_and_norm(
     grad_position, grad_head, x_row, x_position, x_head, angle_row, angle_position, HEADS: tl.constexpr,
     PAIRS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Compute the gradients of this program's tiles, and its partial sum of the weight's gradient."""
+    """Compute the gradients for this program's tiles, and its partial sum for the weight's gradient."""
     pair = tl.arange(0, BLOCK)[None, :]
     within = pair < PAIRS
     weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)

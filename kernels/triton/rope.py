@@ -1,7 +1,8 @@
 """
-Rotary position embedding in Triton: each element is read and written once, from any strides of rows, positions, heads.
+Rotary position embedding in Triton: every element is read and written once, with any strides for rows, positions,
+heads.
 
-A program rotates a tile of vectors: consecutive heads of one or more positions in a row.
+A program rotates a vector tile: consecutive heads at one or more positions in a row.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, 
 
 
 class _Rope(Function):
-    """Rotation that saves only the angles; the backward pass is the same kernel with the negative sine."""
+    """Rotation with only the angles saved; the backward pass is the same kernel with the negative sine."""
 
     @staticmethod
     def forward(
@@ -94,7 +95,7 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rev
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, result: Tensor, interleaved: bool, reverse: bool) -> None:
-    """Write the rotation of x to `result`, which may be x."""
+    """Write the rotated x to `result`, possibly x itself."""
     if not x.numel():
         return
     cos, sin = angle_tables(cos, sin)

@@ -1,6 +1,6 @@
 """
-Gradient scaling in Triton: one launch multiplies many tensors by a factor. torch's product of bfloat16 and float32
-reaches a ninth of a copy's rate.
+Gradient scaling in Triton: one launch multiplies many tensors by a factor. torch's bfloat16 times float32 reaches a
+ninth of a copy's rate.
 
 The same pass sums squares in float64, by program and then over programs, always in the same order.
 """
@@ -25,7 +25,8 @@ BLOCK = 2048
 
 def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
     """
-    Compute scale_eager for contiguous tensors of one dtype, with bitwise equal tensors; factor and sum are float64 ().
+    Compute scale_eager for contiguous tensors with one dtype, with bitwise equal tensors; factor and sum are float64
+    ().
 
     If the factor is 1 and no tensor is counted, the kernel reads no tensor.
     """
@@ -46,7 +47,7 @@ def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool,
 @lru_cache(maxsize=16)
 def _tables(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.device) -> tuple[Tensor, ...]:
     """
-    Return the tensor of each program (programs,), and by tensor the first program, the size, and the `counted` flag.
+    Return tensor numbers by program (programs,), and by tensor the first program, the size, and the `counted` flag.
     """
     counts = torch.tensor([-(-size // PART) for size in sizes])
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
@@ -84,7 +85,7 @@ def _kernel(
 
 @triton.jit
 def _scale(pointers, mask, scale, squared: tl.constexpr):
-    """Scale a block, and return the sum of the squares of the products if `squared`, else 0."""
+    """Scale a block, and return the products' sum of squares if `squared`, else 0."""
     product = (tl.load(pointers, mask=mask).to(tl.float32) * scale).to(pointers.dtype.element_ty)
     tl.store(pointers, product, mask=mask)
     if not squared:

@@ -1,4 +1,4 @@
-"""Stochastic rounding of float32 to bfloat16 in Triton, with one draw of random bits for eight elements."""
+"""Stochastic rounding from float32 to bfloat16 in Triton, with one random draw for eight elements."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: int, first: int = 0) -> None:
-    """Compute stochastic_copy_eager, bitwise equal: float32 source into bfloat16 target, both (...) of one shape."""
+    """Compute stochastic_copy_eager, bitwise equal: float32 source into bfloat16 target, both (...) with one shape."""
     if first % PER_DRAW:
         raise ValueError(f"first = {first} is not a multiple of {PER_DRAW}")
     if source.dtype != torch.float32 or target.dtype != torch.bfloat16 or source.shape != target.shape:

@@ -1,4 +1,4 @@
-"""Sum of a few rows of 16-bit numbers in Triton, at the rate of a copy; torch's sum of two rows reaches 0.4 of it."""
+"""Sum over a few rows with 16-bit numbers in Triton, at a copy's rate; torch's sum of two rows reaches 0.4 of it."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ BLOCK = 4096
 
 
 def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
-    """Compute sum_parts_eager: own (n,), others (rows, n) with contiguous rows, out (n,), of one 16-bit dtype."""
+    """Compute sum_parts_eager: own (n,), others (rows, n) with contiguous rows, out (n,), with one 16-bit dtype."""
     rows, size = others.shape
     if size:
         _kernel[(cdiv(size, BLOCK),)](own, others, others.stride(0), out, size, ROWS=rows, BLOCK=BLOCK, num_warps=4)

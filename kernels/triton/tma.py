@@ -1,5 +1,5 @@
 """
-TMA (tensor memory accelerator), with which GPUs from Hopper on copy blocks of a tensor to shared memory.
+TMA (tensor memory accelerator) on GPUs from Hopper on: copies a tensor's blocks to shared memory.
 
 Kernels take a tensor descriptor instead of an address and strides; elements beyond the tensor's ends are zeros.
 """
@@ -28,5 +28,5 @@ def fits(x: Tensor) -> bool:
 
 
 def blocks(x: Tensor, *block: int) -> TensorDescriptor:
-    """Return a descriptor of x (any shape that `fits`), in blocks of so many elements in each dimension."""
+    """Return a descriptor for x (any shape that `fits`), in blocks with so many elements by dimension."""
     return TensorDescriptor.from_tensor(x, [*block])

@@ -1,5 +1,5 @@
 """
-Train language models from components that a recipe combines.
+Train language models from components combined in a recipe.
 
     import drawloom
     from drawloom.components.run.trainer import Trainer
@@ -8,9 +8,9 @@ Train language models from components that a recipe combines.
     with recipe.open() as run:
         run.get(Trainer).run()
 
-`run` returns 0 after the last step, or the number of a signal that stopped it, such as SIGINT from Ctrl-C. It raises a
+`run` returns 0 after the last step, or the stopping signal's number, such as SIGINT from Ctrl-C. It raises a
 `RecipeError` before anything is built, a `UserError` with a remedy, or any other error if a component has a bug. With
-several ranks, every rank raises the `UserError` that one rank has printed.
+several ranks, every rank raises the `UserError` printed by one rank.
 
 `Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
 and `between`, `port`, `wired`, `Every` and `Ordered`, the interfaces between components in `drawloom.ports`, and

@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _end_with_threads(code: int) -> None:
-    """End this process with a warning if a component left a thread that Python would wait for forever."""
+    """End this process with a warning if Python would wait forever for a component's thread."""
     import threading
     import time
 
@@ -61,7 +61,7 @@ def _end_with_threads(code: int) -> None:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams on /dev/null, and escape characters that the encoding of a stream lacks."""
+    """Open closed standard streams on /dev/null, and escape characters missing in a stream's encoding."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -1,5 +1,5 @@
 """
-The ports, which are the interfaces between components, and the plain data that components exchange.
+The ports (interfaces between components) and the plain data that components exchange.
 
 A name imported as itself is public for type checkers.
 """
@@ -81,7 +81,7 @@ from drawloom.components.ports.flops import (
     CountsFlops as CountsFlops,
     ForwardFlops as ForwardFlops,
     UpdateFlops as UpdateFlops,
-    attended_pairs as attended_pairs,
+    count_attended_pairs as count_attended_pairs,
 )
 from drawloom.components.ports.log_records import (
     PRINTED as PRINTED,
@@ -184,7 +184,7 @@ from drawloom.components.ports.run import (
     Value as Value,
     check_cadence as check_cadence,
     due as due,
-    observed_kinds as observed_kinds,
+    event_kinds as event_kinds,
 )
 from drawloom.components.ports.slices import (
     ModelParameter as ModelParameter,
@@ -210,9 +210,9 @@ from drawloom.components.ports.stages import (
     Stages as Stages,
     TrainableStages as TrainableStages,
     Transform as Transform,
-    averaged as averaged,
     fuses_backward as fuses_backward,
     gradient_of as gradient_of,
+    with_averages as with_averages,
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,
@@ -248,6 +248,10 @@ from drawloom.components.state.step_state import (
     PipelineStateError as PipelineStateError,
     StateView as StateView,
     StepState as StepState,
+)
+from drawloom.kernels.attention_options import (
+    AttentionOptions as AttentionOptions,
+    PLAIN_ATTENTION as PLAIN_ATTENTION,
 )
 
 __all__ = [name for name in dir() if name[0].isalpha()]

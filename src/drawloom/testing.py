@@ -1,5 +1,5 @@
 """
-Tests of components: build one component, fake a port, check a component against the contract of its port.
+Component tests: build one component, fake a port, check a component against its port's contract.
 
 The pytest fixtures are `drawloom_build`, `drawloom_fake` and `drawloom_check_port`; `drawloom_opened` opens a component
 until the test ends.

@@ -16,7 +16,7 @@ from drawloom.components.pipeline.program.lowering import lower, program_for
 from drawloom.components.ports.pipeline import PartialSchedule
 from drawloom.components.ports.program import flat
 from support.schedules import NAMES, schedule
-from support.torch_schedules import made
+from support.torch_schedules import make_schedule
 
 BESIDE = {
     "looped_bfs": "ScheduleLoopedBFS",
@@ -45,7 +45,7 @@ def ours(name: str, ranks: int, microbatches: int) -> int:
 
 def torchs(name: str, ranks: int, microbatches: int) -> int:
     """Build what torch builds on each rank; how many actions and messages one rank has."""
-    found: Any = made(name, ranks, 2, microbatches)
+    found: Any = make_schedule(name, ranks, 2, microbatches)
     found._prepare_schedule_with_comms({rank: found._calculate_single_rank_operations(rank) for rank in range(ranks)})
     return len(found.pipeline_order_with_comms[ranks // 2])
 

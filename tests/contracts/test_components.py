@@ -214,6 +214,23 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "model": {**TINY["model"], "use": "model.mistral", "vocab_size": 257, "sliding_window": 4}
     },
     "model.qwen2": lambda folder: {"model": {**TINY["model"], "use": "model.qwen2", "vocab_size": 257}},
+    "model.gemma3": lambda folder: {
+        "model": {
+            **TINY["model"],
+            "use": "model.gemma3",
+            "vocab_size": 257,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        }
+    },
+    "model.granite": lambda folder: {
+        "model": {**TINY["model"], "use": "model.granite", "vocab_size": 257, "residual_multiplier": 0.5}
+    },
+    "model.olmo2": lambda folder: {"model": {**TINY["model"], "use": "model.olmo2", "vocab_size": 257}},
+    "model.olmo3": lambda folder: {
+        "model": {**TINY["model"], "use": "model.olmo3", "vocab_size": 257, "sliding_window": 4}
+    },
+    "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
     "metrics.expert_load": lambda folder: {

@@ -9,7 +9,7 @@ from support.blocks import blocks
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_lines_of_the_six_tasks_are_counted() -> None:
+def test_lines_of_the_tasks_are_counted() -> None:
     """A row for each block, with its lines of TOML; the loss has those of its class in docs/components.md as well."""
     found = [f"{len(block.text.split(chr(10))) - 1} TOML" for block in blocks(DOCS / "comparison.md")]
     [loss] = [block.text for block in blocks(DOCS / "components.md") if block.title == "my_lab/focal.py"]

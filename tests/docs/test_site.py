@@ -14,9 +14,11 @@ import pytest
 import drawloom
 from drawloom.components.ports.run import EventKind
 from generate.catalogue import specs
+from generate.reference import command_names
 from generate.source import PORTS, modules
 from generate.step import VALUES, step_page
 from generate.uses import uses
+from support.blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 OFFLINE = """
@@ -66,6 +68,14 @@ def test_no_page_fetches_anything(site: Path) -> None:
     for path in site.rglob("*.html"):
         fetched = re.findall(r"""<(?:script|img|link)[^>]+(?:src|href)=["']?https?:[^>]+>""", path.read_text("utf-8"))
         assert fetched == [], path
+
+
+def test_every_command_has_an_example() -> None:
+    """Commands have a heading and a block, which `tests/docs/test_blocks.py` runs."""
+    page = ROOT / "docs" / "commands.md"
+    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == command_names()
+    lines = [line.split() for block in blocks(page) for line in block.text.splitlines() if line.startswith("$ ")]
+    assert {words[2] for words in lines} == set(command_names())
 
 
 def test_values_and_events_of_a_step_are_all_described() -> None:

@@ -3,13 +3,13 @@
 from generate.schedules import PAGE, page
 from generate.step import PICTURE, step_picture
 from support.editing import record
-from support.golden import FAULTY, GOLDEN, GOOD, printed, resolved
+from support.golden import FAULTY, GOLDEN, GOOD, resolve_recipe, run_check
 from support.schedules import NAMES, golden
 
 for recipe in sorted(FAULTY.glob("*.toml")):
-    recipe.with_suffix(".txt").write_text(printed(recipe), "utf-8")
+    recipe.with_suffix(".txt").write_text(run_check(recipe), "utf-8")
 for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run changes with what ships
-    recipe.with_suffix(".txt").write_text(resolved(recipe), "utf-8")
+    recipe.with_suffix(".txt").write_text(resolve_recipe(recipe), "utf-8")
 (GOLDEN / "editing.txt").write_text(record(), "utf-8")
 for name in NAMES:
     (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.golden import FAULTY, printed
+from support.golden import FAULTY, run_check
 
 RECIPES = sorted(FAULTY.glob("*.toml"))
 
@@ -12,7 +12,7 @@ RECIPES = sorted(FAULTY.glob("*.toml"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_problem_is_printed_as_in_the_golden_file(recipe: Path) -> None:
     """`check` prints exactly the recorded problems, each with its place, and no traceback."""
-    text = printed(recipe)
+    text = run_check(recipe)
     assert "Traceback" not in text
     assert text == recipe.with_suffix(".txt").read_text("utf-8")
 

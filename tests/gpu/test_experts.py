@@ -10,7 +10,7 @@ from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.experts.symmetric import SymmetricExperts
 from drawloom.components.ports.experts import Dispatcher
-from support.joined import joined
+from support.joined import join_processes
 from support.processes import run_ranks
 from support.qwen3 import kernels_on
 
@@ -38,7 +38,7 @@ def _round(dispatcher: Dispatcher, number: int, rank: int) -> list[Tensor]:
 
 def _rounds() -> list[list[float]]:
     """By round, the relative differences of each dispatcher's results from those of all-to-all collectives."""
-    with joined("cuda", timeout=60.0) as (processes, device):
+    with join_processes("cuda", timeout=60.0) as (processes, device):
         mesh = RankMesh(processes=processes, data_shard=2, expert=2)
         mesh.open()
         common: Any = {"kernels": kernels_on(device.device), "mesh": mesh}

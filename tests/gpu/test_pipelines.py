@@ -10,7 +10,7 @@ import torch
 
 from support import pipelines
 from support.processes import RanksFailed, run_ranks
-from support.runs import drawloom, series, struck, take_back, write_corpus
+from support.runs import drawloom, run_and_strike, series, take_back, write_corpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
 
@@ -116,7 +116,7 @@ def test_a_rank_that_is_gone_or_stands_still_is_named(place: Path, number: int, 
     name = f"run.name={mesh[5:9]}{int(number)}"
     arguments = ["run", "tiny.toml", name, "model.num_hidden_layers=2", "batch.micro_size=1", mesh, *ENDLESS]
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(struck, 2, place, arguments, int(number), timeout=120, lost={1})
+        run_ranks(run_and_strike, 2, place, arguments, int(number), timeout=120, lost={1})
     run = place / "runs" / name.removeprefix("run.name=")
     took = time.time() - (run / "struck").stat().st_mtime
     survivor = caught.value.values.get(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.aborts import WHERE, ended, printed_lines
+from support.aborts import WHERE, output_lines, run_with_fault
 from support.gpu import drawloom_run
 from support.runs import series
 
@@ -81,17 +81,17 @@ def test_verify_resume_finds_no_difference(place: Path, processes: int) -> None:
 @pytest.mark.parametrize(("deed", "exit_code"), [("refuse", 2), ("refuse and hang", 2), ("fault", 1)])
 def test_a_rank_that_fails_ends_the_other(place: Path, deed: str, exit_code: int, mesh: str) -> None:
     """Within five seconds, though its device waits for the one that failed; one message says which, where and why."""
-    failures, outcomes, seconds = ended(place, 2, deed, "model.num_hidden_layers=2", mesh)
+    failures, outcomes, seconds = run_with_fault(place, 2, deed, "model.num_hidden_layers=2", mesh)
     assert set(failures.values()) <= {f"died with exit code {exit_code}"}
     assert {outcome.code for outcome in outcomes.values()} <= {exit_code}
     assert seconds < 5
     assert WHERE in (place / "runs/tiny/log/rank-0.log").read_text()
     if not failures:
-        assert printed_lines(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
+        assert output_lines(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
 
 
 def test_a_rank_that_is_killed_ends_the_other(place: Path) -> None:
     """Over NCCL nothing breaks when a process is gone: the other one sees that it is, and names it."""
-    _failures, _outcomes, seconds = ended(place, 2, "kill", "mesh.data_replicate=2")
+    _failures, _outcomes, seconds = run_with_fault(place, 2, "kill", "mesh.data_replicate=2")
     assert re.search(r"rank 1 \(process \d+\) is gone", (place / "runs/tiny/log/rank-0.log").read_text())
     assert seconds < 5

@@ -1,7 +1,7 @@
 """
 Figures of the source, `make figures`: how long functions and files are, how much of them is said in words, and what is
-hard to follow. `python tests/house/figures.py --sites` prints where. `make figures ONLY=prose` lists the worst sentences
-and names per file, `ONLY="prose components/loss"` in a folder.
+hard to follow. `python tests/house/figures.py --sites` prints where. `make figures ONLY=prose` lists the worst
+sentences and names per file, `ONLY="prose components/loss"` in a folder.
 
 "Code lines" are neither blank nor comments nor docstrings. "Files per 1000 lines" leaves out __init__.py and files that
 hold a component, whose name is its path. Docstrings count for public classes and functions; shapes are looked for in

@@ -31,8 +31,12 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components": (set(), set()),
     # Values of a step know nothing of training.
     "components.state": (set(), {"attrs", "torch"}),
-    "components.ports": ({"graph", "components.state"}, {"attrs", "numpy", "torch"}),
-    "components.contracts": ({"graph", "components.ports", "components.state"}, {"attrs", "numpy", "torch"}),
+    # Options of an operation are a class of the kernel, which its port names.
+    "components.ports": ({"graph", "components.state", "kernels.attention_options"}, {"attrs", "numpy", "torch"}),
+    "components.contracts": (
+        {"graph", "components.ports", "components.state", "kernels.attention_options"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.storage": ({"graph", "components.ports", "components.state"}, {"attrs", "torch", "safetensors"}),
     "components.weights": (
         {"graph", "components.ports", "components.state", "components.storage"},
@@ -62,7 +66,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
     # experts are on the rank of their tokens.
     "components.model": (
-        BELOW | {"kernels.recompute", "kernels.rope_frequencies", "components.experts.local"},
+        BELOW
+        | {
+            "kernels.attention_options",
+            "kernels.recompute",
+            "kernels.rope_frequencies",
+            "components.experts.local",
+        },
         {"attrs", "torch"},
     ),
     # Adapters take the place of layers.

@@ -1,4 +1,4 @@
-"""Who looks for something by the obvious word finds its file at the first try."""
+"""Who looks for something by the word of the field finds its file and its page at the first try."""
 
 import re
 from pathlib import Path
@@ -7,38 +7,77 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for name in ("graph", "components", "kernels") for path in (ROOT / name).rglob("*.py")]
-TEXTS = {str(path.relative_to(ROOT)): path.read_text("utf-8").lower() for path in SOURCES}
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+MAX_FILES = 8
+"""How many files a reader looks through, in the order of how often the word occurs."""
+MAX_PAGES = 4
+"""How many pages a reader looks through."""
 
+# A newcomer's question: the word of the field, the file that answers, and the page that answers.
 QUESTIONS = {
-    "where are expired checkpoints removed?": ("retention", "components/checkpoint/retention.py"),
-    "what is a corrupt checkpoint?": ("corrupt", "components/checkpoint/manifest.py"),
-    "where is the auxiliary loss of the router?": ("aux_loss", "components/model/decoder/experts.py"),
-    "where is the hidden size of a model set?": ("hidden_size: int", "components/model/decoder/builder.py"),
-    "where is the deterministic mode?": ("deterministic", "components/run/randomness.py"),
-    "where is a dependency cycle found?": ("cycle", "graph/wiring/graph.py"),
-    "where are point-to-point communicators made?": ("communicator", "components/distributed/p2p_links.py"),
-    "where is the reason of a hang found?": ("hang", "components/distributed/hang_diagnosis.py"),
-    "where are gradients clipped by norm?": ("max_norm", "components/gradients/clip_norm.py"),
-    "where is weight decay applied to some parameters only?": ("decays", "components/optim/parameter_groups.py"),
-    "where is 1F1B?": ("1f1b", "components/pipeline/schedules/one_f_one_b.py"),
-    "where are zero-bubble weight gradients deferred?": ("deferred", "kernels/deferred_grads.py"),
-    "where is the bubble of a schedule simulated?": ("simulat", "components/pipeline/simulation/simulator.py"),
-    "where are layers split over stages?": ("partition", "components/parallel/pipeline.py"),
-    "where is the lock of the recipe?": ("lockfile", "graph/recipe/lockfile.py"),
-    "where is an override of the command line read?": ("override", "graph/recipe/overrides.py"),
-    "where is RoPE scaled?": ("rope_scaling", "components/model/decoder/rope.py"),
-    "where are documents packed into rows?": ("pack", "components/data/packing/packed_rows.py"),
-    "where are initial weights drawn?": ("splitmix", "components/distributed/rng.py"),
-    "where is the cosine learning rate?": ("cosine", "components/learning_rate/piecewise.py"),
+    "how do I use gradient accumulation?": ("gradient accumulation", "run/batch.py", "howto/gpus.md"),
+    "where is activation checkpointing?": ("activation checkpointing", "ports/stages.py", "kernels.md"),
+    "what is the sequence length?": ("sequence length", "ports/data.py", "data.md"),
+    "how do I set the batch size?": ("batch size", "run/batch.py", "howto/gpus.md"),
+    "are there float32 master weights?": ("master weights", "parallel/master_weights.py", "howto/pretraining.md"),
+    "is flash attention used?": ("flash attention", "kernels/auto.py", "kernels.md"),
+    "how does DDP work here?": ("ddp", "parallel/data_replicate.py", "howto/gpus.md"),
+    "how does FSDP work here?": ("fsdp", "parallel/data_shard.py", "meshes.md"),
+    "is there HSDP?": ("hsdp", "parallel/data_shard.py", "meshes.md"),
+    "is there ZeRO?": ("zero-3", "parallel/data_shard.py", "meshes.md"),
+    "is there tensor parallelism?": ("tensor parallel", "parallel/tensor.py", "meshes.md"),
+    "is there context parallelism?": ("context parallel", "parallel/context.py", "howto/gpus.md"),
+    "is there expert parallelism?": ("expert parallel", "parallel/expert.py", "howto/gpus.md"),
+    "is there 1F1B?": ("1f1b", "pipeline/schedules/one_f_one_b.py", "schedules.md"),
+    "how do I warm up the learning rate?": ("warmup", "learning_rate/warmup.py", "howto/optimizers.md"),
+    "is there a cosine schedule?": ("cosine", "learning_rate/cosine.py", "howto/optimizers.md"),
+    "which weights have weight decay?": ("weight decay", "optim/parameter_groups.py", "howto/optimizers.md"),
+    "how do I get gradient clipping?": ("gradient clipping", "gradients/clip_norm.py", "howto/optimizers.md"),
+    "is there an exponential moving average?": ("exponential moving average", "phases/ema.py", "howto/optimizers.md"),
+    "what happens at a loss spike?": ("loss spike", "phases/loss_spikes.py", "howto/optimizers.md"),
+    "how do I train in mixed precision?": ("mixed precision", "distributed/precision.py", "howto/pretraining.md"),
+    "is there LoRA?": ("lora", "adapters/lora.py", "finetuning.md"),
+    "is there DPO?": ("dpo", "loss/dpo.py", "howto/preferences.md"),
+    "how is a chat template rendered?": ("chat template", "data/chat/template.py", "finetuning.md"),
+    "is there packing?": ("packing", "data/packing/packed_rows.py", "data.md"),
+    "how is the MFU computed?": ("mfu", "metrics/utilization.py", "howto/speed.md"),
+    "how do I measure perplexity?": ("perplexity", "metrics/perplexity.py", "howto/evaluation.md"),
+    "how do I run lm-eval?": ("lm-eval", "commands/lm_eval.py", "howto/evaluation.md"),
+    "how do I resume?": ("resume", "run/trainer.py", "howto/resume.md"),
+    "how do I log to Weights & Biases?": ("weights & biases", "trackers/wandb.py", "howto/trackers.md"),
+    "where do CUDA graphs pay?": ("cuda graph", "pipeline/runtime/cuda_graphs.py", "kernels.md"),
+    "does it use torch.compile?": ("torch.compile", "stages/compilation.py", "kernels.md"),
+    "where is the load-balancing loss of experts?": ("load-balancing", "model/decoder/router.py", "families.md"),
+    "is there a sliding window?": ("sliding window", "model/mistral.py", "families.md"),
+    "is training deterministic?": ("deterministic", "run/randomness.py", "kernels.md"),
+    "how does it start under torchrun?": ("torchrun", "distributed/torchrun.py", "clusters.md"),
 }
-FEW = 8
-"""How many files one looks through, those first in which the word stands most often."""
+
+
+def texts(paths: list[Path], folder: str) -> dict[str, str]:
+    """Return the words of files, in lower case with single spaces, by path below a folder."""
+    return {
+        str(path.relative_to(ROOT)).removeprefix(folder): " ".join(path.read_text("utf-8").lower().split())
+        for path in paths
+    }
+
+
+def ranked(files: dict[str, str], word: str) -> list[str]:
+    """Return the files that contain a word or have it in their name: names first, then by the number of uses."""
+    pattern = re.compile(r"(?<![a-z])" + re.escape(word))
+    uses = {path: len(pattern.findall(text)) for path, text in files.items()}
+    uses |= {path: count + 1000 for path, count in uses.items() if re.sub(r"[ -]", "_", word) in path}
+    return sorted((path for path, count in uses.items() if count), key=lambda path: -uses[path])
+
+
+FILES = texts(SOURCES, "components/")
+DOCUMENTS = texts(PAGES, "docs/")
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_the_obvious_word_leads_to_the_file(question: str) -> None:
-    """The file is among the few in whose name the word stands, or which have the word most often."""
-    word, wanted = QUESTIONS[question]
-    counts = {path: len(re.findall(re.escape(word), text)) + 1000 * (word in path) for path, text in TEXTS.items()}
-    found = sorted((path for path, count in counts.items() if count), key=lambda path: -counts[path])
-    assert wanted in found[:FEW], found[:FEW]
+def test_the_word_of_the_field_leads_to_file_and_page(question: str) -> None:
+    """File and page are among the few in whose name the word stands, or which use it most often."""
+    word, file, page = QUESTIONS[question]
+    files, pages = ranked(FILES, word)[:MAX_FILES], ranked(DOCUMENTS, word)[:MAX_PAGES]
+    assert file in files, files
+    assert page in pages, pages

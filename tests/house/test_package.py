@@ -48,10 +48,11 @@ def test_every_public_name_is_found_at_its_first_use() -> None:
 
 
 def test_every_port_is_public() -> None:
-    """`drawloom.ports` has every public name of `components/ports` and of a step's state, but no others."""
+    """`drawloom.ports` has every public name of `components/ports`, of a step's state and of options, but no others."""
     names = []
     state = [ROOT / "components" / "state" / name for name in ("batch.py", "specs.py", "step_state.py")]
-    for path in [*(ROOT / "components" / "ports").glob("*.py"), *state]:
+    options = ROOT / "kernels" / "attention_options.py"
+    for path in [*(ROOT / "components" / "ports").glob("*.py"), *state, options]:
         for node in ast.parse(path.read_bytes()).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
             names += [getattr(target, "name", getattr(target, "id", "_")) for target in targets]

@@ -69,7 +69,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
-        families += [(SIZES, family, f"_{family}") for family in ("llama", "mistral", "qwen2")]
+        families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]
         for sizes, use, suffix in families:
             config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)
             (folder / f"{name}{suffix}.json").write_text(json.dumps(config))
@@ -86,6 +86,9 @@ def _write_tokenizer(path: Path, text: str) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator([text] * 9, trainers.BpeTrainer(special_tokens=["<a>", "<b>"], initial_alphabet=alphabet))
     made.save(str(path))
+
+
+DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "qwen2", "smollm3")
 
 
 @attrs.frozen

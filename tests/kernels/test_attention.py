@@ -7,21 +7,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from support.seeding import seeds
 
 
-def by_token(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int | None = None) -> Tensor:
+def by_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor,
+    window: int | None = None,
+    options: AttentionOptions = PLAIN_ATTENTION,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compute the softmax of each token over exactly the tokens that it may see."""
-    rows, length, heads, _ = q.shape
-    result = torch.zeros_like(q)
+    rows, length, heads, width = q.shape
+    scale = width**-0.5 if options.scale is None else options.scale
+    result = q.new_zeros(rows, length, heads, v.shape[-1])
     for row in range(rows):
         for head in range(heads):
             key_head = head // (heads // k.shape[2])
             for token in range(length):
                 first = 0 if window is None else max(0, token + 1 - window)
                 seen = [past for past in range(first, token + 1) if document_ids[row, past] == document_ids[row, token]]
-                scores = k[row, seen, key_head] @ q[row, token, head] / q.shape[-1] ** 0.5
-                result[row, token, head] = scores.softmax(0) @ v[row, seen, key_head]
+                scores = k[row, seen, key_head] @ q[row, token, head] * scale
+                if options.softcap is not None:
+                    scores = options.softcap * torch.tanh(scores / options.softcap)
+                total = scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
+                result[row, token, head] = scores.exp() / total @ v[row, seen, key_head]
     return result
 
 
@@ -100,3 +113,49 @@ def test_only_equality_of_document_ids_counts() -> None:
     torch.testing.assert_close(
         attention_eager(q, k, v, causal_document_mask(plain)), attention_eager(q, k, v, causal_document_mask(odd))
     )
+
+
+@settings(max_examples=25)
+@given(
+    _seed=seeds,
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    v_dim=st.sampled_from([1, 4, 7]),
+    scale=st.sampled_from([None, 0.7]),
+    softcap=st.sampled_from([None, 0.5]),
+    has_sinks=st.booleans(),
+    window=st.sampled_from([None, 2]),
+)
+def test_options_and_sinks_change_every_score(
+    _seed: object,
+    kv_heads: int,
+    group: int,
+    v_dim: int,
+    scale: float | None,
+    softcap: float | None,
+    has_sinks: bool,
+    window: int | None,
+) -> None:
+    """For any scale, softcap, sinks and width of values, the result equals a loop over tokens."""
+    q, k, _, document_ids = random_case(2, 7, kv_heads * group, kv_heads, torch.float64)
+    v, options = torch.randn(2, 7, kv_heads, v_dim, dtype=torch.float64), AttentionOptions(scale, softcap)
+    sinks = torch.randn(kv_heads * group, dtype=torch.float64) if has_sinks else None
+    torch.testing.assert_close(
+        attention_eager(q, k, v, causal_document_mask(document_ids, window), options, sinks),
+        by_token(q, k, v, document_ids, window, options, sinks),
+    )
+
+
+def test_gradients_with_options_match_finite_differences() -> None:
+    """Gradients of q, k, v and sinks equal finite differences, with a scale, a softcap and narrow values."""
+    q, k, _, document_ids = random_case(2, 5, 4, 2, torch.float64)
+    v, sinks = torch.randn(2, 5, 2, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    mask, options = causal_document_mask(document_ids), AttentionOptions(0.7, 0.9)
+    inputs = tuple(x.requires_grad_() for x in (q, k, v, sinks))
+    assert torch.autograd.gradcheck(lambda q, k, v, sinks: attention_eager(q, k, v, mask, options, sinks), inputs)
+
+
+def test_a_softcap_must_be_positive() -> None:
+    """A softcap of 0 or below is refused with its value."""
+    with pytest.raises(ValueError, match=r"the softcap of attention is 0; write a number above 0, or None"):
+        AttentionOptions(softcap=0)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import VARLEN, AttentionImplementation, attention_eager, causal_document_mask
+from drawloom.kernels.attention import EAGER, AttentionImplementation, attention_eager, causal_document_mask
 from drawloom.kernels.attention_cudnn import CUDNN
+from drawloom.kernels.attention_flash import VARLEN
 from drawloom.kernels.attention_flex import FLEX, _dense_mask, attention_flex, block_mask
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -22,6 +24,19 @@ def test_flex_attention_equals_eager(length: int, kv_heads: int, heads: int, oft
     torch.testing.assert_close(
         actual, attention_eager(q, k, v, causal_document_mask(document_ids)), atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_options_and_sinks_equal_eager(softcap: float | None, has_sinks: bool) -> None:
+    """With a scale, a softcap, sinks and narrow values, packed rows with a window have the eager result."""
+    document_ids = (torch.rand(2, 150) < 0.05).cumsum(1)
+    q, k, v = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8), torch.randn(2, 150, 2, 5)
+    options, sinks = AttentionOptions(0.7, softcap), torch.randn(4) if has_sinks else None
+    with torch.no_grad():
+        actual = attention_flex(q, k, v, block_mask(document_ids, 20), options, sinks)
+    expected = attention_eager(q, k, v, causal_document_mask(document_ids, 20), options, sinks)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_document_ids_can_be_in_any_order() -> None:
@@ -44,12 +59,20 @@ def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1] * 3
 
 
-@pytest.mark.parametrize("attention", [CUDNN, FLEX, VARLEN], ids=["cudnn", "flex", "varlen"])
-def test_meta_tensors_give_the_shape(attention: AttentionImplementation) -> None:
-    """Meta tensors give a meta tensor of the right shape, from which a pipeline infers the shapes of messages."""
-    q, k = torch.empty(2, 300, 4, 8, device="meta"), torch.empty(2, 300, 2, 8, device="meta")
-    actual = attention.attend(q, k, k, attention.mask(torch.empty(2, 300, dtype=torch.int64, device="meta")))
-    assert actual.is_meta and actual.shape == q.shape
+@pytest.mark.parametrize("attention", [EAGER, CUDNN, FLEX, VARLEN], ids=["eager", "cudnn", "flex", "varlen"])
+def test_meta_tensors_give_the_shapes(attention: AttentionImplementation) -> None:
+    """Meta tensors, also with sinks and narrow values, give results and gradients of the right shapes."""
+    q, k, v, sinks = (
+        torch.empty(shape, device="meta", requires_grad=True)
+        for shape in ((2, 300, 4, 8), (2, 300, 2, 8), (2, 300, 2, 5), (4,))
+    )
+    mask = attention.mask(torch.empty(2, 300, dtype=torch.int64, device="meta"))
+    for parameter in (None, sinks):
+        actual = attention.attend(q, k, v, mask, PLAIN_ATTENTION, parameter)
+        assert actual.is_meta and actual.shape == (2, 300, 4, 5)
+        inputs = [q, k, v] if parameter is None else [q, k, v, parameter]
+        grads = torch.autograd.grad(actual, inputs, actual.detach())
+        assert [grad.shape for grad in grads] == [x.shape for x in inputs]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 100, 400])

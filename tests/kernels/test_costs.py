@@ -127,6 +127,10 @@ def test_attention_costs_count_all_pairs() -> None:
     forward = operation_costs(torch.ops.drawloom.attention.default, (q, k, v), {}, None)
     backward = operation_costs(torch.ops.drawloom.attention_backward.default, (q, q, k, v), {}, None)
     assert (forward.flops, forward.scratch, forward.is_attention) == (2 * 2 * 16 * pairs, 0, True)
+    narrow = torch.empty(2, 8, 2, 4, device=META, dtype=torch.bfloat16)
+    narrow_forward = operation_costs(torch.ops.drawloom.attention.default, (q, k, narrow), {}, None)
+    narrow_backward = operation_costs(torch.ops.drawloom.attention_backward.default, (q, q, k, narrow), {}, None)
+    assert (narrow_forward.flops, narrow_backward.flops) == (2 * (16 + 4) * pairs, 2 * (3 * 16 + 2 * 4) * pairs)
     sums, repeated = 4 * q.numel(), 2 * q.nbytes
     assert (backward.flops, backward.scratch) == (5 * 2 * 16 * pairs, sums + repeated)
 

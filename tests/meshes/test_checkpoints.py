@@ -27,7 +27,7 @@ from drawloom.components.ports.stages import gradient_of
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
 from support.checkpoints import checkpointer
-from support.joined import joined
+from support.joined import join_processes
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
 
@@ -88,19 +88,19 @@ def _stepped(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, An
     """This rank's weights after two steps of each optimizer, with gradients that every mesh has."""
     found: dict[str, dict[str, Any]] = {}
     places = stages.slices()
-    before = {name: part.detach().clone() for name, part in stages.named()}
+    before = {name: part.detach().clone() for name, part in stages.named_parameters()}
     for kind, use in OPTIMIZERS.items():
         more = {"job": pipelines.Job(), "device": device} if kind == "stochastic" else {}
         optimizer = use(parameters=stages, mesh=mesh, lr=0.1, **more)
         optimizer.open()
         for number in (1, 2):
-            for name, parameter in stages.named():
+            for name, parameter in stages.named_parameters():
                 place = places[name] or TensorSlice.whole(tuple(parameter.shape))
                 whole = torch.randn(place.shape, generator=generator(number, name))
                 gradient_of(parameter).copy_(whole[place.index()])
             optimizer.run_phase(Step(number, 2))
-        found[kind] = {name: part.detach().clone() for name, part in stages.named()}
-        for name, part in stages.named():
+        found[kind] = {name: part.detach().clone() for name, part in stages.named_parameters()}
+        for name, part in stages.named_parameters():
             part.data.copy_(before[name])
     return found
 
@@ -108,13 +108,13 @@ def _stepped(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, An
 def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[dict[str, Any]]:
     """Of each folder, on its mesh: take a step and save, or restore; this rank's state afterwards."""
     found = []
-    with joined() as (processes, device):
+    with join_processes() as (processes, device):
         for folder, sizes, saves in folders:
             mesh = RankMesh(processes=processes, **{"data_replicate": 1, **sizes})
             mesh.open()
             nodes = _nodes(mesh, device)
             if saves:
-                for name, parameter in nodes["stages"].named():
+                for name, parameter in nodes["stages"].named_parameters():
                     gradient_of(parameter).fill_(len(name) / 100)
                 nodes["optimizer"].run_phase(Step(1, 1))
                 nodes["ema"].run_phase(Step(1, 1))

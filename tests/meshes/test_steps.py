@@ -53,7 +53,15 @@ MESHES = [
         [("gpipe", 8, True, True, "tempered")],
         settings={"sync_each_microbatch": True},
     ),
-    Meshed("contexts of shards", {"context": 2, "data_shard": 2}, [("gpipe", 4, True, False, "tempered")], (8, 4)),
+    Meshed(
+        "contexts of shards",
+        {"context": 2, "data_shard": 2},
+        [
+            ("gpipe", 4, True, False, "tempered"),
+            *(("gpipe", 4, True, False, family) for family in pipelines.FAMILIES),
+        ],
+        (8, 4),
+    ),
     Meshed(
         "tensors of shards",
         {"tensor": 2, "data_shard": 2},
@@ -61,6 +69,7 @@ MESHES = [
             ("gpipe", 4, True, False, "muon"),
             ("gpipe", 4, False, True, "smoothed"),
             ("gpipe", 4, False, False, "dora"),
+            *(("gpipe", 4, True, False, family) for family in pipelines.FAMILIES),
         ],
     ),
     Meshed(
@@ -71,6 +80,7 @@ MESHES = [
             ("zero_bubble_v", 4, False, False, "muon"),
             ("zero_bubble_v", 4, False, False, "dora"),
             ("circular", 4, False, False, "plain"),
+            *(("zero_bubble_v", 4, True, False, family) for family in pipelines.FAMILIES),
         ],
     ),
     Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),

@@ -45,7 +45,7 @@ def ours(folder: Path, path: Path) -> tuple[Found, list[tuple[Tensor, Tensor]]]:
     given = (f"vars.base={path}", f'tokens.paths=["{PAIRS}"]', "tokens.validation_fraction=0.0", "loss.beta=0.5")
     words = (*given, f"run.folder={folder / 'run'}", f"adapters.lora.targets={json.dumps(TARGETS)}")
     with Recipe.load("dpo", *words).open(["executor", "packing"]) as objects:
-        named = dict(objects["stages"].named())
+        named = dict(objects["stages"].named_parameters())
         generator = torch.Generator().manual_seed(1)
         for parameter in named.values():
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)

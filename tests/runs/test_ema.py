@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from support.runs import drawloom, learned, series, take_back, write_corpus
+from support.runs import deterministic_rows, drawloom, series, take_back, write_corpus
 
 WITH_EMA = """
 extends = "tiny.toml"
@@ -33,11 +33,11 @@ def test_evaluation_and_export_are_of_the_average(tmp_path: Path) -> None:
     assert drawloom(tmp_path, "run", "tiny.toml", *words)[0].code == 0
     run = tmp_path / "runs/ema"
     assert drawloom(tmp_path, "run", "ema.toml", "run.name=ema", *words)[0].code == 0
-    whole = learned(run)
+    whole = deterministic_rows(run)
     take_back(run, 4)
     outcome = drawloom(tmp_path, "run", "ema.toml", "run.name=ema", *words)[0]
     assert outcome.code == 0 and "resuming after step 4" in outcome.text, outcome.text
-    assert learned(run) == whole
+    assert deterministic_rows(run) == whole
     assert series(run, "step", "loss") == series(tmp_path / "runs/tiny", "step", "loss")
     by_step = {row["step"]: row["validation_loss"] for row in whole if "validation_loss" in row}
     for step, loss in by_step.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.checkpoint.reader import load_node
-from support.runs import drawloom, learned, rows, series, take_back, write_corpus
+from support.runs import deterministic_rows, drawloom, rows, series, take_back, write_corpus
 
 GOES_BACK = """
 extends = "tiny.toml"
@@ -40,11 +40,11 @@ def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     assert "the run goes back, time 2 of 9" in (run / "report.html").read_text("utf-8")
     audited = drawloom(tmp_path, "data", "audit", "runs/tiny")[0]
     assert audited.code == 0, audited.text
-    whole, last = learned(run), load_node(run / "checkpoints/step-30", "loss_spikes")
+    whole, last = deterministic_rows(run), load_node(run / "checkpoints/step-30", "loss_spikes")
     take_back(run, 16)
     again = drawloom(tmp_path, "run", *words)[0]
     assert again.code == 0 and "the run goes back, time 1 of 9" in again.text, again.text
-    assert learned(run) == whole and load_node(run / "checkpoints/step-30", "loss_spikes") == last
+    assert deterministic_rows(run) == whole and load_node(run / "checkpoints/step-30", "loss_spikes") == last
     two = drawloom(tmp_path, "run", *words, "run.name=other", "mesh.data_replicate=2", ranks=2)
     assert [each.code for each in two] == [0, 0], two
     losses = [[loss for (loss,) in series(each, "loss")] for each in (run, other)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from support.runs import drawloom, learned, write_corpus
+from support.runs import deterministic_rows, drawloom, write_corpus
 
 RECIPE = """
 extends = "./tiny.toml"
@@ -97,7 +97,7 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
     for name, (ranks, words) in layouts.items():
         outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", *words, ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        found[name] = learned(tmp_path / "runs" / name)
+        found[name] = deterministic_rows(tmp_path / "runs" / name)
         drawn[name] = histograms(tmp_path / "runs" / name)
     names = {
         "z_loss",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import RanksFailed, run_ranks
-from support.runs import struck
+from support.runs import run_and_strike
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -29,7 +29,7 @@ def test_the_surviving_rank_names_its_action(place: Path, number: int) -> None:
         ),
     ]
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(struck, 2, place, arguments, int(number), timeout=60, lost={1})
+        run_ranks(run_and_strike, 2, place, arguments, int(number), timeout=60, lost={1})
     output = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
     survivor = caught.value.values.get(0)
     if survivor is not None:

@@ -4,14 +4,14 @@ import json
 import re
 from pathlib import Path
 
-from support.runs import drawloom, killed, rows, write_corpus
+from support.runs import drawloom, rows, run_and_kill, write_corpus
 
 
 def test_a_report_tells_what_happened(tmp_path: Path) -> None:
     """A run that was killed and resumed has a report of both processes; the command writes one of several runs."""
     write_corpus(tmp_path)
     longer = ("run", "tiny.toml", "trainer.steps=60", "checkpoint.every=10")
-    assert killed(tmp_path, "one", *longer, after=25)
+    assert run_and_kill(tmp_path, "one", *longer, after=25)
     [outcome] = drawloom(tmp_path, *longer, "run.name=one")
     run = tmp_path / "runs/one"
     content = (run / "report.html").read_text("utf-8")

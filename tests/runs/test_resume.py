@@ -15,7 +15,7 @@ from drawloom.components.run.locks import FolderLock
 from drawloom.components.sampling.generate import Sampler
 from support.mutations import put
 from support.processes import RanksFailed, run_ranks
-from support.runs import Outcome, command, drawloom, killed, rows, series, struck
+from support.runs import Outcome, command, drawloom, rows, run_and_kill, run_and_strike, series
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
@@ -40,7 +40,7 @@ def test_killed_runs_end_with_the_same_bits(place: Path) -> None:
     assert drawloom(place, *common, "run.name=straight")[0].code == 0
     for workers, kills in ((0, 2), (2, 1)):
         moments, words, name = random.Random(workers), [*common, f"data.workers={workers}"], f"killed-{workers}"
-        assert all(killed(place, name, *words, after=moments.uniform(1, 6)) for _ in range(kills))
+        assert all(run_and_kill(place, name, *words, after=moments.uniform(1, 6)) for _ in range(kills))
         assert drawloom(place, *words, f"run.name={name}")[0].code == 0
         assert series(place / "runs" / name, *LEARNED) == series(place / "runs/straight", *LEARNED)
         assert [step for (step,) in series(place / "runs" / name, "step")] == list(range(1, 61))
@@ -109,7 +109,7 @@ def test_a_second_run_on_the_same_folder_is_refused(place: Path) -> None:
 def test_a_signal_ends_the_run_with_a_checkpoint(place: Path, number: int, code: int) -> None:
     """The current step is finished and saved, and the exit code names the signal."""
     words = ("run", "tiny.toml", "trainer.steps=100000", "checkpoint.every='last'")
-    [outcome] = run_ranks(struck, 1, place, words, int(number), variables=False)
+    [outcome] = run_ranks(run_and_strike, 1, place, words, int(number), variables=False)
     assert outcome.code == code and "Traceback" not in outcome.text
     saved = [path.name for path in (place / "runs/tiny/checkpoints").iterdir()]
     assert saved == [f"step-{rows(place / 'runs/tiny')[-1]['step']}"]

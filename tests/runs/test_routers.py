@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from support.runs import drawloom, learned, take_back, write_corpus
+from support.runs import deterministic_rows, drawloom, take_back, write_corpus
 
 BIAS = "e_score_correction_bias"
 POSITIONS = 4 * 32
@@ -127,13 +127,15 @@ def test_every_layout_has_the_biases_of_one_process(layout: str, place: Path) ->
     ours, theirs = biases(place / "runs" / name), biases(place / "runs/one")
     assert ours.keys() == theirs.keys() == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
     assert all(ours[name].equal(bias) and len(set(bias.tolist())) > 2 for name, bias in theirs.items())
-    for one, other in zip(learned(place / "runs/one"), learned(place / "runs" / name), strict=True):
+    for one, other in zip(
+        deterministic_rows(place / "runs/one"), deterministic_rows(place / "runs" / name), strict=True
+    ):
         assert other == pytest.approx(one, rel=1e-9)
 
 
 def test_no_token_is_dropped(place: Path) -> None:
     """In each step and layer, the tokens of experts add up to two choices of each token of its rows, padding too."""
-    for row in learned(place / "runs/one"):
+    for row in deterministic_rows(place / "runs/one"):
         for layer in (1, 2):
             sent = [value for name, value in row.items() if name.startswith(f"expert_tokens/{layer}/")]
             assert len(sent) == 8 and sum(sent) == 2 * POSITIONS
@@ -146,7 +148,7 @@ def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
         assert drawloom(place, "run", "routers.toml", "run.name=resumed")[0].code == 0
         if steps == 3:
             take_back(place / "runs/resumed", 3)
-    assert learned(place / "runs/resumed") == learned(place / "runs/one")
+    assert deterministic_rows(place / "runs/resumed") == deterministic_rows(place / "runs/one")
     ours, theirs = biases(place / "runs/resumed"), biases(place / "runs/one")
     assert ours and all(ours[name].equal(bias) for name, bias in theirs.items())
 

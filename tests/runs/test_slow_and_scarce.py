@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.disk import Call, watched
+from support.disk import Call, watch_calls
 from support.processes import run_ranks
 from support.runs import SOURCE, Outcome, command, drawloom, series, take_back, write_corpus
 
@@ -30,7 +30,7 @@ def _on_a_slow_disk(folder: Path, arguments: Sequence[str]) -> Outcome:
         if call.name == "fsync":
             time.sleep(0.1)
 
-    with watched(slow):
+    with watch_calls(slow):
         return command(folder, arguments, None)
 
 

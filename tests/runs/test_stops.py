@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import committed, step_of
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
 from drawloom.components.data.loader import Loader
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.sampling.sample import Sample
@@ -71,7 +71,7 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
         run_ranks(_stuck, 2, place, arguments, where, times, timeout=20)
     assert {*caught.value.failures.values()} == {"died with exit code 130"}
     assert time.monotonic() - began < 15
-    saved = committed(place / "runs/tiny/checkpoints")
+    saved = list_checkpoints(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [3] and all(map(is_valid, saved))
 
 
@@ -197,7 +197,7 @@ def test_a_slow_save_of_one_rank_is_no_failure(place: Path, staging: str) -> Non
     words = (*TWO, *limits, "trainer.steps=3", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
     outcomes = run_ranks(_slow_to_save, 2, place, words, 3.3)
     assert [outcome.code for outcome in outcomes] == [0, 0]
-    assert [step_of(path) for path in committed(place / "runs/tiny/checkpoints")] == [2, 3]
+    assert [step_of(path) for path in list_checkpoints(place / "runs/tiny/checkpoints")] == [2, 3]
     assert len(rows(place / "runs/tiny")) == 3
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.manifest import committed, step_of
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
 from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.checkpoint.staging.copy_plan import Pool
 from drawloom.components.checkpoint.state_hashes import state_hashes
@@ -32,7 +32,7 @@ from drawloom.graph.project import Project
 from support import cgroups
 from support.audit import Audit
 from support.crashes import is_valid
-from support.disk import Call, watched
+from support.disk import Call, watch_calls
 from support.mutations import put
 from support.power import is_possible
 from support.processes import RanksFailed, run_ranks
@@ -79,7 +79,7 @@ def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
         if call.name == "write" and call.path.endswith("metrics.jsonl") and now[0] in (3, 4, 5):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with watched(full):
+    with watch_calls(full):
         return command(folder, arguments, None)
 
 
@@ -110,7 +110,7 @@ def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
         if call.name == "fsync" and "export" in call.path.partition("runs/tiny")[2]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
 
-    with watched(full):
+    with watch_calls(full):
         return command(folder, arguments, None)
 
 
@@ -156,7 +156,7 @@ def test_no_memory_for_a_copy_ends_the_run_with_its_cause(place: Path) -> None:
     [outcome] = run_ranks(_little_memory, 1, place, TINY, variables=False)
     assert outcome.code == 1 and "bytes for a copy of the state" in outcome.text
     assert "Traceback" not in outcome.text
-    saved = committed(place / "runs/tiny/checkpoints")
+    saved = list_checkpoints(place / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [4] and all(map(is_valid, saved))
 
 
@@ -383,9 +383,9 @@ def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path, norm: s
     outcome = drawloom(place, *TINY, *words)[0]
     assert outcome.code == 1 and "6 steps in a row were skipped, at last step 7: " in outcome.text
     assert [row.get("skipped", False) for row in rows(place / "runs/tiny")] == [False, *[True] * 6]
-    saved = [step_of(path) for path in committed(place / "runs/tiny/checkpoints")]
+    saved = [step_of(path) for path in list_checkpoints(place / "runs/tiny/checkpoints")]
     assert saved == [1, 5, 6, 7]  # the newest with a finite loss, the one that was evaluated, and the newest two
-    for path in committed(place / "runs/tiny/checkpoints"):
+    for path in list_checkpoints(place / "runs/tiny/checkpoints"):
         values = json.loads((path / "manifest.json").read_text())["values"]
         assert (values["loss"] is not None) == (step_of(path) == 1)
         weights = load_node(path, "stages").values()
@@ -400,7 +400,7 @@ def test_a_run_that_learns_nothing_ends_in_words(place: Path, norm: str) -> None
     assert outcome.code == 1 and "training has diverged: since step 2 the loss was above 16." in outcome.text
     run = place / "runs/tiny"
     assert len(rows(run)) in (10, 11) and not (run / "export").exists() and not (run / "sample.txt").exists()
-    assert max(step_of(path) for path in committed(run / "checkpoints")) < 11
+    assert max(step_of(path) for path in list_checkpoints(run / "checkpoints")) < 11
 
 
 def test_a_port_in_use_is_an_error(place: Path) -> None:

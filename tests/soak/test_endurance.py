@@ -31,7 +31,7 @@ from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, StateNode, checkpointer, state_of
-from support.disk import FailAt, watched
+from support.disk import FailAt, watch_calls
 from support.processes import run_ranks
 
 
@@ -118,7 +118,7 @@ class Folder(RuleBasedStateMachine):
         self.step += 1
         self.memory.state = state_of(self.step)
         try:
-            with watched(FailAt(number, code)):
+            with watch_calls(FailAt(number, code)):
                 self.node.save(Step(self.step, 10**6))
         except UserError:
             if not (self.place / f"checkpoints/step-{self.step}").exists():
@@ -219,7 +219,7 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
         weight.fill_(index)
         memory.state["step"] = index
         if moments.random() < 0.1 / every:
-            with watched(FailAt(moments.randrange(1, 30), errno.ENOSPC)):
+            with watch_calls(FailAt(moments.randrange(1, 30), errno.ENOSPC)):
                 node.run_phase(Step(index, steps))
                 node._finish()
         else:

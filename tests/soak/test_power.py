@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph import UserError
-from support.checkpoints import restored, save_steps
+from support.checkpoints import restore_step, save_steps
 from support.mutations import MUTATIONS
 from support.power import Cut, cut, is_possible
 from support.processes import run_ranks
@@ -30,7 +30,7 @@ def _save(first: int, last: int, folder: Path, committed: Callable[[int], None])
 
 def _find(folder: Path) -> int:
     try:
-        return restored(folder / "run")
+        return restore_step(folder / "run")
     except (UserError, ValueError, OSError):
         return LOST
 

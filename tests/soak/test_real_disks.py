@@ -12,7 +12,7 @@ import torch
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import StateNode, checkpointer, restored, state_of
+from support.checkpoints import StateNode, checkpointer, restore_step, state_of
 from support.power import is_possible
 from support.runs import drawloom, write_corpus
 
@@ -77,9 +77,9 @@ if is_possible():
             with pytest.raises(UserError, match=r"checkpoint after step 2 failed: .*Read-only file system"):
                 node.save(Step(2, 99))
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-            assert restored(disk) == 1
+            assert restore_step(disk) == 1
             node.save(Step(2, 99))
-            assert restored(disk) == 2
+            assert restore_step(disk) == 2
 
     def test_a_run_in_a_read_only_folder_is_refused(tmp_path: Path) -> None:
         """The error names the folder and the reason, before anything is computed."""

@@ -13,7 +13,7 @@ from drawloom.graph import UserError
 from support.checkpoints import save_steps
 from support.crashes import Remains, remains, save_two
 from support.processes import run_ranks
-from support.tracing import CHANGING, STRACE, disturbed
+from support.tracing import CHANGING, STRACE, run_disturbed
 
 
 def _note(path: Path, step: int) -> None:
@@ -32,7 +32,7 @@ def _everywhere(base: Path, staging: bool, what: str) -> list[tuple[int, Remains
             folder, note = base / "run", base / "committed"
             shutil.copytree(base / "good", folder)
             note.write_bytes(b"\x02")
-            code, came_so_far = disturbed(partial(_save, folder, note, staging), call, number, what)
+            code, came_so_far = run_disturbed(partial(_save, folder, note, staging), call, number, what)
             found.append((code, remains(folder, note.read_bytes()[0])))
             shutil.rmtree(folder)
             if not came_so_far:

@@ -17,7 +17,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, StateNode, checkpointer
-from support.disk import FailAt, kill_at, watched
+from support.disk import FailAt, kill_at, watch_calls
 from support.processes import RanksFailed, run_ranks
 
 
@@ -47,7 +47,7 @@ def _save(folder: Path, *steps: int) -> None:
 def _killed(folder: Path, rank: int, number: int) -> None:
     with _mesh() as mesh:
         if mesh.world.rank == rank:
-            with watched(kill_at(number)):
+            with watch_calls(kill_at(number)):
                 _node(folder, mesh, 3).save(Step(3, 100))
         else:
             _node(folder, mesh, 3).save(Step(3, 100))
@@ -71,7 +71,7 @@ def _io_errors(base: Path, rank: int, code: int) -> list[tuple[list[str], int, l
             fault = FailAt(number if mesh.world.rank == rank else -1, code)
             node = _node(folder, mesh, 3)
             errors = []
-            with watched(fault):
+            with watch_calls(fault):
                 for step in (3, 4):
                     try:
                         node.save(Step(step, 100))

@@ -49,7 +49,9 @@ def _one_fails(folder: Path, arguments: Sequence[str], fault: str) -> Outcome:
     return command(folder, arguments, None)
 
 
-def ended(folder: Path, ranks: int, fault: str, *words: str) -> tuple[dict[int, str], dict[int, Outcome], float]:
+def run_with_fault(
+    folder: Path, ranks: int, fault: str, *words: str
+) -> tuple[dict[int, str], dict[int, Outcome], float]:
     """How ranks died, how they ended, and after how many seconds all but a stopped one had ended."""
     lost = {1} if fault == "stop" else set()
     try:
@@ -60,7 +62,7 @@ def ended(folder: Path, ranks: int, fault: str, *words: str) -> tuple[dict[int, 
     return failures, values, time.time() - (folder / "failed").stat().st_mtime
 
 
-def printed_lines(outcomes: dict[int, Outcome]) -> list[str]:
+def output_lines(outcomes: dict[int, Outcome]) -> list[str]:
     """The lines that all ranks printed, except the header, those of steps and memory, and warnings of the recipe."""
     lines = [line for outcome in outcomes.values() for line in outcome.text.splitlines()]
     return [

@@ -35,12 +35,12 @@ def lora(*targets: str, **changes: Any) -> Lora:
     return Lora(**(settings | changes))
 
 
-def filled_from(seed: int) -> Fill:
+def fill_from_seed(seed: int) -> Fill:
     """Initial values of adapters from a seed."""
     return lambda name, parameter, std: fill_normal(parameter.data, derive_seed(seed, name), std)
 
 
-def adapted(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
+def adapt(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     """
     A whole model with random weights, the same ones whatever the adapters; what these train is not where it begins.
     """
@@ -48,7 +48,7 @@ def adapted(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     module = whole(model)
     before: dict[str, Any] = dict(module.named_parameters())
     inject(adapters, module)
-    fill_adapters(module, torch.device("cpu"), filled_from(0))
+    fill_adapters(module, torch.device("cpu"), fill_from_seed(0))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if adapters and parameter.requires_grad:

@@ -79,7 +79,7 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML) -> Path:
     return folder
 
 
-def opened(folder: Path) -> HuggingFaceTokenizer:
+def open_tokenizer(folder: Path) -> HuggingFaceTokenizer:
     """The tokenizer of a folder, open."""
     tokenizer = HuggingFaceTokenizer(path=folder)
     tokenizer.open()

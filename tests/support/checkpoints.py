@@ -132,7 +132,7 @@ def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | N
         node.save(Step(index, 1000, dict(outputs)))
 
 
-def restored(folder: Path) -> int:
+def restore_step(folder: Path) -> int:
     """Restore, and compare with `state_of(step)`; the step, 0 if there is no checkpoint."""
     memory = StateNode()
     step = checkpointer(folder, {"memory": memory}).restore()

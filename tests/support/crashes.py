@@ -11,8 +11,8 @@ import attrs
 from drawloom.components.checkpoint.manifest import CorruptCheckpointError, verify
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.graph import UserError
-from support.checkpoints import restored, save_steps
-from support.disk import Shadow, kill_at, watched
+from support.checkpoints import restore_step, save_steps
+from support.disk import Shadow, kill_at, watch_calls
 from support.mutations import MUTATIONS
 
 LOST = -1  # a checkpoint that can't be restored, or that has the state of another step
@@ -49,7 +49,7 @@ def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> lis
         note.write_bytes(b"\x02")
         child = os.fork()
         if child == 0:
-            with watched(kill_at(len(found) + 1, half=len(found) % 2 == 1)):
+            with watch_calls(kill_at(len(found) + 1, half=len(found) % 2 == 1)):
                 save_two(folder, staging, partial(_note, note))
             os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -76,7 +76,7 @@ def cut_everywhere(base: Path, mutation: str = "nothing") -> list[Remains]:
 
     places: list[Path] = []
     commits: list[int] = []
-    with watched(lambda _: None, done):
+    with watch_calls(lambda _: None, done):
         save_two(folder, False, lambda step: committed.__setitem__(0, step))
     for place, step in zip(places, commits, strict=True):
         found.append(remains(place, step))
@@ -94,7 +94,7 @@ def remains(folder: Path, committed: int) -> Remains:
     """The remains of a folder in which this step had been committed."""
     torn = not all(map(is_valid, (folder / "checkpoints").glob("step-*")))
     try:
-        step = restored(folder)
+        step = restore_step(folder)
     except (UserError, ValueError, OSError):
         step = LOST
     return Remains(committed, step, tuple(sorted(os.listdir(folder / "checkpoints"))), torn)

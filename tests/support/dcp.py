@@ -13,7 +13,7 @@ def begin_save(state: dict[str, Any], path: Path, stager: Any = None) -> Any:
     return async_save(state, checkpoint_id=path, async_stager=stager, no_dist=True)
 
 
-def loaded(like: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+def load_checkpoint(like: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """The content of a torch checkpoint, loaded into tensors like these."""
     load(like, checkpoint_id=path, no_dist=True)
     return like

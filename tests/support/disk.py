@@ -26,7 +26,7 @@ Seen = Callable[[Call], None]
 
 
 @contextmanager
-def watched(seen: Seen, done: Seen | None = None) -> Iterator[None]:
+def watch_calls(seen: Seen, done: Seen | None = None) -> Iterator[None]:
     """Call `seen` before and `done` after each system call that changes files, in any thread."""
     before = {name: getattr(os, name) for name in CALLS}
     lock = threading.RLock()

@@ -32,7 +32,8 @@ def experts_of(**changes: Any) -> Experts:
     """The experts of a layer in float64, on the meta device."""
     model = sparse(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=5, **changes)
     with torch.device("meta"):
-        return Experts(model.architecture, model.kernels).double()  # type: ignore[arg-type]
+        spec: Any = model.architecture.mlp_of(0)
+        return Experts(WIDTH, spec, model.kernels).double()
 
 
 def weight(name: str) -> Tensor:
@@ -50,7 +51,7 @@ def inputs(chosen: list[list[list[int]]], rank: int) -> tuple[Tensor, Tensor, Te
     return hidden, torch.tensor(chosen[rank], dtype=torch.int64).view(count, 2), probabilities
 
 
-def ran(module: Experts, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
+def run_experts(module: Experts, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
     """What experts give, and the gradients of all that it is made of."""
     result = module(hidden, chosen, probabilities)
     result.backward(result.detach().cos())
@@ -63,7 +64,7 @@ def ran(module: Experts, hidden: Tensor, chosen: Tensor, probabilities: Tensor) 
 Results = dict[str, list[dict[str, Tensor]]]
 
 
-def shared(dispatcher: Callable[..., Dispatcher]) -> Results:
+def run_on_ranks(dispatcher: Callable[..., Dispatcher]) -> Results:
     """What each of three ranks, with two experts each, finds for each entry of CHOICES, one after another."""
     each = run_ranks(_of_rank, RANKS, dispatcher)
     return {name: [found[place] for found in each] for place, name in enumerate(CHOICES)}
@@ -85,20 +86,20 @@ def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
             splits = split_experts(module, mesh.expert_group)
             module.to_empty(device="cpu")
             for name, split in splits.items():
-                module.get_parameter(name).data.copy_(weight(name)[split.place.index()])
-            found.append(ran(module, *inputs(chosen, mesh.world.rank)))
+                module.get_parameter(name).data.copy_(weight(name)[split.tensor_slice.index()])
+            found.append(run_experts(module, *inputs(chosen, mesh.world.rank)))
         return found
     finally:
         processes.close()
 
 
-def assert_those_of_one_rank(name: str, parts: list[dict[str, Tensor]]) -> None:
+def assert_equal_to_one_rank(name: str, parts: list[dict[str, Tensor]]) -> None:
     """The parts of an entry of CHOICES, joined, are the results and gradients of one rank."""
     given = [inputs(CHOICES[name], rank) for rank in range(RANKS)]
     module = experts_of().to_empty(device="cpu")
     for key, parameter in module.named_parameters():
         parameter.data.copy_(weight(key))
     joined = [torch.cat([each[place].detach() for each in given]) for place in range(3)]
-    whole = ran(module, joined[0].requires_grad_(), joined[1], joined[2].requires_grad_())
+    whole = run_experts(module, joined[0].requires_grad_(), joined[1], joined[2].requires_grad_())
     for key, expected in whole.items():
         torch.testing.assert_close(torch.cat([part[key] for part in parts]), expected, rtol=1e-13, atol=1e-14)

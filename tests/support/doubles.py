@@ -24,7 +24,7 @@ class Machine:
 
 
 @attrs.frozen
-class Held:
+class FixedStages:
     """Stages of these modules, into which adapters may have been injected."""
 
     modules: Sequence[nn.Module]

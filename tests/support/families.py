@@ -1,19 +1,34 @@
 """Families of models beside transformers: numbers, and files in both directions."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.load import load_folder, persistent_tensors
-from support.adapted import OneStage
-from support.qwen3 import SIZES, cpu_kernels, logits_of, losses_of, one_document, packed, twin, whole
+from support.adapted import OneStage, adapt, lora
+from support.qwen3 import (
+    SIZES,
+    as_in_transformers,
+    cpu_kernels,
+    logits_of,
+    losses_of,
+    one_document,
+    pack_documents,
+    twin,
+    whole,
+)
 
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -35,17 +50,58 @@ def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> Non
     lengths = [[length], [7, length - 7]]
     rows = [theirs(part[None]).logits[0] for row, ends in zip(tokens, lengths, strict=True) for part in row.split(ends)]
     wanted = F.cross_entropy(torch.cat(rows), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-    losses = losses_of(module, tokens, packed(lengths), targets)
+    losses = losses_of(module, tokens, pack_documents(lengths), targets)
     torch.testing.assert_close(losses.flatten(), wanted, **CLOSE)
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
-    assert ours.keys() == others.keys()
-    grads = torch.autograd.grad(losses.sum(), list(ours.values()))
-    for name, grad, other in zip(
-        ours, grads, torch.autograd.grad(wanted.sum(), [others[name] for name in ours]), strict=True
-    ):
+    grads = as_in_transformers(model, dict(zip(ours, gradients(losses.sum(), ours), strict=True)), others)
+    assert grads.keys() == others.keys()
+    for name, other in zip(others, gradients(wanted.sum(), others), strict=True):
         assert bool(other.any()), name
         size = max(1.0, float(other.abs().max()))  # sums of many terms round by their size
-        torch.testing.assert_close(grad / size, other / size, **CLOSE)
+        torch.testing.assert_close(grads[name] / size, other / size, **CLOSE)
+
+
+def gradients(total: Tensor, parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    """The gradients of a loss () with respect to parameters of any shape."""
+    return torch.autograd.grad(total, list(parameters.values()))
+
+
+def assert_generated_as_whole_texts(model: DecoderBuilder, length: int = 11) -> None:
+    """Logits of a text that is computed in parts, with a cache, are those of the whole text."""
+    torch.manual_seed(0)
+    module, tokens = whole(model), torch.randint(model.vocab_size, (2, length))
+    cache, parts = KeyValueCache(length), []
+    with torch.no_grad():
+        for part in (slice(0, 4), slice(4, 6), *(slice(n, n + 1) for n in range(6, length))):
+            positions = torch.arange(length).expand(2, -1)[:, part]
+            shared = TokenContext(positions, torch.zeros_like(positions), cache=cache)
+            parts.append(logits_of(module, tokens[:, part], shared))
+            cache.advance(positions.shape[1])
+        torch.testing.assert_close(torch.cat(parts, 1), logits_of(module, tokens, one_document(2, length)), **CLOSE)
+
+
+def assert_operations_are_those_that_torch_counts(model: DecoderBuilder, experts: float = 0.0) -> None:
+    """
+    Operations of a forward and a backward pass are those that torch counts in plain attention to all pairs.
+
+    `experts` are the operations of experts in the forward pass over 22 tokens, which torch does not count.
+    """
+    module, tokens = whole(model), torch.randint(model.vocab_size, (2, 11))
+    counter: Any = FlopCounterMode(display=False)
+    # torch does not count its fused attention on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        logits_of(module, tokens, one_document(2, 11)).sum().backward()
+    flops = model.forward_flops()
+    assert flops.of_training(22, dict.fromkeys(flops.per_pair, 2 * 11 * 11)) == counter.get_total_flops() + 3 * experts
+
+
+def assert_all_projections_are_adapted(model: DecoderBuilder) -> None:
+    """LoRA on `*_proj` adapts exactly the linear layers of layers that have these names in transformers."""
+    module = whole(model)
+    theirs = twin(model, persistent_tensors(module))
+    names = {name for name, layer in theirs.named_modules() if isinstance(layer, nn.Linear) and name.endswith("_proj")}
+    trained = {name for name, part in adapt(model, lora("*_proj")).named_parameters() if part.requires_grad}
+    assert trained >= {f"{name}.lora_{factor}" for name in names for factor in "AB"}
 
 
 def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"
 
 
-def printed(recipe: Path) -> str:
+def run_check(recipe: Path) -> str:
     """
     The exit code, what went to stderr, and what went to stdout.
 
@@ -32,7 +32,7 @@ def printed(recipe: Path) -> str:
     return f"exit {code}\n{stderr.getvalue()}{stdout.getvalue()}"
 
 
-def resolved(recipe: Path) -> str:
+def resolve_recipe(recipe: Path) -> str:
     """The resolved recipe of one that is good."""
     project, words = project_of(recipe), split_words(_directive(recipe, "arguments").split())[1]
     with _beside(recipe):

@@ -15,14 +15,14 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 BF16, FLOAT, E4M3 = tl.bfloat16, tl.float32, tl.float8e4nv
 
 
-def rounded(numbers: Any) -> Any:
+def round_to_bfloat16(numbers: Any) -> Any:
     """float32 as the bits of bfloat16, to the nearest, ties to even; NaN as GPUs write it."""
     bits = numbers.view(np.uint32)
     nearest = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(numbers), np.uint16(0x7FFF), nearest)
 
 
-def widened(bits: Any) -> Any:
+def widen_bfloat16(bits: Any) -> Any:
     """The bits of bfloat16 as float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
@@ -35,9 +35,9 @@ def repair() -> None:
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
         if (source, target) == (FLOAT, BF16):
-            return TensorHandle(rounded(np.ascontiguousarray(src.data)), BF16)
+            return TensorHandle(round_to_bfloat16(np.ascontiguousarray(src.data)), BF16)
         if (source, target) == (BF16, FLOAT):
-            return TensorHandle(widened(src.data), FLOAT)
+            return TensorHandle(widen_bfloat16(src.data), FLOAT)
         return cast(self, src, dst_type)
 
     def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:

@@ -10,7 +10,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 
 
 @contextmanager
-def joined(kind: Any = "cpu", timeout: float = 30.0) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
+def join_processes(kind: Any = "cpu", timeout: float = 30.0) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
     """The processes of the launch and this one's device; GPUs are shared where there are too few."""
     device = ComputeDevice(kind=kind, share=True)
     device.open()
@@ -25,7 +25,7 @@ def joined(kind: Any = "cpu", timeout: float = 30.0) -> Iterator[tuple[TorchProc
 @contextmanager
 def mesh_along(dimension: str) -> Iterator[tuple[RankMesh, ComputeDevice]]:
     """A mesh with all processes along one dimension, and this one's device, a CPU."""
-    with joined() as (processes, device):
+    with join_processes() as (processes, device):
         mesh = RankMesh(processes=processes, **{"data_replicate": 1, dimension: processes.world_size})
         mesh.open()
         yield mesh, device

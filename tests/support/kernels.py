@@ -28,7 +28,7 @@ BOUNDARIES = sorted({2**power + step for power in (0, 31, 32, 62) for step in (-
 int64s = st.sampled_from(BOUNDARIES) | st.integers(0, 2**63 - 1)
 
 
-def drawn(layout: str, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+def draw_tensor(layout: str, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
     """
     Normal numbers in a tensor of this shape, which gets a gradient.
 
@@ -54,7 +54,7 @@ def _buffer(layout: str, like: Tensor) -> Tensor:
     return like.new_empty(like.numel() + 1)[1:].view(like.shape)
 
 
-def far_apart(x: Tensor, dimension: int) -> Tensor:
+def spread_apart(x: Tensor, dimension: int) -> Tensor:
     """A copy, with a gradient of its own, whose last element along a dimension is 2^31 elements from the first."""
     gaps = max(1, x.shape[dimension] - 1)
     strides = list(torch.empty_like(x, memory_format=torch.contiguous_format).stride())

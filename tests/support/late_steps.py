@@ -96,7 +96,7 @@ class Small:
             step.state["batches"] = microbatches
             executor.train(step.state)
             if step.index in self.bad:
-                gradient = next(each.grad for _, each in stages.named() if each.grad is not None)
+                gradient = next(each.grad for _, each in stages.named_parameters() if each.grad is not None)
                 gradient.view(-1)[0] = math.inf
 
         phases = [
@@ -127,7 +127,7 @@ class Small:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The parameters by name."""
-        return {name: parameter.detach().cpu().clone() for name, parameter in self.stages.named()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.stages.named_parameters()}
 
     def _begin(self, step: Step) -> None:
         self._watching = self.watch()

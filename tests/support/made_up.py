@@ -14,12 +14,12 @@ WHOLE = st.integers(-(2**63), 2**63 - 1)
 PARTS = st.floats(min_value=1e-300, max_value=1e300) | st.integers(1, 2**53)
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """A text as a recipe writes it."""
     return text[0] + text if text[:1] in ("@", "$") else text
 
 
-TEXT = TEXTS.map(escaped)
+TEXT = TEXTS.map(escape)
 SHELF = st.fixed_dictionaries(
     {"width": st.integers(1, 100)}, optional={"name": TEXT, "books": st.lists(TEXT, max_size=2)}
 )

@@ -15,7 +15,7 @@ MESH = SingleRankMesh()
 OPS: Mapping[str, Any] = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin}
 
 
-def combined(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Totals of what several ranks gave, each with a part of its own."""
     return {
         name: OPS[each.op](torch.stack([part.get(name, each.identity()).double() for part in parts]), 0)
@@ -23,10 +23,10 @@ def combined(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[st
     }
 
 
-def measured(metric: Metric, *steps: Step) -> Mapping[str, Value]:
+def measure(metric: Metric, *steps: Step) -> Mapping[str, Value]:
     """What a metric says of a step, of which each rank has its own view."""
     parts = [metric.update(step) for step in steps]
-    return metric.compute(combined(metric.accumulators, parts), steps[0])
+    return metric.compute(combine(metric.accumulators, parts), steps[0])
 
 
 def step_of(

@@ -39,7 +39,7 @@ from drawloom.graph.testing import build, fake
 from support import chat
 from support.checkpoints import SingleRankMesh
 from support.losses import sample
-from support.metrics import MESH, combined, measured, step_of
+from support.metrics import MESH, combine, measure, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
 Values = Mapping[str, Any]
@@ -77,7 +77,7 @@ def _number(tensor: Tensor | None) -> float:
 
 def conversations_of(use: str, values: Values, place: Path) -> Any:
     """Ids and weights of the conversations of both splits."""
-    made = build(use, tokenizer=chat.opened(chat.tokenizer_folder(place / "tokenizer")), **values)
+    made = build(use, tokenizer=chat.open_tokenizer(chat.tokenizer_folder(place / "tokenizer")), **values)
     made.open()
     splits = [made.documents(split) for split in ("train", "validation")]
     return [(each.ids.tolist(), each.own_weights.tolist(), each.ends.tolist()) for each in splits]
@@ -93,7 +93,7 @@ def config_of(use: str, values: Values, _place: Path) -> Any:
     return build(use, kernels=cpu_kernels(), **values).hugging_face_config()
 
 
-def chosen_kernels(use: str, values: Values, _place: Path) -> Any:
+def choose_kernels(use: str, values: Values, _place: Path) -> Any:
     """The implementation of each operation, or why it can't run; on a CPU those of `auto` are eager, for a reason."""
     kernels: AutoKernels = build(use, device=ComputeDevice(kind="cpu"), **values)
     try:
@@ -141,7 +141,7 @@ def filter_of(use: str, values: Values, _place: Path) -> Any:
 
 
 @attrs.frozen
-class _Held:
+class _TwoParameters:
     """A matrix and a vector with gradients."""
 
     dtype: torch.dtype = torch.float32
@@ -156,27 +156,27 @@ class _Held:
     def _vector(self) -> nn.Parameter:
         return nn.Parameter(torch.ones(4, dtype=self.dtype))
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("layers.0.weight", self.matrix), ("layers.0.norm", self.vector)]
 
     def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
+        return dict.fromkeys(name for name, _ in self.named_parameters())
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self.named()
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named_parameters()
 
     def sum_gradients(self) -> None: ...
 
     def differentiate(self, factor: float) -> None:
         """Gradients of different sizes."""
-        for _, parameter in self.named():
+        for _, parameter in self.named_parameters():
             numbers = torch.arange(1, parameter.numel() + 1).reshape(parameter.shape)
             parameter.grad = (factor * numbers).to(self.dtype)
 
 
 def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     """The weights after three steps of an optimizer, and its state."""
-    held = _Held(torch.bfloat16 if "stochastic" in use else torch.float32)
+    held = _TwoParameters(torch.bfloat16 if "stochastic" in use else torch.float32)
     edges: dict[str, Any] = {"parameters": held, "mesh": SingleRankMesh()}
     if "stochastic" in use:
         edges |= {"job": fake(RunInfo, **JOB), "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
@@ -185,12 +185,12 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     for index in (1, 2, 3):
         held.differentiate(1e-4 * index * (-1) ** index)
         optimizer.run_phase(Step(index, 3, state={"lr_factor": 1.0}))
-    return [parameter.tolist() for _, parameter in held.named()], str(optimizer.state_dict())
+    return [parameter.tolist() for _, parameter in held.named_parameters()], str(optimizer.state_dict())
 
 
-def averaged_by(use: str, values: Values, _place: Path) -> Any:
+def average_weights(use: str, values: Values, _place: Path) -> Any:
     """The averages of weights that move."""
-    held = _Held()
+    held = _TwoParameters()
     average = build(use, parameters=held, **values)
     for index in (1, 2):
         average.run_phase(Step(index, 2))
@@ -199,7 +199,7 @@ def averaged_by(use: str, values: Values, _place: Path) -> Any:
     return {name: each.tolist() for name, each in average.averages().items()}
 
 
-def spikes_seen_by(use: str, values: Values, _place: Path) -> Any:
+def detect_spikes(use: str, values: Values, _place: Path) -> Any:
     """The steps that are skipped, and whether the run goes back after them."""
     phase = build(use, data=fake(MovableData, position=40), **values)
     steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
@@ -208,7 +208,7 @@ def spikes_seen_by(use: str, values: Values, _place: Path) -> Any:
     return [(step.skip_reason, step.goes_back) for step in steps]
 
 
-def lost_steps_seen_by(use: str, values: Values, _place: Path) -> Any:
+def end_after_lost_steps(use: str, values: Values, _place: Path) -> Any:
     """The step after which a run ends, and why."""
     phase = build(use, **values)
     try:
@@ -219,21 +219,21 @@ def lost_steps_seen_by(use: str, values: Values, _place: Path) -> Any:
     return ""
 
 
-def clipped(use: str, values: Values, _place: Path) -> Any:
+def clip_gradients(use: str, values: Values, _place: Path) -> Any:
     """Gradients after clipping."""
-    held = _Held()
+    held = _TwoParameters()
     held.differentiate(1.0)
     edges: dict[str, Any] = {"parameters": held}
     if "group" in use:
         reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
         edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
     build(use, **edges, **values).run_phase(Step(1, 1, state={"grad_norm": torch.tensor(40.0)}))
-    return [parameter.grad.tolist() for _, parameter in held.named() if parameter.grad is not None]
+    return [parameter.grad.tolist() for _, parameter in held.named_parameters() if parameter.grad is not None]
 
 
-def divided(use: str, values: Values, _place: Path) -> Any:
+def divide_gradients(use: str, values: Values, _place: Path) -> Any:
     """Whether the norm of gradients is added up exactly."""
-    held = _Held()
+    held = _TwoParameters()
     held.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0], batches=[])
@@ -250,19 +250,19 @@ def loss_of(use: str, values: Values, _place: Path) -> Any:
     return total.item(), weight.item(), {name: each.item() for name, each in sums.items()}
 
 
-def measured_by(use: str, values: Values, _place: Path) -> Any:
+def measure_microbatches(use: str, values: Values, _place: Path) -> Any:
     """The values of a metric over three microbatches, and its accumulators."""
     edges: Values = {} if use == "metrics.perplexity" else {"mesh": MESH}
     if use == "metrics.group":
         edges = {"members": [build("metrics.mean", mesh=MESH, of="loss")]}
     metric = build(use, **edges, **values)
     sums = {"cross_entropy": [2.0, 5.0, 9.0], "accuracy": [1.0, 1.0, 0.0]}
-    return measured(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)
+    return measure(metric, step_of([2.0, 6.0, 9.0], [1.0, 2.0, 5.0], sums)), str(metric.accumulators)
 
 
 def distributions_of(use: str, values: Values, _place: Path) -> Any:
     """The histograms of two steps of a metric."""
-    held = _Held()
+    held = _TwoParameters()
     metric = build(use, parameters=held, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
     metric.open()
     found = []
@@ -270,37 +270,37 @@ def distributions_of(use: str, values: Values, _place: Path) -> Any:
         held.differentiate(1e-4)
         step = Step(index, 3)
         metric.run_phase(step)
-        totals = combined(metric.accumulators, [metric.update(step)])
+        totals = combine(metric.accumulators, [metric.update(step)])
         found.append(metric.distributions(totals, step))
     return found
 
 
-def counted_by(use: str, values: Values, _place: Path) -> Any:
+def count_sums(use: str, values: Values, _place: Path) -> Any:
     """The values of a metric of counts over one microbatch, from two named sums of its shape."""
     metric = build(use, **values)
     [each] = metric.accumulators.values()
     first = torch.arange(1.0, 1 + torch.Size(each.shape).numel()).view(each.shape)
     sums = {"confusion": first, "score_histogram": first, "labels": first, "other": first.flip(0).square()}
-    return measured(metric, step_of([1.0], [1.0], {name: [part.tolist()] for name, part in sums.items()}))
+    return measure(metric, step_of([1.0], [1.0], {name: [part.tolist()] for name, part in sums.items()}))
 
 
-def bits_measured_by(use: str, values: Values, _place: Path) -> Any:
+def measure_bytes(use: str, values: Values, _place: Path) -> Any:
     """The values of a metric over one microbatch of bytes."""
     metric = build(use, tokenizer=Bytes(), **values)
     metric.open()
     row = torch.tensor([[65, 66, 67]])
     batch = TokenBatch(row, row, row, row, torch.ones(1, 3))
     sums = {"cross_entropy": [2.0], "accuracy": [1.0]}
-    return measured(metric, step_of([2.0], [3.0], sums, batches=[batch]))
+    return measure(metric, step_of([2.0], [3.0], sums, batches=[batch]))
 
 
-def names_measured_by(use: str, values: Values, _place: Path) -> Any:
+def metric_names(use: str, values: Values, _place: Path) -> Any:
     """The names of a metric's values."""
     metric = build(use, device=ComputeDevice(kind="cpu"), users=Every(), **values)
-    return sorted(measured(metric, Step(1, 1)))
+    return sorted(measure(metric, Step(1, 1)))
 
 
-def routed_by(use: str, values: Values, _place: Path) -> Any:
+def route_microbatch(use: str, values: Values, _place: Path) -> Any:
     """After a microbatch through a model with experts: the biases of its routers, and a metric's values."""
     model = build("model.dots1", kernels=cpu_kernels(), **SPARSE_SIZES)
     module = model.build(LayerRange(0, 2, True, True))
@@ -312,7 +312,7 @@ def routed_by(use: str, values: Values, _place: Path) -> Any:
     tokens = torch.arange(40).reshape(2, 20) % 29
     shared = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
     module(tokens, shared, lambda hidden, head: head.logits(hidden))
-    found = measured(node, Step(1, 1)) if use.startswith("metrics") else node.run_phase(Step(1, 1))
+    found = measure(node, Step(1, 1)) if use.startswith("metrics") else node.run_phase(Step(1, 1))
     return found, [buffer.tolist() for buffer in module.buffers()]
 
 
@@ -325,7 +325,7 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 3))
-    return measured(node, Step(1, 9, started=0.0, state={"tokens": float(3), "batches": [batch]}))
+    return measure(node, Step(1, 9, started=0.0, state={"tokens": float(3), "batches": [batch]}))
 
 
 def documents(use: str, values: Values, _place: Path) -> Any:
@@ -350,7 +350,7 @@ def first_tokens(use: str, values: Values, _place: Path) -> Any:
     return found, corpus.vocab_size, corpus.eos_id
 
 
-def cached(use: str, values: Values, place: Path) -> Any:
+def find_caches(use: str, values: Values, place: Path) -> Any:
     """Where the stores are, below the current directory or the place."""
     (place / "a.txt").write_text("text")
     corpus = TextFiles(paths=[str(place / "a.txt")])
@@ -361,7 +361,7 @@ def cached(use: str, values: Values, place: Path) -> Any:
     return sorted(path.parent.parent.name for root in (Path(), place) for path in root.rglob("*-train/store.json"))
 
 
-def packed_rows(use: str, values: Values, _place: Path) -> Any:
+def pack_documents(use: str, values: Values, _place: Path) -> Any:
     """The tokens of all rows."""
     documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
@@ -377,7 +377,7 @@ def examples_of(use: str, values: Values, _place: Path) -> Any:
     return [example["input_ids"] for example in data.examples("train")]
 
 
-def padded_rows(use: str, values: Values, _place: Path) -> Any:
+def pad_examples(use: str, values: Values, _place: Path) -> Any:
     """The tokens of two examples."""
     if use == "data.pad_collator":
         return build(use, **values).collate([{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}], 6).tokens.tolist()
@@ -401,7 +401,7 @@ def _batching() -> Any:
     return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions)
 
 
-def loaded(use: str, values: Values, _place: Path) -> Any:
+def load_microbatches(use: str, values: Values, _place: Path) -> Any:
     """The first microbatches, and what workers are asked for, if there are any."""
     asked: list[Any] = []
 
@@ -443,7 +443,7 @@ def rows_in_order(use: str, values: Values, _place: Path) -> Any:
     return build(use, **edges, **values).rows_at(RowSource("", 0, 12, 66, 1.0), 0, np.arange(12)).tolist()
 
 
-def validated(use: str, values: Values, _place: Path) -> Any:
+def validation_rows(use: str, values: Values, _place: Path) -> Any:
     """The rows of an evaluation."""
     validation = build(use, rows=_rows(), batching=_batching(), **values)
     return [batch.tokens.tolist() for batch in validation.batches()]

@@ -51,7 +51,7 @@ TINY: dict[str, Any] = {
 
 
 @contextmanager
-def opened(node: Any) -> Iterator[Any]:
+def open_node(node: Any) -> Iterator[Any]:
     """A component that is open."""
     node.open()
     try:
@@ -81,7 +81,7 @@ def stages_of(use: str, values: Values, place: Path) -> Any:
         return found
 
 
-def recomputed_by(use: str, values: Values, place: Path) -> Any:
+def count_recomputations(use: str, values: Values, place: Path) -> Any:
     """How often the first norm of each layer runs in a step of one microbatch."""
     runs = Counter[int]()
     with _recipe(place, stages=dict(values)).open(only="executor") as objects:
@@ -94,7 +94,7 @@ def recomputed_by(use: str, values: Values, place: Path) -> Any:
     return runs
 
 
-def compiled_in(use: str, values: Values, place: Path) -> Any:
+def count_compilations(use: str, values: Values, place: Path) -> Any:
     """How many functions torch is asked to compile when stages open."""
     with (
         mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
@@ -103,7 +103,7 @@ def compiled_in(use: str, values: Values, place: Path) -> Any:
         return asked.call_count
 
 
-def captured_in(use: str, values: Values, place: Path) -> Any:
+def captures_cuda_graphs(use: str, values: Values, place: Path) -> Any:
     """Whether the passes of stages are to be CUDA graphs, on a device that has them."""
     with _recipe(place, stages=dict(values)).open(only="stages") as objects:
         return [stage.capture for stage in objects["stages"].local]
@@ -135,12 +135,12 @@ def sums_over_replicas(use: str, values: Values, place: Path) -> Any:
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
 
 
-def adapted_by(use: str, values: Values, place: Path) -> Any:
+def train_with_adapter(use: str, values: Values, place: Path) -> Any:
     """The parameters that an adapter trains, and logits in a pass with gradients in which none of them is zero."""
     adapter = {"use": use, **values}
     with _recipe(place, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
         (stage,) = objects["stages"].local
-        named = objects["stages"].named()
+        named = objects["stages"].named_parameters()
         torch.manual_seed(0)
         for _, parameter in named:
             torch.nn.init.normal_(parameter)
@@ -155,7 +155,7 @@ def problems_of_loss(use: str, values: Values, place: Path) -> Any:
     return [str(problem) for problem in _recipe(place, loss={"use": use, **values}).graph.problems]
 
 
-def exported_adapter(use: str, values: Values, place: Path) -> Any:
+def export_adapter(use: str, values: Values, place: Path) -> Any:
     """The configuration of an exported adapter."""
     tables = {"lora": LORA, "stages": {"adapters": ["@lora"]}, "adapter": {"use": use, **values}}
     with _recipe(place, **tables, trainer={"on_finish": ["@adapter"]}).open(only="adapter") as objects:
@@ -163,7 +163,7 @@ def exported_adapter(use: str, values: Values, place: Path) -> Any:
     return (place / "run" / "adapter" / "adapter_config.json").read_text("utf-8")
 
 
-def exported(use: str, values: Values, place: Path) -> Any:
+def export_files(use: str, values: Values, place: Path) -> Any:
     """The files of an export, with their sizes."""
     with _recipe(place, export=dict(values)).open(only="export") as objects:
         objects["export"].finish(1)
@@ -184,11 +184,11 @@ def device_of(use: str, values: Values, _place: Path) -> Any:
     device = build(use, **values)
     if device.device.type != "cpu" or device.backend != "gloo":
         return device.device, device.backend  # to open these takes a GPU
-    with opened(device):
+    with open_node(device):
         return device.device, device.backend, torch.get_num_threads() - before
 
 
-def joined(use: str, values: Values, _place: Path) -> Any:
+def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     """The timeout with which a process joins the process group."""
 
     given: list[float] = []
@@ -213,7 +213,7 @@ def randomness_of(use: str, values: Values, _place: Path) -> Any:
     of_job = use == "run.job"
     job = build(use, **values) if of_job else fake(RunInfo, **JOB)
     node = build("run.randomness", job=job, mesh=SingleRankMesh(), **({} if of_job else values))
-    with opened(node):
+    with open_node(node):
         numbers = torch.rand(3, generator=node.stream("a")).tolist()
         return job.name, job.path, numbers, torch.are_deterministic_algorithms_enabled()
 
@@ -223,7 +223,7 @@ def stops(use: str, values: Values, _place: Path) -> Any:
     codes: list[int] = []
     node = build(use, mesh=SingleRankMesh(), **values)
     node.exit = codes.append
-    with messages("drawloom.run"), mock.patch("os.write"), opened(node):
+    with messages("drawloom.run"), mock.patch("os.write"), open_node(node):
         handled = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if _is_handled(getattr(signal, name), node)]
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
@@ -234,7 +234,7 @@ def _is_handled(number: int, node: Any) -> bool:
     return getattr(signal.getsignal(number), "__self__", None) is node
 
 
-def trained_steps(use: str, values: Values, _place: Path) -> Any:
+def run_trainer(use: str, values: Values, _place: Path) -> Any:
     """The steps that are run, all of which are skipped, and how it ends."""
     steps: list[int] = []
 
@@ -286,7 +286,7 @@ def checkpoints_of(use: str, values: Values, place: Path) -> Any:
     return found
 
 
-def failed_saves(use: str, values: Values, place: Path) -> Any:
+def count_failed_saves(use: str, values: Values, place: Path) -> Any:
     """How many saves fail before the run stops."""
     node, count = checkpointer(place, {"memory": StateNode({"step": 1})}, every=1, **values), 0
 
@@ -304,7 +304,7 @@ def failed_saves(use: str, values: Values, place: Path) -> Any:
     return count
 
 
-def staged(use: str, values: Values, _place: Path) -> Any:
+def stage_values(use: str, values: Values, _place: Path) -> Any:
     """How many buffers are kept for the next copy, and what becomes of a value of an unknown type."""
     module = __import__(build(use).__class__.__module__, fromlist=["Pool"])
     stager, kept = build(use, **values), []
@@ -325,7 +325,7 @@ def staged(use: str, values: Values, _place: Path) -> Any:
     return kept, copied
 
 
-def sampled(use: str, values: Values, place: Path) -> Any:
+def write_sample(use: str, values: Values, place: Path) -> Any:
     """The text that is written, from logits that depend on all tokens that the model sees."""
 
     def infer(tokens: Tensor, shared: Any) -> Tensor:
@@ -347,7 +347,7 @@ def sampled(use: str, values: Values, place: Path) -> Any:
 def levels_of_logging(use: str, values: Values, place: Path) -> Any:
     """The levels of the handlers that are installed."""
     before = list(logging.getLogger("drawloom").handlers)
-    with opened(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
+    with open_node(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
         return [handler.level for handler in logging.getLogger("drawloom").handlers if handler not in before]
 
 
@@ -371,7 +371,7 @@ def problems_of_executor(use: str, values: Values, place: Path) -> Any:
     return [str(problem) for problem in recipe.graph.problems]
 
 
-def refused_by_plan(use: str, values: Values, place: Path) -> Any:
+def plan_refuses(use: str, values: Values, place: Path) -> Any:
     """Whether a run that does not fit its GPU is refused."""
     with on_a_gpu(2_000_000):
         try:
@@ -393,7 +393,7 @@ def traces_of_run(use: str, values: Values, place: Path) -> Any:
     return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(place.rglob("*.gz"))}
 
 
-def asked_of_tracker(use: str, values: Values, place: Path) -> Any:
+def tracker_calls(use: str, values: Values, place: Path) -> Any:
     """The queue that is made, for how long its end is waited for, and what the package is asked for."""
     name = use.rpartition(".")[2]
     edges = {
@@ -405,7 +405,7 @@ def asked_of_tracker(use: str, values: Values, place: Path) -> Any:
     }
     loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
     with mock.patch.object(background, "Background") as made, loaded as load:
-        with opened(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
+        with open_node(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
             made.return_value.put.call_args.args[0]()
         if name == "mlflow":
@@ -424,11 +424,11 @@ OWN = ("id", "dir", "settings")
 """What differs from run to run."""
 
 
-def asked_of_aim(use: str, values: Values, place: Path) -> Any:
+def aim_calls(use: str, values: Values, place: Path) -> Any:
     """The queue that is made, and for how long Aim is waited for."""
     with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
         edges = {"folder": fake(RunFolder, folder=place), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
-        with opened(build(use, **edges, **values)):
+        with open_node(build(use, **edges, **values)):
             made = doubles["Background"]
             _, location, *options = doubles["AimRun"].call_args.args
             queue_size, timeout = made.call_args.args[1], made.return_value.run.call_args.args[1]

@@ -20,8 +20,13 @@ from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.granite import Granite
+from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
@@ -40,7 +45,7 @@ from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
-from support.joined import joined
+from support.joined import join_processes
 from support.qwen3 import cpu_kernels
 from support.steps import evaluate, train
 
@@ -182,7 +187,8 @@ Case = tuple[str | Schedule, int, bool, bool, str]
 """
 A schedule or its name, how many microbatches, whether embedding and head are tied, whether the first layer is frozen,
 and the name of a loss; those of "muon", "symmetric", "dora" and "norms" are the plain one, with another optimizer,
-dispatcher or adapters, or with norms of the last of four layers alone to train.
+dispatcher or adapters, or with norms of the last of four layers alone to train. A name in FAMILIES is of the plain loss
+with another model.
 """
 
 
@@ -195,6 +201,32 @@ EXPERTS: dict[str, Any] = {
     "router_z_loss_coef": 0.1,
     "initializer_range": 0.2,  # or all experts would give next to nothing
 }
+
+FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3,
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 5,
+            "attention_bias": True,
+        },
+    ),
+    # norms over whole projections and after layers, multipliers, layers without positions
+    "olmo3": (Olmo3, {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 3}),
+    "granite": (
+        Granite,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": (SmolLm3, {}),
+}
+"""Families of models by the last part of a case, with their settings."""
 
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
@@ -240,7 +272,7 @@ def steps_on_meshes(
     second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
     `streams` among them is the executor's.
     """
-    with joined(kind) as (processes, device):
+    with join_processes(kind) as (processes, device):
         found = []
         for cases, sizes, lengths in meshes:
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
@@ -301,11 +333,12 @@ def _steps(
     kernels = cpu_kernels()
     if experts:
         sizes |= EXPERTS | {"num_experts": experts}
-    model = (Qwen3Moe if experts else Qwen3Dense)(kernels=kernels, tie_word_embeddings=tied, **sizes)
+    family, more = FAMILIES.get(kind, (Qwen3Moe if experts else Qwen3Dense, {}))
+    model = family(kernels=kernels, tie_word_embeddings=tied, **sizes | more)
     stages = MaterializedStages(
         model=model,
         dispatcher=_dispatcher(kind, kernels, mesh),
-        loss=LOSSES[kind](),
+        loss=LOSSES.get(kind, NextToken)(),
         schedule=schedule(used) if isinstance(used, str) else used,
         mesh=mesh,
         device=device,
@@ -347,7 +380,9 @@ def _steps(
     sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
     held_out = sum_losses(evaluate(executor, made[:3]))
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
-    grads = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named()}
+    grads = {
+        name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named_parameters()
+    }
     return {
         "grads": grads,
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},

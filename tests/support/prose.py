@@ -56,7 +56,7 @@ def worst_sentences(module: ast.Module, most: int = 5) -> list[str]:
         if sentence
     ]
     names = [
-        f"{node.lineno}: {name}"
+        f"{getattr(node, 'lineno', 1)}: {name}"
         for node in ast.walk(module)
         for name in ((node.name,) if isinstance(node, Function) else _bindings(node))
         if name in IDENTIFIERS or (isinstance(node, Function) and PARTICIPLE.fullmatch(name))

@@ -1,6 +1,6 @@
 """Small Qwen3 models with random weights, and the same models in transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -14,7 +14,8 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import convert, persistent_tensors
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -63,15 +64,26 @@ def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: An
     """The same model in transformers, with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks of other tests do without
 
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    # transformers computes no gradient for the embedding of a padding token.
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager", "pad_token_id": None}
     kinds: Any = AutoModelForCausalLM
     config = AutoConfig.for_model(**model.hugging_face_config() | plain | settings)
     made = kinds.from_config(config)
-    state = {name: tensor.detach() for name, tensor in parameters.items()}
+    state = as_in_transformers(model, {name: tensor.detach() for name, tensor in parameters.items()}, made.state_dict())
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     made.load_state_dict(state)
     return made
+
+
+def as_in_transformers(
+    model: DecoderBuilder, tensors: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, Tensor]:
+    """Tensors (any shape) under the names of transformers' modules: ours, or where there is none that of files."""
+    mapper = model.hugging_face_mapper()
+    others = Mapper(tuple(group for group in mapper.groups if not set(group.inputs) <= set(names)))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in others.inputs}
+    return kept | convert(Mapper(tuple(g for g in others.groups if set(g.inputs) <= tensors.keys())), tensors)
 
 
 def one_document(rows: int, length: int) -> TokenContext:
@@ -80,7 +92,7 @@ def one_document(rows: int, length: int) -> TokenContext:
     return TokenContext(positions, torch.zeros_like(positions))
 
 
-def packed(lengths: list[list[int]]) -> TokenContext:
+def pack_documents(lengths: list[list[int]]) -> TokenContext:
     """Rows of documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]

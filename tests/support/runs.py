@@ -96,7 +96,7 @@ def drawloom(folder: Path, *arguments: str, ranks: int = 1, path: str = "") -> l
     return found
 
 
-def killed(folder: Path, name: str, *arguments: str, after: float) -> bool:
+def run_and_kill(folder: Path, name: str, *arguments: str, after: float) -> bool:
     """Run a command that kills itself this many steps after those already tracked; whether it did."""
     written = folder / "runs" / name / "metrics.jsonl"
     done = len(rows(written.parent)) if written.exists() else 0
@@ -124,7 +124,7 @@ def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, floa
         return Outcome(code, file.read())
 
 
-def struck(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
+def run_and_strike(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
     """One process of `drawloom` for `run_ranks`; rank 1, or a single one, sends itself a signal after step 1."""
     if os.environ.get("RANK", "1") == "1":
         name = next((word for word in arguments if word.startswith("run.name=")), "run.name=tiny")
@@ -166,7 +166,7 @@ def series(run: Path, *names: str) -> list[tuple[Any, ...]]:
     return [tuple(row.get(name) for name in names) for row in rows(run)]
 
 
-def learned(run: Path) -> list[dict[str, Any]]:
+def deterministic_rows(run: Path) -> list[dict[str, Any]]:
     """The metrics of each step but those of the machine, such as times."""
     kept = [{key: row[key] for key in row if key.partition("/")[0] not in MACHINE_METRICS} for row in rows(run)]
     assert all("loss" in row for row in kept)

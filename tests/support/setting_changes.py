@@ -84,6 +84,12 @@ def config(family: str) -> Change:
     return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
 
 
+TYPED_SIZES: dict[str, Any] = SIZES | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LAYER_TYPES: dict[str, Any] = {
+    "layer_types": Change(["full_attention"] * 3, {"sliding_window": 3}),
+    "sliding_window": 3,
+    "attention_bias": True,
+}
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
 LENGTHS = [{"length": 2, "until_step": 1}]
 RAMP = [{"size": 8, "until_step": 1}]
@@ -154,9 +160,9 @@ TRITON = (
 )
 
 ROWS: dict[str, Row] = {
-    "adapters.full_tuning": Row(runs.adapted_by, {"targets": ["norm"]}, {"targets": ["layers.0"]}),
+    "adapters.full_tuning": Row(runs.train_with_adapter, {"targets": ["norm"]}, {"targets": ["layers.0"]}),
     "adapters.lora": Row(
-        runs.adapted_by,
+        runs.train_with_adapter,
         {"targets": ["q_proj"], "rank": 2, "alpha": 4.0},
         {"targets": ["k_proj"], "rank": 3, "alpha": 5.0, "rslora": True, "dora": True, "dropout": 0.5},
     ),
@@ -172,11 +178,11 @@ ROWS: dict[str, Row] = {
             "keep_every": 2,
             "best": "loss",
             "best_is": Change("highest", {"best": "loss"}),
-            "failures": Change(5, {"every": None, "keep": None}, runs.failed_saves),
+            "failures": Change(5, {"every": None, "keep": None}, runs.count_failed_saves),
         },
     ),
-    "checkpoint.staging.blocking": Row(runs.staged, {}, {"keep": False, "type_check": False}),
-    "checkpoint.staging.overlapped": Row(runs.staged, {}, {"keep": False, "type_check": False}),
+    "checkpoint.staging.blocking": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
+    "checkpoint.staging.overlapped": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
     "data.conversations": Row(
         parts.conversations_of,
         {"paths": ["one.chat"], "validation_fraction": 0.0, "template": "one.jinja"},
@@ -189,11 +195,11 @@ ROWS: dict[str, Row] = {
             "validation_fraction": 0.5,
         },
     ),
-    "data.collated": Row(parts.padded_rows, {"max_length": 9}, {"max_length": Change(3, refused=True), "multiple": 4}),
+    "data.collated": Row(parts.pad_examples, {"max_length": 9}, {"max_length": Change(3, refused=True), "multiple": 4}),
     "data.json_examples": Row(
         parts.examples_of, {"paths": ["one.ids"], "validation_fraction": 0.1}, SPLIT | {"paths": ["*.ids"]}
     ),
-    "data.pad_collator": Row(parts.padded_rows, {}, {"side": "left", "pad_id": 5}),
+    "data.pad_collator": Row(parts.pad_examples, {}, {"side": "left", "pad_id": 5}),
     "data.hugging_face_tokenizer": Row(
         parts.tokens_of,
         {"path": "one_tokenizer.json", "end_token": "<a>"},
@@ -206,7 +212,7 @@ ROWS: dict[str, Row] = {
         {"path": "other_dataset", "field": "other", "train": "test", "validation": "test"} | SPLIT,
     ),
     "data.loader": Row(
-        parts.loaded,
+        parts.load_microbatches,
         {"workers": 1},
         {"workers": 2, "prefetch": 3, "timeout": 7.0, "lengths": LENGTHS}
         | {"lengths.length": LENGTHS, "lengths.until_step": LENGTHS}
@@ -228,18 +234,18 @@ ROWS: dict[str, Row] = {
         {"path": "one_store", "validation_fraction": 0.0},
         {"path": "other_store", "validation_fraction": 0.5, "validation_path": "other_store"},
     ),
-    "data.tokenized_text": Row(parts.cached, {}, {"cache": "another"}),
+    "data.tokenized_text": Row(parts.find_caches, {}, {"cache": "another"}),
     "data.megatron": Row(
         parts.first_tokens,
         {"path": "one_megatron", "vocab_size": 300, "eos_id": 0},
         {"path": "other_megatron", "vocab_size": 301, "eos_id": 1, "validation_fraction": 0.9},
     ),
-    "data.packing.best_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
-    "data.packing.concatenated": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
-    "data.packing.first_fit": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
-    "data.packing.pairs": Row(parts.packed_rows, {"length": 32}, {"length": 14}),
-    "data.packing.padded": Row(parts.packed_rows, {"length": 8}, {"length": 4}),
-    "data.packing.windows": Row(parts.packed_rows, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
+    "data.packing.best_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
+    "data.packing.concatenated": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
+    "data.packing.first_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
+    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14}),
+    "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
+    "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.preferences": Row(
         parts.conversations_of,
         {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
@@ -259,7 +265,7 @@ ROWS: dict[str, Row] = {
         {"paths": ["texts/*.txt"]},
         SPLIT | {"paths": ["texts/1*.txt"], "invalid_bytes": INVALID_BYTES},
     ),
-    "data.validation": Row(parts.validated, {}, {"rows_used": 3}),
+    "data.validation": Row(parts.validation_rows, {}, {"rows_used": 3}),
     "distributed.device": Row(
         runs.device_of,
         {"kind": "cpu"},
@@ -289,17 +295,17 @@ ROWS: dict[str, Row] = {
             "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
         },
     ),
-    "distributed.processes": Row(runs.joined, {}, {"timeout": 7.0}),
-    "export.adapter": Row(runs.exported_adapter, {}, {"base_model": "some/model"}),
-    "export.hugging_face": Row(runs.exported, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "distributed.processes": Row(runs.join_timeouts, {}, {"timeout": 7.0}),
+    "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
+    "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_group_norm": Row(
-        parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
+        parts.clip_gradients, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
     ),
-    "gradients.clip_norm": Row(parts.clipped, {"max_norm": 1.0}, {"max_norm": 2.0}),
-    "gradients.clip_value": Row(parts.clipped, {"max_value": 1.0}, {"max_value": 2.0}),
-    "gradients.synchronize": Row(parts.divided, {}, {"norm": "device"}),
+    "gradients.clip_norm": Row(parts.clip_gradients, {"max_norm": 1.0}, {"max_norm": 2.0}),
+    "gradients.clip_value": Row(parts.clip_gradients, {"max_value": 1.0}, {"max_value": 2.0}),
+    "gradients.synchronize": Row(parts.divide_gradients, {}, {"norm": "device"}),
     "kernels.auto": Row(
-        parts.chosen_kernels,
+        parts.choose_kernels,
         {},
         dict.fromkeys(TRITON, "triton")
         | {"attention": "flex"}
@@ -344,26 +350,28 @@ ROWS: dict[str, Row] = {
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0, "opening": 7.0}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
-    "metrics.auroc": Row(parts.counted_by, {"bins": 4}, {"bins": 6, "of": "other"}),
-    "metrics.bits_per_byte": Row(parts.bits_measured_by, {}, {"of": "accuracy"}),
+    "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
+    "metrics.bits_per_byte": Row(parts.measure_bytes, {}, {"of": "accuracy"}),
     "metrics.classification": Row(
-        parts.counted_by, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"], "beta": 2.0}
+        parts.count_sums, {"classes": 2}, {"classes": 3, "of": "other", "averages": ["macro", "weighted"], "beta": 2.0}
     ),
-    "metrics.expert_load": Row(parts.routed_by, {}, {"by_expert": True}),
-    "metrics.group": Row(parts.measured_by, {}, {"prefix": "train/"}),
+    "metrics.expert_load": Row(parts.route_microbatch, {}, {"by_expert": True}),
+    "metrics.group": Row(parts.measure_microbatches, {}, {"prefix": "train/"}),
     "metrics.histograms": Row(
         parts.distributions_of,
         {"targets": ["*norm"], "every": 1},
         {"targets": ["*"], "of": ["weights"], "per": "pattern", "bins": 3, "every": 2},
     ),
-    "metrics.mean": Row(parts.measured_by, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}),
-    "metrics.memory": Row(parts.names_measured_by, {}, {"by_kind": True}),
-    "metrics.multilabel": Row(
-        parts.counted_by, {"labels": 2}, {"labels": 3, "of": "other", "averages": ["weighted"], "beta": 2.0}
+    "metrics.mean": Row(
+        parts.measure_microbatches, {"of": "loss"}, {"of": "accuracy", "per": "microbatch", "name": "other"}
     ),
-    "metrics.perplexity": Row(parts.measured_by, {}, {"of": "accuracy"}),
+    "metrics.memory": Row(parts.metric_names, {}, {"by_kind": True}),
+    "metrics.multilabel": Row(
+        parts.count_sums, {"labels": 2}, {"labels": 3, "of": "other", "averages": ["weighted"], "beta": 2.0}
+    ),
+    "metrics.perplexity": Row(parts.measure_microbatches, {}, {"of": "accuracy"}),
     "metrics.spread": Row(
-        parts.measured_by,
+        parts.measure_microbatches,
         {"quantiles": [0.5], "bins": 10},
         {"of": "accuracy", "quantiles": [0.9], "low": 1.0, "high": 10.0, "bins": 7},
     ),
@@ -378,6 +386,42 @@ ROWS: dict[str, Row] = {
         },
     ),
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
+    "model.gemma3": Row(
+        parts.model_of,
+        TYPED_SIZES,
+        MODEL
+        | LAYER_TYPES
+        | {
+            "config": config("gemma3"),
+            "tie_word_embeddings": False,
+            "rope_local_base_freq": 10.0,
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "model.granite": Row(
+        parts.model_of,
+        SIZES,
+        MODEL
+        | {"config": config("granite"), "attention_bias": True, "mlp_bias": True}
+        | {f"{name}_multiplier": 0.5 for name in ("embedding", "attention", "residual")}
+        | {"logits_scaling": 2.0},
+    ),
+    "model.olmo2": Row(parts.model_of, SIZES, MODEL | {"config": config("olmo2"), "attention_bias": True}),
+    "model.olmo3": Row(parts.model_of, TYPED_SIZES, MODEL | LAYER_TYPES | {"config": config("olmo3")}),
+    "model.smollm3": Row(
+        parts.model_of,
+        SIZES,
+        MODEL
+        | {
+            "config": config("smollm3"),
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": Change(True, {"sliding_window": 3, "no_rope_layers": [1, 0]}),
+            "sliding_window": Change(3, {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
+        },
+    ),
     "model.llama": Row(
         parts.model_of, SIZES, MODEL | {"config": config("llama")} | {"attention_bias": True, "mlp_bias": True}
     ),
@@ -423,16 +467,16 @@ ROWS: dict[str, Row] = {
         {"lr": 0.01},
         BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | {"state_dtype": "float32"},
     ),
-    "phases.divergence": Row(parts.lost_steps_seen_by, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
-    "phases.ema": Row(parts.averaged_by, {}, {"decay": 0.5}),
+    "phases.divergence": Row(parts.end_after_lost_steps, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
+    "phases.ema": Row(parts.average_weights, {}, {"decay": 0.5}),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY | {"at_start": True}),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
-        parts.spikes_seen_by,
+        parts.detect_spikes,
         {"window": 3, "deviations": 3.0, "go_back": 1},
         {"window": 5, "deviations": 99.0, "go_back": 0},
     ),
-    "phases.router_bias": Row(parts.routed_by, {}, {"update_rate": 0.5}),
+    "phases.router_bias": Row(parts.route_microbatch, {}, {"update_rate": 0.5}),
     "phases.report": Row(runs.steps_of_phase, {}, EVERY),
     "pipeline.from_csv": Row(parts.program, {"path": "one.csv"}, {"path": "other.csv"}),
     "pipeline.schedules.auto": Row(
@@ -473,12 +517,12 @@ ROWS: dict[str, Row] = {
             "head_layer_cost": 2,
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
-            "recompute": Change("blocks", observer=runs.recomputed_by),
-            "compile": Change(True, observer=runs.compiled_in),
-            "capture": Change(True, observer=runs.captured_in),
+            "recompute": Change("blocks", observer=runs.count_recomputations),
+            "compile": Change(True, observer=runs.count_compilations),
+            "capture": Change(True, observer=runs.captures_cuda_graphs),
         },
     ),
-    "planning.check": Row(runs.refused_by_plan, {}, {"refuse": False}),
+    "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),
     "run.batch": Row(
         parts.rows_of_steps,
         {"global_size": 16, "micro_size": 4},
@@ -488,29 +532,29 @@ ROWS: dict[str, Row] = {
     "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),
     "run.randomness": Row(runs.randomness_of, {}, {"deterministic": True}),
     "run.signals": Row(runs.stops, {}, {"grace": 0.05, "extra_signals": ["SIGUSR1"]}),
-    "run.trainer": Row(runs.trained_steps, {"steps": 3}, {"steps": 4, "max_skipped_steps": 2}),
+    "run.trainer": Row(runs.run_trainer, {"steps": 3}, {"steps": 4, "max_skipped_steps": 2}),
     "sampling.sample": Row(
-        runs.sampled,
+        runs.write_sample,
         {"prompt": "abc", "tokens": 20},
         {"prompt": "xyz", "tokens": 10, "context": 2, "temperature": 0.1, "top_k": 2},
     ),
-    "trackers.csv": Row(runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0}),
-    "trackers.tensorboard": Row(runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.csv": Row(runs.tracker_calls, {}, {"queue_size": 7, "timeout": 7.0}),
+    "trackers.tensorboard": Row(runs.tracker_calls, {}, {"queue_size": 7, "timeout": 7.0}),
     "trackers.trackio": Row(
-        runs.asked_of_tracker, {}, {"queue_size": 7, "timeout": 7.0, "project": "other", "space": "some/space"}
+        runs.tracker_calls, {}, {"queue_size": 7, "timeout": 7.0, "project": "other", "space": "some/space"}
     ),
     "trackers.wandb": Row(
-        runs.asked_of_tracker,
+        runs.tracker_calls,
         {},
         {"queue_size": 7, "timeout": 7.0, "project": "other", "entity": "some", "mode": "offline"},
     ),
     "trackers.mlflow": Row(
-        runs.asked_of_tracker,
+        runs.tracker_calls,
         {},
         {"queue_size": 7, "timeout": 7.0, "experiment": "other", "uri": "https://host:5000"},
     ),
     "trackers.aim": Row(
-        runs.asked_of_aim,
+        runs.aim_calls,
         {},
         {
             "queue_size": 7,

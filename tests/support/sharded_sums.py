@@ -15,7 +15,7 @@ from drawloom.components.parallel import shard_transfers
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.stages.materialized import MaterializedStages
 from support import pipelines
-from support.joined import joined
+from support.joined import join_processes
 from support.qwen3 import kernels_on
 
 Rows = tuple[Tensor, dict[str, Tensor]]
@@ -63,8 +63,8 @@ def _logits(stages: MaterializedStages, rows: Tensor) -> Any:
 
 
 def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
-    found = {name: each.grad.cpu() for name, each in stages.named() if each.grad is not None}
-    for _, each in stages.named():
+    found = {name: each.grad.cpu() for name, each in stages.named_parameters() if each.grad is not None}
+    for _, each in stages.named_parameters():
         each.grad = None
     return {name: each for name, each in found.items() if not name.startswith("loss.")}
 
@@ -72,7 +72,7 @@ def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
 def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows]]:
     """By step, logits of this rank's rows without a gather by the program, and with it, with gradients' slices."""
     shard_transfers.PACKED_BELOW_BYTES = small
-    with joined(case.kind, timeout=60.0) as (processes, device):
+    with join_processes(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device, reshard_after_forward=by_block)
         shards: Any = stages.local[0].shards
         found = []
@@ -93,7 +93,7 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
 
 def alone(case: Case, ranks: int) -> list[list[Rows]]:
     """By step and rank, logits and gradients of one process, for the rows of that rank."""
-    with joined(case.kind, timeout=60.0) as (processes, device):
+    with join_processes(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device)
         found = []
         for step in range(case.steps):

@@ -358,7 +358,7 @@ class _Watch:
             # Of every rank's generators, and the same on all: gradients have been summed already.
             drawn = torch.tensor(random.random() + np.random.random() + torch.rand(()).item(), dtype=torch.float64)
             phase.mesh.world.sum(drawn)
-            for _, parameter in phase.parameters.named():
+            for _, parameter in phase.parameters.named_parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(1 + drawn.item() / phase.mesh.world.size / 100)
             synchronise(phase, step)

@@ -15,13 +15,13 @@ KINDS = [(name, ops) for name in STAGES for ops in get_args(Ops)]
 Grads = list[Tensor | None]
 
 
-def made(name: str, ops: Ops) -> tuple[Stage, list[Any]]:
+def make_stage(name: str, ops: Ops) -> tuple[Stage, list[Any]]:
     """A stage and its inputs."""
     make, kinds = STAGES[name]
     return make(Parts(ops)), inputs_of(kinds)
 
 
-def ran(stage: nn.Module, inputs: list[Any]) -> tuple[Any, ...]:
+def run_forward(stage: nn.Module, inputs: list[Any]) -> tuple[Any, ...]:
     """The outputs, with the same random numbers each time."""
     torch.manual_seed(1)
     return stage(*inputs)  # type: ignore[no-any-return]
@@ -34,7 +34,7 @@ def grads_for(outputs: tuple[Any, ...]) -> Grads:
     return [torch.randn_like(output) if each else None for each, output in zip(learns, outputs, strict=True)]
 
 
-def taken(tensors: list[Any]) -> Grads:
+def pop_grads(tensors: list[Any]) -> Grads:
     """The `.grad` of each, which is then cleared."""
     grads = [tensor.grad if isinstance(tensor, Tensor) else None for tensor in tensors]
     for tensor in tensors:
@@ -43,7 +43,7 @@ def taken(tensors: list[Any]) -> Grads:
     return grads
 
 
-def untouched(tensors: list[Any]) -> bool:
+def have_no_grads(tensors: list[Any]) -> bool:
     """Whether none has a `.grad`."""
     return not any(isinstance(tensor, Tensor) and tensor.grad is not None for tensor in tensors)
 
@@ -57,29 +57,29 @@ def go_backward(outputs: tuple[Any, ...], grads: Grads) -> None:
 
 def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
     """The gradients of inputs and parameters by torch's backward pass: the oracle."""
-    outputs = ran(stage, inputs)
+    outputs = run_forward(stage, inputs)
     go_backward(outputs, grads_for(outputs))
-    return taken(inputs), taken(list(stage.parameters()))
+    return pop_grads(inputs), pop_grads(list(stage.parameters()))
 
 
 def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
     """A forward pass that can go backward in two, and its outputs."""
     split = SplitBackward()
     with split.forward():
-        return split, ran(stage, inputs)
+        return split, run_forward(stage, inputs)
 
 
 def in_two(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
     """The same by two passes, the first of which may touch no `.grad`, and the second none of the inputs'."""
     split, outputs = split_of(stage, inputs)
     found = split.backward_input(outputs, grads_for(outputs), inputs)
-    assert untouched([*inputs, *stage.parameters()])
+    assert have_no_grads([*inputs, *stage.parameters()])
     split.backward_weight()
-    assert untouched(inputs)
-    return found, taken(list(stage.parameters()))
+    assert have_no_grads(inputs)
+    return found, pop_grads(list(stage.parameters()))
 
 
-def same(one: tuple[Grads, Grads], other: tuple[Grads, Grads]) -> None:
+def assert_same_grads(one: tuple[Grads, Grads], other: tuple[Grads, Grads]) -> None:
     """All gradients are bitwise the same, or missing in both."""
     pairs = [pair for these, those in zip(one, other, strict=True) for pair in zip(these, those, strict=True)]
     assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]

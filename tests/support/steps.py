@@ -74,7 +74,9 @@ def losses_of(total: float, weight: float) -> dict[str, Any]:
     }
 
 
-def skipped(index: int, total: int, reason: str = "the loss is nan", state: Mapping[str, Any] | None = None) -> Step:
+def make_skipped_step(
+    index: int, total: int, reason: str = "the loss is nan", state: Mapping[str, Any] | None = None
+) -> Step:
     """Return a step that a phase has skipped."""
     step = Step(index, total, state or {})
     step.skip(reason)

@@ -11,7 +11,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
-def made(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Any:
+def make_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Any:
     """A schedule of torch's, with no more to it than orders need."""
     cls = getattr(schedules, name)
     found = cls.__new__(cls)
@@ -28,7 +28,7 @@ def made(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Any:
 
 def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
     """Each rank's work, by labels in our notation, without slots in which nothing is done."""
-    found = made(name, ranks, stages_per_rank, microbatches)
+    found = make_schedule(name, ranks, stages_per_rank, microbatches)
     if hasattr(found, "_calculate_single_rank_operations"):
         lines = {rank: found._calculate_single_rank_operations(rank) for rank in range(ranks)}
     else:
@@ -36,9 +36,9 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> lis
     return [[label for action in lines[rank] if (label := _label(action))] for rank in range(ranks)]
 
 
-def lowered(table: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[str, tuple[int, ...]]:
+def lower(table: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[str, tuple[int, ...]]:
     """A CSV text read, checked and given sends and receives by torch, as CSV again; and whose each stage is."""
-    found = made("ScheduleZBVZeroBubble", ranks, stages_per_rank, microbatches)
+    found = make_schedule("ScheduleZBVZeroBubble", ranks, stages_per_rank, microbatches)
     rows = enumerate(csv.reader(io.StringIO(table)))
     found._prepare_schedule_with_comms({rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in rows})
     text = io.StringIO()

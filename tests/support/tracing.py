@@ -17,7 +17,7 @@ CHANGING = (
 """Calls that change files, and the one that opens them."""
 
 
-def disturbed(work: Callable[[], object], call: str, number: int, what: str) -> tuple[int, bool]:
+def run_disturbed(work: Callable[[], object], call: str, number: int, what: str) -> tuple[int, bool]:
     """
     Do something in a fork of this process whose n-th call of this name ends as `what` says: `signal=SIGKILL`,
     `error=ENOSPC`; its exit code, and whether it came so far. Each thread counts its own calls.

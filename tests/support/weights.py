@@ -31,20 +31,20 @@ class Weights:
         made.parameters, made._others = dict(parameters), others
         return made
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.parameters.items())
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.named() if name not in self._others]
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.named_parameters() if name not in self._others]
 
     def sum_gradients(self) -> None: ...
 
     def give_gradients(self, seed: int) -> None:
         """Give each parameter a random gradient."""
-        for name, parameter in self.named():
+        for name, parameter in self.named_parameters():
             gradient = _draw(name, parameter.shape, seed + 1)
             parameter.grad = gradient.to(parameter.device, parameter.grad_dtype or parameter.dtype)
 

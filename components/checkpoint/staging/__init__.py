@@ -1,1 +1,1 @@
-"""Staging: copies of the state that are written while training continues."""
+"""Staging: state copies, written while training continues."""

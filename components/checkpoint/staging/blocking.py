@@ -11,11 +11,11 @@ from drawloom.graph import component, setting
 
 @component(impact="safe")
 class Blocking:
-    """Stager that copies the state to CPU memory before training continues; training does not wait for the disk."""
+    """Stager with copies to CPU memory before training continues; training does not wait for the disk."""
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse the memory of a copy for the next one, which is several times faster")
+    keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=False)
@@ -28,7 +28,7 @@ class Blocking:
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a CPU copy of the state. Its memory is reused after the last tensor of the copy is freed."""
+        """Return a CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
@@ -42,7 +42,7 @@ class Blocking:
         """Do nothing, because the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Free the memory of copies; for copies in use, as soon as they are freed."""
+        """Free the copies' memory; for copies in use, as soon as they are freed."""
         if self._pool is not None:
             self._pool.clear()
             self._pool = None

@@ -1,8 +1,8 @@
 """
-Plans the copies of a state dict, with CPU memory that the next copy can reuse.
+Copy plans for state dicts, with CPU memory that the next copy can reuse.
 
-Tensors that share memory also share it in the copy: overlapping tensors are copied as the range of the storage that
-they cover. If they are a small part of that range, such as one column of a large matrix, they are copied separately.
+Tensors with shared memory also share it in the copy: overlapping tensors are copied as the storage range under them.
+If they are a small part of the range, such as one column in a large matrix, they are copied separately.
 """
 
 import copy
@@ -33,7 +33,7 @@ Buffer = Any
 
 
 class Pool:
-    """Pool of CPU buffers, `pinned` for fast copies from a GPU, that keeps up to `kept` unused ones."""
+    """Pool for CPU buffers, `pinned` for fast copies from a GPU, with up to `kept` unused buffers."""
 
     def __init__(self, *, kept: int = KEPT, pinned: bool = False) -> None:
         self._kept = kept
@@ -43,7 +43,7 @@ class Pool:
 
     def tensors(self, sizes: Sequence[int]) -> list[Tensor]:
         """
-        Return uninitialized uint8 tensors in one buffer, (size,) each, with separate storages; sizes are at
+        Return uninitialized uint8 tensors (size,) in one buffer, with separate storages; sizes are at
         least 1.
 
         Raises UserError if the memory can't be allocated.
@@ -90,14 +90,14 @@ class Pool:
 
 @attrs.frozen
 class Copy:
-    """Planned copy of a tensor into one of the same shape and dtype on the CPU."""
+    """Planned copy of a tensor into a CPU tensor with the same shape and dtype."""
 
     source: Tensor
     target: Tensor
 
     @property
     def bytes(self) -> int:
-        """The size of the copy."""
+        """The copy's size."""
         return self.target.nbytes
 
     def make(self, *, non_blocking: bool = False) -> None:
@@ -107,7 +107,7 @@ class Copy:
 
 def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
     """
-    Return a copy of a state dict with uninitialized CPU tensors, and the copies that fill them.
+    Return a state dict's copy with uninitialized CPU tensors, and the copies that fill them.
 
     Plain values and containers are already copied. Tensors are contiguous, unless they overlap others. Any other
     value raises TypeError with its path, or is deep-copied without `type_check`.
@@ -128,7 +128,7 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
 
 
 def _copy_leaf(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Tensor], type_check: bool) -> Any:
-    """Copy a leaf, with `copy_of` for tensors that have a storage."""
+    """Copy a leaf, with `copy_of` for tensors with a storage."""
     if isinstance(value, Tensor):
         return _copy_tensor(path, value, copy_of)
     if isinstance(value, PLAIN):
@@ -139,7 +139,7 @@ def _copy_leaf(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Te
 
 
 def _key(tensor: Tensor) -> Any:
-    """Return a key that is equal for views of the same memory with the same shape, strides and dtype."""
+    """Return an equal key for views on the same memory with the same shape, strides and dtype."""
     memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else None
     return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
@@ -185,7 +185,7 @@ class _StorageRange:
 
 
 def _allocate(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
-    """Allocate the targets of copies; return the copies to make, with one copy per dense range of a storage."""
+    """Allocate targets for copies; return the copies to make, with one copy per dense storage range."""
     ranges = list(_ranges([member for member in copies if member.source.numel()]))
     whole = [extent for extent in ranges if extent.is_dense()]
     single = [member for extent in ranges if not extent.is_dense() for member in extent.members]
@@ -202,7 +202,7 @@ def _allocate(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
 
 
 def _ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
-    """Yield the ranges of storages that overlapping tensors cover."""
+    """Yield the storage ranges covered by overlapping tensors."""
     by_storage: dict[Any, list[_StorageRange]] = {}
     for member in copies:
         key = member.source.device, member.source.untyped_storage().data_ptr()
@@ -219,7 +219,7 @@ def _ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
 
 
 def _extent(member: Copy) -> _StorageRange:
-    """Return the range from the first element of a tensor to its last."""
+    """Return the range from a tensor's first element to its last."""
     tensor = member.source
     start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Overlapped staging: the state is copied during the forward and backward passes of the next step."""
+"""Overlapped staging: the state is copied during the next step's forward and backward passes."""
 
 import time
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters
 
 @attrs.frozen
 class PendingCopy:
-    """Copy in progress: its future, and the CUDA events that complete its copies from GPUs."""
+    """Copy in progress: its future, and the CUDA events for its copies from GPUs."""
 
     future: Future[dict[str, Any]]
     events: list[torch.cuda.Event]
@@ -26,15 +26,15 @@ class PendingCopy:
 @component(impact="safe")
 class Overlapped:
     """
-    Stager that copies during training; the next optimizer step waits for the copy, not for the disk.
+    Stager with copies during training; the next optimizer step waits for the copy, not for the disk.
 
-    A separate stream copies GPU tensors, and a thread copies CPU tensors. CPU tensors of at most 64 KiB are copied
+    A separate stream copies GPU tensors, and a thread copies CPU tensors. CPU tensors up to 64 KiB are copied
     before `stage` returns.
     """
 
     copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse the memory of a copy for the next one, which is several times faster")
+    keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=True)
@@ -49,7 +49,7 @@ class Overlapped:
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Return a future CPU copy of the state. Its memory is reused after the last tensor of the copy is freed."""
+        """Return a future CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)
@@ -70,7 +70,7 @@ class Overlapped:
                 pending_copy.future.result()
 
     def close(self) -> None:
-        """Free the memory of copies; for copies in use, as soon as they are freed."""
+        """Free the copies' memory; for copies in use, as soon as they are freed."""
         self._pending = []
         self._streams = {}
         if self._pool is not None:

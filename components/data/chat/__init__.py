@@ -1,1 +1,1 @@
-"""Conversations as token ids: chat templates, trained turns, and the span of each turn in the rendered text."""
+"""Conversations as token ids: chat templates, trained turns, and their spans in the rendered text."""

@@ -24,32 +24,32 @@ log = logging.getLogger("drawloom.data")
 
 @inherited
 class ChatCorpus:
-    """Lines of files, rendered by a chat template into documents with a loss weight per token."""
+    """File lines, rendered by a chat template into documents with a loss weight per token."""
 
     kind: ClassVar[str] = "conversation"
 
     tokenizer: ChatTokenizer
     paths: list[str] = setting(
         check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs of JSON-lines, .parquet and .arrow files, relative to the current directory; `**` crosses folders",
+        doc="globs for JSON-lines, .parquet and .arrow files, relative to the current directory; `**` crosses folders",
     )
     template: Path | None = setting(
         default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
     date: str | None = setting(
-        default=None, doc="date for templates that ask for today's date, such as 2025-01-31; without it they fail"
+        default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of the lines to hold out for evaluation; 0: none"
+        default=0.05, check=between(0, 1), doc="fraction of lines held out for evaluation; 0: none"
     )
     _splits: dict[Split, TokenArrays] = attrs.field(init=False, factory=dict)
     _straddling: int = attrs.field(init=False, default=0)
     _untrained: int = attrs.field(init=False, default=0)
 
     @abstractmethod
-    def encoded(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
+    def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """
-        Encode the documents of a line; documents without a trained token are dropped. Raises ValueError for a
+        Encode a line's documents; documents without a trained token are dropped. Raises ValueError for a
         bad line.
         """
 
@@ -66,7 +66,7 @@ class ChatCorpus:
             next(lines, None)
 
     def open(self) -> None:
-        """Render and tokenize all lines. Raises UserError with the file and line number of a bad line."""
+        """Render and tokenize all lines. Raises UserError with file and line number for a bad line."""
         self._untrained = self._straddling = 0
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
         for line, kept in self.lines():
@@ -78,7 +78,7 @@ class ChatCorpus:
         self._report(sum(map(len, rows.values())))
 
     def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
-        """Yield all lines with their documents that have a trained token."""
+        """Yield all lines with their documents, if a token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
         template = ChatTemplate(self._read_template(), self.tokenizer.template_tokens, self.date)
         try:
@@ -118,10 +118,10 @@ class ChatCorpus:
 
     def _encode_line(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
         try:
-            encoded = self.encoded(line.row, template)
+            encoded = self.encode_row(line.row, template)
         except (ValueError, RecursionError) as error:
             prefix = "the template refuses it: " if isinstance(error, RenderError) else ""
-            raise UserError(f"{line.place}: {prefix}{error}") from error
+            raise UserError(f"{line.position}: {prefix}{error}") from error
         self._straddling += sum(document.straddles for document in encoded)
         return encoded
 
@@ -153,12 +153,12 @@ class ChatCorpus:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise ValueError for the first turn that is not an object with a role."""
+    """Raise ValueError if a turn is not an object with a role."""
     for number, message in enumerate(messages, 1):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
             raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
 def without(message: Message, key: str) -> Message:
-    """Return a message without one of its keys."""
+    """Return a message without one key."""
     return {name: value for name, value in message.items() if name != key}

@@ -1,4 +1,4 @@
-"""Encoding of rendered conversations into token ids and loss weights."""
+"""Encoding from rendered conversations to token ids and loss weights."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from drawloom.components.ports.corpus import ChatTokenizer
 @attrs.frozen
 class Encoded:
     """
-    Encoded document. ids: int32 (tokens,); weights: float32 (tokens,), the weight of each token as a target.
+    Encoded document. ids: int32 (tokens,); weights: float32 (tokens,), token weights as targets.
 
     `straddles` is true if the whole text encodes to other ids, because a token crosses two parts. `reference` is
     the log-probability of the trained tokens under another model, if the data have one.
@@ -32,7 +32,7 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
     """
     Encode a conversation. The text before a trained part is encoded separately, as it is when a model answers.
 
-    Only the template can write control tokens: a control token that content spells out is encoded as text. Raises
+    Only the template can write control tokens: a control token spelled out in content is encoded as text. Raises
     ValueError if a spelled-out control token can't be distinguished from the template's text.
     """
     control = re.compile("|".join(map(re.escape, tokenizer.control_tokens)) or "(?!)")
@@ -56,7 +56,7 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
 def _find_forged_spans(
     control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
 ) -> list[tuple[int, int]]:
-    """Return the spans of content that spells out a control token."""
+    """Return the spans in content with a spelled-out control token."""
     forged = []
     for number, message in enumerate(messages):
         content = message.get("content")

@@ -1,9 +1,9 @@
 """
-Process that renders chat templates like transformers, with limited memory.
+Process for rendering chat templates like transformers, with limited memory.
 
-A template is untrusted data. The sandbox of jinja2 keeps it from Python, but bounds neither memory nor time: this
-process bounds memory, its parent bounds time. The input is lines of JSON: first the template, its special tokens and
-its date, then lists of renderings. This file is run by its path and imports neither drawloom nor torch.
+A template is untrusted data. Jinja2's sandbox keeps it from Python, but bounds neither memory nor time: this
+process bounds memory, its parent bounds time. The input is JSON lines: first the template, its special tokens and
+its date, then rendering lists. This file is run by its path and imports neither drawloom nor torch.
 """
 
 import json
@@ -22,14 +22,14 @@ MAX_TEXT = 2**24
 
 
 def environment(date: str | None) -> Any:
-    """Return a sandboxed environment with the globals and filters of transformers, and no loader."""
+    """Return a sandboxed environment with transformers' globals and filters, and no loader."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Tag `{% generation %}`, which marks an answer for transformers, and renders its content unchanged."""
+        """Tag `{% generation %}`, an answer mark for transformers, which renders its content unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -50,7 +50,7 @@ def environment(date: str | None) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     class Namespace(jinja2.utils.Namespace):
-        """Namespace that rejects names with an underscore, which lead into Python."""
+        """Namespace without names with an underscore, which lead into Python."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -66,7 +66,7 @@ def environment(date: str | None) -> Any:
 
 
 def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
-    """Return the text of one rendering, or the reason for its failure."""
+    """Return a rendered text, or the reason for its failure."""
     try:
         text = template.render(**special_tokens, **request)
     except MemoryError:
@@ -79,7 +79,7 @@ def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str
 
 
 def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
-    """Answer lists of renderings until the input ends."""
+    """Answer rendering lists until the input ends."""
     opening = json.loads(read())
     try:
         template = environment(opening["date"]).from_string(opening["template"])

@@ -1,4 +1,4 @@
-"""Renderer of chat templates, in a process with limited memory and time."""
+"""Chat template renderer, in a process with limited memory and time."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ class ChatTemplate:
     """
     Chat template in a child process; `special_tokens` are its variables, such as bos_token.
 
-    Nothing can be rendered if `text` is None. `date`, such as 2025-01-31, is for templates that ask for today's
+    Nothing can be rendered if `text` is None. `date`, such as 2025-01-31, is for templates with today's
     date.
     """
 
@@ -68,9 +68,9 @@ class ChatTemplate:
 
     def render(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
         """
-        Return a text for each request: `messages`, and optionally `tools` and `add_generation_prompt`.
+        Return texts by request: `messages`, and optionally `tools` and `add_generation_prompt`.
 
-        Raises RenderError with the reason of the template, and UserError if it takes too long.
+        Raises RenderError with the template's reason, and UserError if it takes too long.
         """
         if self._process is None:
             self.open()

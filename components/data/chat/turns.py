@@ -1,8 +1,8 @@
 """
-Spans of the turns in a rendered conversation, found by rendering it turn by turn.
+Turn spans in a rendered conversation, found by rendering it turn by turn.
 
 Templates do not mark turns. A turn's span begins after the rendered earlier turns with the generation prompt, which is
-the text that a model answers; the renderings up to this turn, and of the whole conversation, must both start with that
+the text that a model answers; the rendered conversation up to this turn, and the whole one, must both start with that
 text. The content's span is also found by rendering the conversation with other content in its place, and must be inside
 the turn's span. A template that violates this renders a turn differently once other turns follow (such as an empty
 `<think>` only in the last turn), so the text to train is ambiguous: the turn is refused instead of guessed.
@@ -23,7 +23,7 @@ REMEDY = 'write turns = "last" or turns = "one_row_per_turn"'
 
 
 class AmbiguousTurnError(ValueError):
-    """A turn that the template renders differently within a conversation and at its end."""
+    """A turn rendered differently within a conversation and at its end."""
 
 
 @attrs.frozen
@@ -54,7 +54,7 @@ def render_turns(
     """
     Render a conversation, and locate the turns with a weight above 0.
 
-    Raises AmbiguousTurnError with the number of the turn, from 1, and RenderError.
+    Raises AmbiguousTurnError with the turn's number, from 1, and RenderError.
     """
 
     def request(part: Sequence[Message], prompt: bool = False) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _replace_content(messages: Sequence[Message], number: int, nonce: str) -> li
 
 
 def _find_content(whole: str, others: Sequence[str], nonces: Sequence[str], content: str) -> tuple[int, int] | None:
-    """Return the span of a message's content, verbatim or stripped; None if it can't be located."""
+    """Return a message's content span, verbatim or stripped; None if it can't be located."""
     sides = [other.split(nonce) for other, nonce in zip(others, nonces, strict=True)]
     if any(len(side) != 2 for side in sides) or sides[0] != sides[1]:
         return None

@@ -17,9 +17,9 @@ class Chunks:
 
     chunks: int = setting(check=between(1, 1_000_000_001), doc="number of chunks per source")
 
-    def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the rows at these places, the same in every epoch, int64 (places,)."""
+    def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the rows at these positions, the same in every epoch, int64 (positions,)."""
         chunks = min(self.chunks, source.rows)
         size, longer = divmod(source.rows, chunks)  # the first chunks have one more row
-        turn, chunk = np.divmod(places, chunks)
+        turn, chunk = np.divmod(positions, chunks)
         return chunk * size + np.minimum(chunk, longer) + turn

@@ -35,7 +35,7 @@ class Permutation:
     def all(self) -> np.ndarray:
         """Return every item in order, int64 (count,), or int32 if there are many and it suffices."""
         if self.count <= MAX_SORTED:
-            return self._sorted
+            return self._order
         items = np.empty(self.count, np.int32 if self.count <= 2**31 else np.int64)
         for start in range(0, self.count, BLOCK):
             end = min(start + BLOCK, self.count)
@@ -44,7 +44,7 @@ class Permutation:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the items at these positions, int64 (positions,)."""
-        return self._sorted[positions] if self.count <= MAX_SORTED else self._walk(positions.astype(np.uint64))
+        return self._order[positions] if self.count <= MAX_SORTED else self._walk(positions.astype(np.uint64))
 
     def keys(self, items: np.ndarray) -> np.ndarray:
         """Return distinct pseudo-random numbers for the items, uint64 (items,)."""
@@ -61,7 +61,7 @@ class Permutation:
         return np.uint64(int.from_bytes(digest, "big"))
 
     @cached_property
-    def _sorted(self) -> np.ndarray:
+    def _order(self) -> np.ndarray:
         # all keys differ, so every sorting algorithm returns the same order
         return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
 

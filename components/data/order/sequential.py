@@ -10,6 +10,6 @@ from drawloom.graph import component
 class Sequential:
     """Packing order, for data that is already shuffled or must keep its order."""
 
-    def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the places unchanged, int64 (places,)."""
-        return places
+    def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the positions unchanged, int64 (positions,)."""
+        return positions

@@ -16,9 +16,9 @@ class Shuffled:
     job: RunInfo
     _last: dict[str, Permutation] = attrs.field(init=False, factory=dict)
 
-    def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
+    def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         permutation = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows)
-        # cache the last permutation of a source: places arrive in order, and sorting is done once per permutation
+        # cache the last permutation of a source: positions arrive in order, and sorting is done once per permutation
         if self._last.get(source.name) != permutation:
             self._last[source.name] = permutation
-        return self._last[source.name].at(places)
+        return self._last[source.name].at(positions)

@@ -25,12 +25,12 @@ class SortedBuffers:
     _tokens: np.ndarray | None = attrs.field(init=False, default=None)
     _last: dict[str, tuple[int, int, np.ndarray]] = attrs.field(init=False, factory=dict)
 
-    def rows_at(self, source: RowSource, epoch: int, places: np.ndarray) -> np.ndarray:
-        rows = np.empty(len(places), np.int64)
-        numbers = places // self.buffer
+    def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
+        rows = np.empty(len(positions), np.int64)
+        numbers = positions // self.buffer
         for number in np.unique(numbers).tolist():
             in_buffer = numbers == number
-            rows[in_buffer] = self._buffer(source, epoch, number)[places[in_buffer] - number * self.buffer]
+            rows[in_buffer] = self._buffer(source, epoch, number)[positions[in_buffer] - number * self.buffer]
         return rows
 
     def _buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
@@ -43,8 +43,8 @@ class SortedBuffers:
         if self._tokens is None:
             self._tokens = self.lengths.row_tokens("train")
         first = number * self.buffer
-        places = np.arange(first, min(first + self.buffer, source.rows))
-        rows = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows).at(places)
+        positions = np.arange(first, min(first + self.buffer, source.rows))
+        rows = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows).at(positions)
         rows = rows[np.argsort(self._tokens[source.first + rows], kind="stable")]
         packs = -(-len(rows) // self.pack)
         order = Permutation(self.job.seed, f"packs {number} {source.name}".strip(), epoch, packs).all()

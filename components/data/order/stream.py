@@ -56,8 +56,8 @@ class Segment:
         first,).
         """
         begin, source, row = self._due_near(first, last)
-        taken = slice(first - int(begin.sum()), last - int(begin.sum()))
-        return source[taken], row[taken]
+        bounds = slice(first - int(begin.sum()), last - int(begin.sum()))
+        return source[bounds], row[bounds]
 
     def counts(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
@@ -127,7 +127,7 @@ class RowStream:
             rows.append(row)
         return rows
 
-    def taken(self, position: int) -> dict[str, int]:
+    def count_rows_before(self, position: int) -> dict[str, int]:
         """Count the rows per source before a position, including sources that later segments lack."""
         number = self._find_segment(position)
         segment = self.segments[number]

@@ -1,1 +1,1 @@
-"""Packing: the index that assigns parts of documents to rows."""
+"""Packing: an index from rows to document parts."""

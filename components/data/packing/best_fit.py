@@ -1,8 +1,8 @@
 """
-Best-fit-decreasing packing: each document, from longest to shortest, goes into the row with the least sufficient space.
+Best-fit-decreasing packing: documents, from longest to shortest, go into the row with the least sufficient space.
 
-Equally long documents go together into rows with equal remaining capacity, so the work grows with the pairs of length
-and capacity, not with the documents.
+Equally long documents go together into rows with equal remaining capacity, so the work grows with the (length,
+capacity) pairs, not with the documents.
 """
 
 from functools import partial
@@ -66,7 +66,7 @@ def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Per
 
 def _assign_rows(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
-    Return each item's row and slot, for items by decreasing size; and the row count.
+    Return rows and slots by item, for items by decreasing size; and the row count.
 
     counts: (capacity + 1,), items per size.
     """

@@ -1,4 +1,4 @@
-"""Packing that concatenates documents and cuts them into full rows; a document may continue in the next row."""
+"""Concatenating packing: documents are cut into full rows; a document may continue in the next row."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -20,7 +20,7 @@ from drawloom.graph.wiring.node import NodeView
 @component
 class Concatenated(PackedRows):
     """
-    Concatenated documents, cut into rows; a document that crosses the end of a row restarts in the next row.
+    Concatenated documents, cut into rows; a document across a row's end restarts in the next row.
 
     Every row is full except the last one, which is padded, so every token is used once in an epoch.
     """
@@ -45,7 +45,7 @@ class Concatenated(PackedRows):
 
 @attrs.frozen(eq=False)
 class Stream:
-    """Stream of whole documents, cut every `length` tokens; `order` and `ends` are int64 (documents,)."""
+    """Whole documents in a stream, cut every `length` tokens; `order` and `ends` are int64 (documents,)."""
 
     order: Tensor
     ends: Tensor
@@ -58,7 +58,7 @@ class Stream:
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows; the last token of the stream has no target and begins no row."""
+        """Row count; the stream's last token has no target and begins no row."""
         return -(-max(self._end - 1, 0) // self.length)
 
     @cached_property
@@ -66,7 +66,7 @@ class Stream:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """Return the parts of documents between two cuts."""
+        """Return the document parts between two cuts."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         begin, end = row * self.length, min((row + 1) * self.length, self._end)

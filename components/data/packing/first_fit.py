@@ -1,7 +1,7 @@
 """
-First-fit packing: each document, in order, goes into the first row with enough space.
+First-fit packing: documents, in order, go into the first row with enough space.
 
-Documents are packed in runs of `RUN`, and many runs at once: one numpy step packs one document per run.
+Documents are packed in runs with `RUN` documents, and many runs at once: one numpy step packs one document per run.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[
 
 
 def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return each item's row and slot, both (items,), and the row count, for up to `MAX_RUNS` runs."""
+    """Return rows and slots by item, both (items,), and the row count, for up to `MAX_RUNS` runs."""
     runs = -(-len(sizes) // RUN)
     steps = min(RUN, len(sizes))
     # items of size 0 pad the last run, and change nothing
@@ -72,7 +72,7 @@ def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def _slots_in_rows(rows: np.ndarray) -> np.ndarray:
-    """Count the earlier items in each item's row, (items,)."""
+    """Count the earlier items in the same row by item, (items,)."""
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
     slots = np.empty(len(rows), np.int64)

@@ -22,12 +22,12 @@ BLOCK = 10**7  # documents that are grouped together; bounds memory
 @attrs.frozen(eq=False)
 class Groups:
     """
-    Index of grouped documents.
+    Index for grouped documents.
 
-    The first rows are those that one document fills alone: `long` has these documents, int (documents,), and `full`
-    the cumulative number of their rows, int64 (documents,). The other rows are groups: `members` has their
-    documents, group after group, int (members,), and `ends` the end of each group in `members`, int64 (groups,).
-    `lengths`: int (documents,), of all documents.
+    One document alone fills each of the first rows: `long` has these documents, int (documents,), and `full` their
+    cumulative row counts, int64 (documents,). The other rows are groups: `members` has their documents, group after
+    group, int (members,), and `ends` the group ends in `members`, int64 (groups,). `lengths`: int (documents,), for
+    all documents.
     """
 
     length: int
@@ -71,7 +71,7 @@ class Groups:
 
 def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: int, group: Group) -> Groups:
     """
-    Build the rows of documents; lengths: (documents,), of all documents; blocks: numbers of documents to group
+    Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers to group
     together.
 
     A long document's rest becomes a group member, like a short document. A one-token rest is dropped, because it
@@ -110,13 +110,13 @@ def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: i
 
 
 def select_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
-    """Return the documents of at least two tokens, in order, int (selected,); without an order, sorted by number."""
+    """Return the documents with at least two tokens, in order, int (selected,); without an order, sorted by number."""
     documents = np.arange(len(lengths)) if order is None else order.all()
     return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
 
 
 def cut(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Split document numbers, (documents,), into blocks of BLOCK."""
+    """Split document numbers, (documents,), into blocks with BLOCK documents."""
     return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
 
 
@@ -124,7 +124,7 @@ def gather_rows(items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows
     """
     Return items by row, (items,), and the item count per row, (rows,).
 
-    row_of, slot_of: (items,), the row of each item, and its slot there, from 0 without gaps.
+    row_of, slot_of: (items,), rows by item, and slots in the row, from 0 without gaps.
     """
     counts = np.bincount(row_of, minlength=rows)
     starts = np.cumsum(counts) - counts

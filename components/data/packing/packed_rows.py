@@ -34,7 +34,7 @@ class PackedSplit:
 
 
 def sources_of(packing: NodeView) -> Iterator[NodeView]:
-    """Yield the nodes whose documents are packed: the token corpus, or the sources of a mixture."""
+    """Yield the nodes with the packed documents: the token corpus, or a mixture's sources."""
     for tokens in packing.neighbours("tokens"):
         yield from tokens.neighbours("sources") or [tokens]
 
@@ -50,9 +50,8 @@ class PackedRows:
     """
     Rows of documents, packed by index; tokens are read when a batch is made.
 
-    The seed of the run shuffles the training documents; validation documents stay in the order of the corpus.
-    Documents of fewer than two tokens have nothing to predict and are dropped. A run resumes only with the
-    documents that it began with.
+    The run's seed shuffles the training documents; validation documents stay in corpus order. Documents with fewer
+    than two tokens have nothing to predict and are dropped. A run resumes only with the documents that it began with.
     """
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
@@ -71,7 +70,7 @@ class PackedRows:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield a problem if a packing separates pairs of documents, or packs pairs that do not exist."""
+        """Yield a problem if a packing separates document pairs, or packs non-existent pairs."""
         for source in sources_of(node):
             if has_pairs(source.component) and not has_pairs(cls):
                 text = f"[{source.name}] has pairs of documents, which would come apart"
@@ -85,7 +84,7 @@ class PackedRows:
         """Pack a source's documents, in `order` or sorted by number; lengths: (documents,)."""
 
     def open(self) -> None:
-        """Pack both splits, and warn of texts that are too long for a model."""
+        """Pack both splits, and warn about texts too long for a model."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack(split)
@@ -105,7 +104,7 @@ class PackedRows:
         self._fingerprints.clear()
 
     def check_machine(self) -> None:
-        """Raise UserError if the tokenizer has more ids than the vocabulary of every model."""
+        """Raise UserError if the tokenizer has more ids than every model's vocabulary."""
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
             ids = self.tokens.vocab_size
@@ -143,7 +142,7 @@ class PackedRows:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the row fingerprints by split and source, which never change during a run."""
+        """Return row fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
                 documents = document_sources(self._splits[split].documents)
@@ -179,12 +178,12 @@ class PackedRows:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the picklable parts that a worker process needs: the rows."""
+        """Return only the picklable parts for a worker process: the rows."""
         return {**self.__dict__, "tokens": None, "job": None, "recipe": None, "models": None}
 
 
 def _name(split: Split, source: str) -> str:
-    """Name a split, or one source of a split."""
+    """Name a split, or one source in a split."""
     return f"{split} of {source}" if source else split
 
 
@@ -205,8 +204,8 @@ def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_change
     """
     Compare `rows` and `sha256` by split, or by split and source, with a checkpoint.
 
-    Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not that
-    of a dataset.
+    Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not a
+    dataset's.
     """
     if not then.keys() & now.keys():
         raise KeyError(f"{', '.join(then)}: no split of these rows")
@@ -222,7 +221,7 @@ def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_change
 
 
 def _describe_difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how rows differ from the rows that the run began with; empty if they are equal."""
+    """Describe how rows differ from the rows at the run's beginning; empty if they are equal."""
     if name not in then or name not in now:
         return f"{name} is {'new' if name in now else 'missing'}"
     before, after = then[name], now[name]

@@ -1,4 +1,4 @@
-"""Packing of one document per row, with padding."""
+"""Packing with one document per row, and padding."""
 
 import numpy as np
 
@@ -14,10 +14,10 @@ class Padded(PackedRows):
     """One document per row, padded at its end; a document longer than a row is cut into several rows."""
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Group each document alone; lengths: (documents,)."""
+        """Group every document alone; lengths: (documents,)."""
         return group_documents(lengths, cut(select_documents(lengths, order)), self.length, one_each)
 
 
 def one_each(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents unchanged, (items,), and 1 for each row, (rows,)."""
+    """Return the documents unchanged, (items,), and 1 by row, (rows,)."""
     return documents, np.ones(len(documents), np.int64)

@@ -1,4 +1,4 @@
-"""Packing that keeps both documents of a pair in the same row."""
+"""Pair packing: both documents stay in the same row."""
 
 import logging
 from typing import ClassVar
@@ -19,15 +19,15 @@ log = logging.getLogger("drawloom.data")
 @component
 class Pairs(PackedRows):
     """
-    Rows of whole pairs: documents 2n and 2n + 1 of the corpus follow one another, and are never cut.
+    Rows with whole pairs: documents 2n and 2n + 1 in the corpus follow one another, and are never cut.
 
-    A pair that is longer than a row is dropped, with a warning.
+    A pair longer than a row is dropped, with a warning.
     """
 
     pairs: ClassVar[bool] = True
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Group pairs by best-fit-decreasing; lengths: (documents,), with both lengths of a pair in succession."""
+        """Group pairs by best-fit-decreasing; lengths: (documents,), with a pair's two lengths in succession."""
         first_documents = 2 * np.flatnonzero(lengths[::2] >= 2)
         sizes = lengths[first_documents] + lengths[first_documents + 1]
         if dropped := int((sizes > self.length).sum()):

@@ -15,7 +15,7 @@ from drawloom.graph import UserError
 
 
 class RowPiece(NamedTuple):
-    """The tokens of a document from `first` to before `last`."""
+    """A document's tokens from `first` to before `last`."""
 
     document: int
     first: int
@@ -23,7 +23,7 @@ class RowPiece(NamedTuple):
 
 
 class RowIndex(Protocol):
-    """Pieces of each row. It can be pickled, with arrays as tensors, which torch shares between processes."""
+    """Pieces by row. Picklable, with arrays as tensors, which torch shares between processes."""
 
     @property
     def rows(self) -> int:
@@ -36,7 +36,7 @@ class RowIndex(Protocol):
         ...
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """Return the pieces of a row, in order. Raises IndexError beyond the last row."""
+        """Return a row's pieces, in order. Raises IndexError beyond the last row."""
         ...
 
     def row_tokens(self) -> np.ndarray:
@@ -46,14 +46,14 @@ class RowIndex(Protocol):
 
 @attrs.frozen
 class JoinedIndexes:
-    """Concatenated rows of several sources; `first` has the first document of each source."""
+    """Concatenated rows from several sources; `first` has the sources' first documents."""
 
     members: tuple[RowIndex, ...]
     first: tuple[int, ...]
 
     @cached_property
     def starts(self) -> list[int]:
-        """Each member's first row, followed by the total row count."""
+        """First rows by member, followed by the total row count."""
         return [0, *accumulate(index.rows for index in self.members)]
 
     @property
@@ -74,11 +74,11 @@ class JoinedIndexes:
 
 def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], length: int, pad: int) -> TokenBatch:
     """
-    Return the batch of these pieces, packed from the left, with rows padded by `pad`.
+    Return a batch with these pieces, packed from the left, with rows padded by `pad`.
 
-    Each piece has its own positions and document id, and so does the padding. The target for a piece's last token
-    is the document's next token, if there is one. `reference` has the value of a document at its first token; it is
-    None unless every document has one.
+    Pieces have their own positions and document ids, and so does the padding. The target for a piece's last token is
+    the document's next token, if there is one. `reference` has a document's value at its first token; it is None
+    unless every document has one.
     """
     tokens = np.full((len(rows), length), pad, np.int64)
     targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)
@@ -115,7 +115,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
 
 
 def _read(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
-    """Read a part of a document. Raises UserError with the file and offset if it is unreadable."""
+    """Read a document's part. Raises UserError with the file and offset if it is unreadable."""
     try:
         part = documents.read(document, first, last)
         if len(part.ids) < last - first - 1:

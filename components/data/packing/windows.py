@@ -1,8 +1,8 @@
 """
-Packing for evaluation: whole documents, or overlapping windows of documents that are longer than a row.
+Packing for evaluation: whole documents, or overlapping windows if a document is longer than a row.
 
-The windows are those in "Perplexity of fixed-length models" (transformers documentation): each window begins `stride`
-tokens after the previous one, and only tokens that no earlier window predicted have a weight.
+The windows follow "Perplexity of fixed-length models" (transformers documentation): a window begins `stride` tokens
+after the previous one, and only tokens not predicted by an earlier window have a weight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,16 +26,16 @@ from drawloom.graph.wiring.node import NodeView
 @component
 class Windows(PackedRows):
     """
-    Rows for evaluation: whole documents, or sliding windows over longer ones, so that every target counts once.
+    Rows for evaluation: whole documents, or sliding windows over longer ones, so every target counts once.
 
-    Every target beyond the first window of a document has at least `length - stride` tokens before it. `drawloom
+    Every target beyond a document's first window has at least `length - stride` tokens before it. `drawloom
     evaluate --corpus` evaluates such rows.
     """
 
     stride: int | None = setting(
         default=None,
         check=between(1, MAX_LENGTH + 1),
-        doc="tokens by which a window moves, at most `length`; default: half of it",
+        doc="window stride in tokens, at most `length`; default: half the length",
     )
 
     @classmethod
@@ -48,7 +48,7 @@ class Windows(PackedRows):
             yield node.problem("stride", text, f"write stride = {length} or less")
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
-        """Pack the windows of all documents by best-fit-decreasing; lengths: (documents,)."""
+        """Pack all documents' windows by best-fit-decreasing; lengths: (documents,)."""
         documents = select_documents(lengths, order)
         counts = count_windows(lengths[documents], self.length, self.step)
         owners = np.repeat(documents, counts)
@@ -63,7 +63,7 @@ class Windows(PackedRows):
         )
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
-        """Return the rows at these indices; targets that an earlier window predicts have weight 0."""
+        """Return the rows at these indices; targets predicted by an earlier window have weight 0."""
         batch, index = super().batch(split, indices), self._splits[split].index
         for weights, row in zip(batch.weights, indices, strict=True):
             begin = 0
@@ -75,7 +75,7 @@ class Windows(PackedRows):
 
     @property
     def step(self) -> int:
-        """The number of tokens by which a window moves."""
+        """Window stride in tokens."""
         return self.stride or self.length // 2
 
 
@@ -88,7 +88,7 @@ def count_windows(lengths: np.ndarray, length: int, stride: int) -> np.ndarray:
 
 @attrs.frozen(eq=False)
 class WindowIndex:
-    """Index of windows: their documents, first tokens and ends, int64 (windows,), and the end of each row, (rows,)."""
+    """Window index: documents, first tokens and ends, int64 (windows,), and row ends, (rows,)."""
 
     documents: Tensor
     first: Tensor

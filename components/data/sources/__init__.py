@@ -1,1 +1,1 @@
-"""Sources of documents: files in several formats, divided into parts that processes read independently."""
+"""Document sources: files in several formats, divided into parts for independent reading."""

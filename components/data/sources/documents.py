@@ -1,4 +1,4 @@
-"""Text documents in parts that can be read independently, and their splits."""
+"""Text documents in independently readable parts, and their splits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -15,9 +15,9 @@ PART_BYTES = 2**26
 @attrs.frozen
 class Document:
     """
-    Text of a document, its file, and its offset there: a byte in a text file, or the number of a table row.
+    A document's text, its file, and its offset there: a byte in a text file, or a table row's number.
 
-    A hash of `key` determines its split.
+    The hash over `key` determines its split.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Part(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of bytes to read, for the progress."""
+        """Bytes to read, for the progress."""
         ...
 
     def documents(self) -> Iterator[Document]:
@@ -47,9 +47,9 @@ def split_of(key: bytes, validation_fraction: float) -> Split:
 
 def split_parts(parts: Sequence[Part], split: Split, fraction: float) -> list["SplitPart"]:
     """
-    Return parts with only the documents of one split.
+    Return parts with only one split's documents.
 
-    In a corpus so small that a split would be empty, each document is divided instead: its last characters,
+    In a corpus so small that a split would be empty, documents are divided instead: the last characters,
     `fraction` of all, are in the validation split. With a fraction of 0 or 1, one split is empty.
     """
     within = 0 < fraction < 1 and not _has_both_splits(parts, fraction)
@@ -57,13 +57,13 @@ def split_parts(parts: Sequence[Part], split: Split, fraction: float) -> list["S
 
 
 def texts_of(parts: Iterable[Part]) -> Iterator[str]:
-    """Iterate over the texts of all documents."""
+    """Iterate over all documents' texts."""
     return (document.text for part in parts for document in part.documents())
 
 
 @attrs.frozen
 class SplitPart:
-    """Documents of a part that belong to a split; or, if `within`, the split's share of each document."""
+    """A part's documents in a split; or, if `within`, the split's share within the documents."""
 
     part: Part
     split: Split
@@ -72,11 +72,11 @@ class SplitPart:
 
     @property
     def size(self) -> int:
-        """The number of bytes to read, scaled to the split's share."""
+        """Bytes to read, scaled to the split's share."""
         return int(self.part.size * (self.fraction if self.split == "validation" else 1 - self.fraction))
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents of the split, in order."""
+        """Yield the split's documents, in order."""
         for document in self.part.documents():
             if self.within:
                 yield attrs.evolve(document, text=self._share(document.text))
@@ -89,7 +89,7 @@ class SplitPart:
 
 
 def _has_both_splits(parts: Iterable[Part], fraction: float) -> bool:
-    """Return whether each split has a non-empty text; in a large corpus, the first few documents suffice."""
+    """Return whether both splits have a non-empty text; in a large corpus, the first few documents suffice."""
     missing = set(get_args(Split))
     for document in (document for part in parts for document in part.documents()):
         if document.text:

@@ -1,5 +1,5 @@
 """
-Files of a corpus: globs, a file order that does not depend on the file system, and decompression.
+Corpus files: globs, a file order independent from the file system, and decompression.
 
 fsspec reads paths with a protocol, such as `s3://bucket/corpus/*.jsonl`. Files with the suffixes `.gz` and `.zst` are
 decompressed.
@@ -26,9 +26,9 @@ PYARROW = "pip install 'drawloom[arrow]'"
 @attrs.frozen
 class File:
     """
-    A file of a corpus.
+    Corpus file.
 
-    `name`, the path below the first wildcard of the glob, determines its position and split; `version` changes with
+    `name`, the path below the glob's first wildcard, determines its position and split; `version` changes with
     its content.
     """
 
@@ -39,7 +39,7 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The file extension, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
+        """File extension, without a compression's extension: `.jsonl` for `a.jsonl.gz`."""
         return Path(Path(self.name).stem if self.is_compressed else self.name).suffix
 
     @property
@@ -50,7 +50,7 @@ class File:
 
 def find(patterns: Iterable[str]) -> list[File]:
     """
-    Return the files of globs (`**` crosses folders), ordered by glob and then by name, without duplicates.
+    Return the files for globs (`**` crosses folders), ordered by glob and then by name, without duplicates.
 
     A name is the path below the folder before the first wildcard. Raises UserError for a glob without a file.
     """
@@ -64,7 +64,7 @@ def find(patterns: Iterable[str]) -> list[File]:
 
 
 def local(name: str, path: Path) -> File:
-    """Return a local file; its version is its times of modification and change."""
+    """Return a local file; its version is its modification and change times."""
     try:
         status = path.stat()
     except OSError as error:
@@ -73,7 +73,7 @@ def local(name: str, path: Path) -> File:
 
 
 def groups(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, ...]]:
-    """Group consecutive files of up to `max_bytes` bytes together; a larger file is a group of its own."""
+    """Group consecutive files up to `max_bytes` bytes together; a larger file is its own group."""
     group: list[File] = []
     for file in files:
         if group and sum(member.size for member in group) + file.size > max_bytes:
@@ -85,7 +85,7 @@ def groups(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, ...]]:
 
 
 @contextmanager
-def opened(file: File) -> Iterator[IO[bytes]]:
+def open_file(file: File) -> Iterator[IO[bytes]]:
     """Open a file for its decompressed bytes. Reading errors become UserErrors with its path."""
     try:
         with _open_raw(file.path) as stream, _decompress(file.name, stream) as content:
@@ -95,7 +95,7 @@ def opened(file: File) -> Iterator[IO[bytes]]:
 
 
 def unreadable(path: str, error: Exception) -> UserError:
-    """Return the error for a file that the operating system or the decompression can't read."""
+    """Return the error for a file that can't be read or decompressed."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}); repair the file or leave it out of `paths`")
 
@@ -165,7 +165,7 @@ def _find_remote(pattern: str) -> list[File]:
 
 
 def _folder(pattern: str) -> Path:
-    """Return the folder of a glob before its first wildcard; for a plain path, its parent folder."""
+    """Return a glob's folder before its first wildcard; for a plain path, its parent folder."""
     parts = Path(pattern).parts
     plain = list(takewhile(lambda part: not has_magic(part), parts))
     return Path(*(plain if len(plain) < len(parts) else plain[:-1]))

@@ -8,13 +8,13 @@ from typing import IO
 import attrs
 
 from drawloom.components.data.sources.documents import PART_BYTES, Document
-from drawloom.components.data.sources.files import File, opened
+from drawloom.components.data.sources.files import File, open_file
 from drawloom.graph import UserError
 
 
 @attrs.frozen
 class JsonLinesPart:
-    """Lines of a file that begin at bytes `begin` to before `end`; all lines of a compressed file."""
+    """Lines in a file from byte `begin` to before `end`; all lines in a compressed file."""
 
     file: File
     field: str
@@ -27,8 +27,8 @@ class JsonLinesPart:
         return min(self.end, self.file.size) - self.begin
 
     def documents(self) -> Iterator[Document]:
-        """Yield the text of each non-blank line. Raises UserError with the position of a bad line."""
-        with opened(self.file) as stream:
+        """Yield the texts in non-blank lines. Raises UserError with a bad line's position."""
+        with open_file(self.file) as stream:
             for offset, line in self._lines(stream):
                 text = self._text(line, offset)
                 yield Document(text, self.file.path, offset, text.encode())
@@ -51,8 +51,8 @@ class JsonLinesPart:
             raise UserError(f"{self.file.path}:{self._line_number(offset)}{error}") from error
 
     def _line_number(self, offset: int) -> int:
-        """Return the number of the line at an offset, from 1."""
-        with opened(self.file) as stream:
+        """Return the line number at an offset, from 1."""
+        with open_file(self.file) as stream:
             number = 1
             while offset > 0 and (block := stream.read(min(2**20, offset))):
                 number += block.count(b"\n")
@@ -61,7 +61,7 @@ class JsonLinesPart:
 
 
 def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
-    """Divide files into ranges of lines; compressed files are not divided."""
+    """Divide files into line ranges; compressed files are not divided."""
     parts = []
     for file in files:
         step = max(file.size, 1) if file.is_compressed else PART_BYTES
@@ -72,7 +72,7 @@ def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
 
 
 def text_of(value: object, field: str) -> str:
-    """Return the text in a field of an object. Raises ValueError with the reason if there is none."""
+    """Return the text in an object's field. Raises ValueError with the reason if there is none."""
     if not isinstance(value, dict):
         raise ValueError(f': a line must be an object and not {_kind(value)}; write a line like {{"{field}": "..."}}')
     if field not in value:

@@ -1,4 +1,4 @@
-"""Parts of files whose extensions determine their formats."""
+"""File parts; file extensions determine formats."""
 
 from collections.abc import Sequence
 from itertools import groupby

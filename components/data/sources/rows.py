@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.sources.files import File, find, opened
+from drawloom.components.data.sources.files import File, find, open_file
 from drawloom.components.data.sources.tables import table_rows
 from drawloom.graph import UserError
 
@@ -16,41 +16,40 @@ TABLES = (".parquet", ".arrow")
 @attrs.frozen
 class Line:
     """
-    Line of a file, or row of a table.
+    Line in a file, or row in a table.
 
-    `place` is its file and number, for messages; the bytes of `key` determine its split.
+    `position` is its file and number, for messages; the bytes in `key` determine its split.
     """
 
-    place: str
+    position: str
     key: bytes
     row: dict[str, Any]
 
 
 def lines_of(paths: Sequence[str]) -> Iterator[Line]:
     """
-    Yield the non-blank lines and table rows in the files that globs match. Raises UserError for a line that is not
-    an object.
+    Yield non-blank lines and table rows in the globs' files. Raises UserError for a line that is not an object.
     """
     for file in find(paths):
         yield from _table_lines(file) if file.suffix in TABLES else _json_lines(file)
 
 
 def _json_lines(file: File) -> Iterator[Line]:
-    with opened(file) as stream:
+    with open_file(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                place = f"{file.path}:{number}"
+                position = f"{file.path}:{number}"
                 # The key excludes the line end, which the last line may lack, so a line has the same split anywhere.
-                yield Line(place, line.strip(), _parse(line, place))
+                yield Line(position, line.strip(), _parse(line, position))
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def _parse(line: bytes, position: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: {error}; write an object of JSON in each line") from error
+        raise UserError(f"{position}: {error}; write an object of JSON in each line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{place}: a line must be an object, and not {type(row).__name__}")
+        raise UserError(f"{position}: a line must be an object, and not {type(row).__name__}")
     return row
 
 
@@ -63,10 +62,10 @@ def _table_lines(file: File) -> Iterator[Line]:
 
 def _drop_nulls(value: Any) -> Any:
     """
-    Remove the keys of objects that are null, except `content`.
+    Remove keys with null from objects, except `content`.
 
-    All objects of a table column have the same keys: a key that one row uses in its messages or tools is null in
-    all other rows, and a template would render it.
+    All objects in a table column have the same keys: a key used by one row in its messages or tools is null in all
+    other rows, and a template would render it.
     """
     if isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if entry is not None or key == "content"}

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
-from drawloom.components.data.sources.files import PYARROW, File, opened, package
+from drawloom.components.data.sources.files import PYARROW, File, open_file, package
 from drawloom.graph import UserError
 
 BATCH = 1000  # rows in memory at a time
@@ -15,7 +15,7 @@ MAGIC = b"ARROW1"  # starts an Arrow file, but not a stream
 
 @attrs.frozen
 class ParquetPart:
-    """Consecutive row groups of a Parquet file; `row` is the first row's number, `size` is in bytes."""
+    """Consecutive row groups in a Parquet file; `row` is the first row's number, `size` is in bytes."""
 
     file: File
     field: str
@@ -25,7 +25,7 @@ class ParquetPart:
 
     def documents(self) -> Iterator[Document]:
         """Yield the text of each row. Raises UserError with the first row that is not text."""
-        with opened(self.file) as stream, _reading(self.file):
+        with open_file(self.file) as stream, _reading(self.file):
             batches = _open_parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
             yield from _documents(batches, self.file, self.field, self.row)
 
@@ -44,7 +44,7 @@ class ArrowPart:
 
     def documents(self) -> Iterator[Document]:
         """Yield the text of each row. Raises UserError with the first row that is not text."""
-        with opened(self.file) as stream, _reading(self.file):
+        with open_file(self.file) as stream, _reading(self.file):
             names, batches = _open_arrow(stream)
             _check_field(names, self.field, self.file)
             yield from _documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
@@ -60,12 +60,12 @@ def table_parts(files: Sequence[File], field: str) -> list[Part]:
 
 
 def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:
-    """Divide Parquet files into runs of row groups."""
+    """Divide Parquet files into consecutive row groups."""
     return [part for file in files for part in _parquet_parts(file, field)]
 
 
 def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
-    with opened(file) as stream, _reading(file):
+    with open_file(file) as stream, _reading(file):
         metadata = _open_parquet(stream).metadata
         _check_field(metadata.schema.to_arrow_schema().names, field, file)
         sizes = [
@@ -86,15 +86,15 @@ def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
 
 
 def table_rows(file: File) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet or Arrow file, as values by column."""
-    with opened(file) as stream, _reading(file):
+    """Yield rows from a Parquet or Arrow file, as values by column."""
+    with open_file(file) as stream, _reading(file):
         batches = _open_arrow(stream)[1] if file.suffix == ".arrow" else _open_parquet(stream).iter_batches(BATCH)
         for batch in batches:
             yield from batch.to_pylist()
 
 
 def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
-    """Return the column names and batches of an Arrow file or stream."""
+    """Return an Arrow file's or stream's column names and batches."""
     package("pyarrow", PYARROW)
     from pyarrow import ipc
 

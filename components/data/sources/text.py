@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from drawloom.components.data.sources.documents import PART_BYTES, Document
-from drawloom.components.data.sources.files import File, groups, opened
+from drawloom.components.data.sources.files import File, groups, open_file
 from drawloom.graph import UserError
 
 
@@ -23,9 +23,9 @@ class TextPart:
         return sum(file.size for file in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the text of each file, with unchanged line ends; its key is the file name."""
+        """Yield the files' texts, with unchanged line ends; the key is the file name."""
         for file in self.files:
-            with opened(file) as stream:
+            with open_file(file) as stream:
                 content = stream.read()
             yield Document(_decode(content, file.path, self.replace), file.path, 0, os.fsencode(file.name))
 

@@ -1,1 +1,1 @@
-"""Token store: documents of token ids on disk, in memory-mapped shards."""
+"""Token store: token documents on disk, in memory-mapped shards."""

@@ -1,4 +1,4 @@
-"""Memory-mapped files of a shard; each block is verified when a process first reads it."""
+"""A shard's memory-mapped files; every block is verified when a process first reads it."""
 
 import hashlib
 from pathlib import Path
@@ -25,8 +25,8 @@ class MappedFile:
     """
     Memory-mapped file with known digests.
 
-    content: uint8 (bytes,). digests: concatenated SHA-256 of all blocks. `verified` has 1 for each block that this
-    process has verified.
+    content: uint8 (bytes,). digests: concatenated SHA-256 over all blocks. `verified` has 1 for blocks verified by
+    this process.
     """
 
     path: Path
@@ -36,13 +36,13 @@ class MappedFile:
 
     @classmethod
     def open(cls, path: Path, size: int, digests: memoryview) -> "MappedFile":
-        """Map a file of `size` bytes without reading it."""
+        """Map a file with `size` bytes without reading it."""
         # an empty file can't be mapped; a plain array is sliced in less time than a memmap
         content = np.asarray(np.memmap(path, np.uint8, "r", 0, (size,))) if size else np.empty(0, np.uint8)
         return cls(path, content, digests, bytearray(count_blocks(size)))
 
     def read(self, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
-        """Return a view of `count` numbers from a byte offset. Raises UserError if one of their blocks has changed."""
+        """Return a view on `count` numbers from a byte offset. Raises UserError if one of their blocks has changed."""
         end = offset + count * dtype.itemsize
         first, last = offset // BLOCK, count_blocks(end)
         if self.verified.find(0, first, last) >= 0:
@@ -69,5 +69,5 @@ class MappedFile:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file, following a link. Raises OSError for a pipe or a device."""
+    """Return a regular file's content, following a link. Raises OSError for a pipe or a device."""
     return read_file(path.resolve(), MAX_SIZE)

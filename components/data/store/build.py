@@ -1,7 +1,7 @@
 """
 Writer for token stores. If it is killed, the same call completes the store.
 
-Each part becomes one shard whose bytes depend only on the part and the tokenizer. A shard is complete when its JSON
+Every part becomes one shard, with bytes determined by the part and the tokenizer. A shard is complete when its JSON
 file exists, and the store when `store.json` exists; until then `plan.json` describes the input.
 """
 
@@ -48,13 +48,13 @@ def build(
     every: float = 10,
 ) -> Store:
     """
-    Return the token store of these parts. One process at a time writes or completes it.
+    Return the token store for these parts. One process at a time writes or completes it.
 
     `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder
     has other content.
     """
     plan = plan_of(parts, tokenizer)
-    with locked(folder, say) as lock:
+    with lock_folder(folder, say) as lock:
         try:
             if not _is_complete(folder, plan):
                 _write_shards(folder, lock, plan, parts, tokenizer, workers=workers, say=say, every=every)
@@ -67,7 +67,7 @@ def build(
 
 
 def plan_of(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Describe the input of a store; equal parts and tokenizers have equal plans."""
+    """Describe a store's input; equal parts and tokenizers have equal plans."""
     inputs = hashlib.sha256()
     for part in parts:
         inputs.update(f"{part!r}\n".encode("utf-8", "surrogatepass"))
@@ -94,8 +94,8 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 
 @contextmanager
-def locked(folder: Path, say: Say) -> Iterator[int]:
-    """Create a folder, and wait until no other process writes to it; yields the descriptor of the lock."""
+def lock_folder(folder: Path, say: Say) -> Iterator[int]:
+    """Create a folder, and wait until no other process writes to it; yields the lock's descriptor."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""Tokenization into shards, in batches that are measured in characters, to bound memory."""
+"""Tokenization into shards, in batches measured in characters, to bound memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ Report = Callable[[int, int], None]
 
 
 def write_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
-    """Tokenize a part into a shard; each document gets the end token, and empty documents are dropped."""
+    """Tokenize a part into a shard; documents get end tokens, and empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int64)
     with ShardWriter(folder, number, np.dtype(id_dtype(tokenizer.vocab_size)), weighted=False) as shard:
         for batch in batches(part.documents()):
@@ -32,7 +32,7 @@ def write_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, rep
 
 
 def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches of `BATCH` characters; a longer document is a batch of its own."""
+    """Group documents into batches with `BATCH` characters; a longer document is its own batch."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -47,7 +47,7 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
-    Cut a long text into pieces whose ids are together those of the whole text; `encode` returns ids (tokens,).
+    Cut a long text into pieces with the whole text's ids; `encode` returns ids (tokens,).
 
     Cuts are after line ends, or else at spaces, where the surrounding characters have the same ids with and without
     the cut.
@@ -61,7 +61,7 @@ def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
 
 
 def _candidate_cuts(text: str) -> Iterator[int]:
-    """Yield candidate ends of a piece, between half of `BATCH` and `BATCH` characters from the start."""
+    """Yield candidate ends for a piece, between half of `BATCH` and `BATCH` characters from the start."""
     for separator, shift in (("\n", 1), (" ", 0)):
         cut = BATCH
         for _ in range(MAX_TRIES):
@@ -90,7 +90,7 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
 
 def copy_unopened(tokenizer: Tokenizer) -> Tokenizer:
     """
-    Return an copy_unopened copy of a tokenizer for another process, because some open ones can't be pickled, or lose
+    Return an unopened copy of a tokenizer for another process, because some open tokenizers can't be pickled, or lose
     settings.
     """
     fresh: Tokenizer = attrs.evolve(tokenizer) if attrs.has(type(tokenizer)) else tokenizer  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Processes that tokenize parts; each has a pipe, and ends with the process that started it."""
+"""Tokenizing processes; every process has a pipe, and ends with its parent process."""
 
 import multiprocessing
 import os
@@ -27,9 +27,9 @@ from drawloom.graph.lifecycle import Openable
 @attrs.define
 class Progress:
     """
-    Progress counter that reports the amount read of each part every `interval` seconds.
+    Progress counter, with a report every `interval` seconds.
 
-    sizes: bytes by part number, of incomplete parts; `complete`: bytes of parts that were complete at the start.
+    sizes: bytes by part number, for incomplete parts; `complete`: bytes in parts complete at the start.
     """
 
     sizes: Mapping[int, int]
@@ -86,11 +86,11 @@ def run(
     folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
 ) -> None:
     """
-    Write the shards of these parts, by number, in up to `workers` processes; in the current one if one suffices.
+    Write shards for these parts, by number, in up to `workers` processes; in the current one if one suffices.
 
-    The descriptor `lock` holds the lock of the folder. The processes hold it too: otherwise one that briefly
-    outlives this process could remove files of the next one. Raises the first error of a part, or UserError if a
-    process dies; complete shards stay.
+    The descriptor `lock` holds the folder's lock. The processes hold it too: otherwise a process that briefly outlives
+    this one could remove the next one's files. Raises a part's first error, or UserError if a process dies; complete
+    shards stay.
     """
     if min(workers, len(parts)) <= 1:
         for number, part in parts.items():
@@ -152,7 +152,7 @@ def _report_batch(pipe: Connection, number: int, read: int, tokens: int) -> None
 
 
 def _main(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
-    """Write the shard of each part that arrives through the pipe, until the pipe closes."""
+    """Write shards for the parts that arrive through the pipe, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
     os.environ["RAYON_NUM_THREADS"] = "1"  # disables the threads of the package tokenizers: each process has one core
     with suppress(EOFError, OSError):

@@ -1,12 +1,12 @@
 """
-Shard of a token store: a file of ids, a file of columns by document, perhaps a file of weights, and two of digests.
+Token store shard: a file with ids, a file with columns by document, perhaps a file with weights, and two with digests.
 
-`NNNNN.tokens` has the ids of all documents end to end, little-endian, 2 bytes each up to 65,536 ids and else 4.
+`NNNNN.tokens` has all ids end to end, little-endian, 2 bytes each up to 65,536 ids and else 4.
 `NNNNN.weights`, if there are weights, has a float32 per id. `NNNNN.documents` has four columns, one after another, with
-a number per document: its end in the shard (uint64, tokens), a hash of its ids and weights (uint64), its offset in its
-source (uint64), and the index of its source (uint32). `NNNNN.digests` has the SHA-256 (32 bytes) of each block of 2^16
-bytes of tokens, then of weights, then of documents. `NNNNN.json` is written last, with counts, source names, and the
-SHA-256 of the digests; a shard without it is incomplete.
+a number per document: its end in the shard (uint64, tokens), a hash over ids and weights (uint64), its offset in its
+source (uint64), and its source's index (uint32). `NNNNN.digests` has SHA-256 digests (32 bytes) per block with 2^16
+bytes: for tokens, then weights, then documents. `NNNNN.json` is written last, with counts, source names, and the
+digests' SHA-256; a shard without it is incomplete.
 """
 
 import json
@@ -33,24 +33,24 @@ _DAMAGED = "the token store is damaged; restore the file, or remove {} and make 
 
 
 def id_dtype(vocab_size: int) -> type[np.generic]:
-    """Return the smallest unsigned dtype for the ids of a vocabulary, uint16 or uint32."""
+    """Return the smallest unsigned dtype for a vocabulary's ids, uint16 or uint32."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 @attrs.frozen
 class ShardFiles:
-    """File paths of a shard."""
+    """A shard's file paths."""
 
     folder: Path
     number: int
 
     def path(self, kind: str) -> Path:
-        """Return the file of a kind: tokens, weights, documents, digests or json."""
+        """Return the file for a kind: tokens, weights, documents, digests or json."""
         return self.folder / f"{self.number:05}.{kind}"
 
 
 class ShardWriter:
-    """Writer of a shard; leaving the `with` block completes it. Documents are added in order."""
+    """Shard writer; leaving the `with` block completes the shard. Documents are added in order."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], weighted: bool) -> None:
         self._files = ShardFiles(folder, number)
@@ -126,7 +126,7 @@ class ShardWriter:
 
 @attrs.frozen
 class TokenShard:
-    """Complete shard, memory-mapped at the first read; `digest` is the SHA-256 of its JSON file."""
+    """Complete shard, memory-mapped at the first read; `digest` is its JSON file's SHA-256."""
 
     files: ShardFiles
     documents: int
@@ -144,18 +144,18 @@ class TokenShard:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """File sizes in bytes, without the JSON file, in the order of the digests."""
+        """File sizes in bytes, without the JSON file, in digest order."""
         weights = {"weights": self.tokens * WEIGHT.itemsize} if self.weighted else {}
         sizes = {"tokens": self.tokens * self.dtype.itemsize, **weights, "documents": self.documents * ROW}
         return {**sizes, "digests": DIGEST * sum(map(count_blocks, sizes.values()))}
 
     @property
     def paths(self) -> list[Path]:
-        """The paths of all files."""
+        """All file paths."""
         return [self.files.path(kind) for kind in (*self.sizes, "json")]
 
     def check_header(self) -> None:
-        """Raise UserError with the path of a file that is missing, has another size, or is a changed JSON file."""
+        """Raise UserError with the path to a file that is missing, has another size, or is a changed JSON file."""
         for kind, size in self.sizes.items():
             path = self.files.path(kind)
             actual = path.stat().st_size if path.is_file() else -1
@@ -165,7 +165,7 @@ class TokenShard:
         self._read_verified("json", self.digest)
 
     def check_content(self) -> None:
-        """Verify all files of the shard. Raises UserError with the path of a file whose content has changed."""
+        """Verify the shard's files. Raises UserError with the path to a file with changed content."""
         self.check_header()
         for file in (self._map(kind) for kind in self.sizes if kind != "digests"):
             file.verify_all()
@@ -182,24 +182,24 @@ class TokenShard:
 
     @property
     def weights(self) -> np.ndarray:
-        """The weights of all ids, float32 (tokens,)."""
+        """Weights for all ids, float32 (tokens,)."""
         return self.read_weights(0, self.tokens)
 
     def read_ids(self, first: int, last: int) -> np.ndarray:
-        """Return the ids of the tokens from `first` to before `last`."""
+        """Return the token ids from `first` to before `last`."""
         return self._map("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
 
     def read_weights(self, first: int, last: int) -> np.ndarray:
-        """Return the weights, float32, of the tokens from `first` to before `last`."""
+        """Return the token weights, float32, from `first` to before `last`."""
         return self._map("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """The end of each document, uint64 (documents,)."""
+        """Document ends, uint64 (documents,)."""
         return self.column("ends")
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of the documents, (documents,)."""
+        """Return a document column, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
@@ -213,11 +213,11 @@ class TokenShard:
 
     @cached_property
     def _file_cache(self) -> dict[str, MappedFile]:
-        """The mapped files of this process, by kind."""
+        """This process's mapped files, by kind."""
         return {}
 
     def _map(self, kind: str) -> MappedFile:
-        """Return a file of the shard, which is mapped at the first call."""
+        """Return a file from the shard, mapped at the first call."""
         if kind not in self._file_cache:
             size, start = self.sizes[kind], 0
             for other, length in self.sizes.items():
@@ -233,11 +233,11 @@ class TokenShard:
 
     @cached_property
     def _digests(self) -> memoryview:
-        """The block digests for all files, in the order of `sizes`."""
+        """Block digests for all files, in the same order as `sizes`."""
         return memoryview(self._read_verified("digests", self.summary["digests"]))
 
     def _read_verified(self, kind: str, digest: str) -> bytes:
-        """Return the content of a small file. Raises UserError if its SHA-256 differs."""
+        """Return a small file's content. Raises UserError if its SHA-256 differs."""
         path = self.files.path(kind)
         content = _read(path)
         if sha256(content).hexdigest() != digest:

@@ -13,7 +13,7 @@ from drawloom.components.ports.corpus import DocumentPart, Split, TokenDocuments
 
 @attrs.frozen(eq=False)
 class ChosenDocuments:
-    """Subset of documents; chosen: their numbers, int64 (documents,), a tensor that processes share."""
+    """Document subset; chosen: the document numbers, int64 (documents,), a tensor shared by processes."""
 
     documents: TokenDocuments
     chosen: Tensor
@@ -26,7 +26,7 @@ class ChosenDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all documents and the choice."""
+        """Digest over all documents and the choice."""
         return hashlib.sha256(f"{self.documents.fingerprint} {self.name}".encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
@@ -37,7 +37,7 @@ class ChosenDocuments:
 
 
 def split_documents(documents: TokenDocuments, keys: np.ndarray, split: Split, fraction: float) -> ChosenDocuments:
-    """Return the documents of a split; keys: uint64 (documents,), hashes; `fraction`: share of the validation split."""
+    """Return a split's documents; keys: uint64 (documents,), hashes; `fraction`: the validation split's share."""
     # the highest bits of a hash suffice
     for_validation = keys >> np.uint64(11) < np.uint64(int(fraction * 2**53))
     chosen = np.flatnonzero(for_validation if split == "validation" else ~for_validation)

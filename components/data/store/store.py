@@ -1,4 +1,4 @@
-"""Token store: a folder of shards and `store.json`, which is written when all shards are complete."""
+"""Token store: a folder with shards and `store.json`, written when all shards are complete."""
 
 import hashlib
 import json
@@ -25,9 +25,9 @@ STORE, LOCK = "store.json", "lock"
 @attrs.frozen(eq=False)
 class Store:
     """
-    TokenDocuments of a token store. Only `store.json` is read until a document is.
+    TokenDocuments in a token store. Until a document is read, only `store.json` is.
 
-    `vocab_size` and `eos_id` are those of the tokenizer, `tokenizer` is its digest.
+    `vocab_size` and `eos_id` come from the tokenizer, `tokenizer` is its digest.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Store:
         return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
 
     def faults(self) -> list[str]:
-        """Verify all files, and describe each one that has changed or does not belong to the store."""
+        """Verify all files, and describe changed files and files that do not belong to the store."""
         faults = [fault for shard in self.shards if (fault := _find_fault(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
@@ -74,7 +74,7 @@ class Store:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Token counts of the documents, int64 (documents,)."""
+        """Token counts by document, int64 (documents,)."""
         lengths = np.empty(self._starts[-1], np.int64)
         for shard, start in zip(self.shards, self._starts, strict=False):
             lengths[start : start + shard.documents] = np.diff(shard.ends, prepend=np.uint64(0))
@@ -82,7 +82,7 @@ class Store:
 
     @cached_property
     def keys(self) -> np.ndarray:
-        """Hashes over each document's ids and weights, uint64 (documents,)."""
+        """Hashes over ids and weights by document, uint64 (documents,)."""
         return np.concatenate([np.empty(0, np.uint64), *(shard.column("keys") for shard in self.shards)])
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
@@ -100,7 +100,7 @@ class Store:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Each shard's first document number, followed by the total document count."""
+        """First document numbers by shard, followed by the total document count."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
     def _find_shard(self, document: int) -> tuple[TokenShard, int]:
@@ -109,7 +109,7 @@ class Store:
         return self.shards[index], document - self._starts[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the content of `store.json`: a worker process maps the shards itself."""
+        """Return the text for `store.json`: a worker process maps the shards itself."""
         return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Store:
 
 
 def fingerprint_of(shards: list[TokenShard]) -> str:
-    """Hash all documents' hashes and lengths with SHA-256, independent of the division into shards."""
+    """Hash all documents' hashes and lengths with SHA-256, independently from the division into shards."""
     digest = hashlib.sha256()
     for shard in shards:
         lengths = np.diff(shard.ends, prepend=np.uint64(0)).astype("<u8")
@@ -127,13 +127,13 @@ def fingerprint_of(shards: list[TokenShard]) -> str:
 
 
 def index_text(index: dict[str, Any]) -> bytes:
-    """Return the content of `store.json`: the index, with the SHA-256 of its JSON."""
+    """Return the text for `store.json`: the index, with its JSON's SHA-256."""
     digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
     return (json.dumps({**index, "digest": digest}) + "\n").encode()
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Return the index in `store.json`. Raises UserError if it is missing, changed, or of another format."""
+    """Return the index in `store.json`. Raises UserError if it is missing, changed, or has another format."""
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
         text = read_regular(path)

@@ -1,14 +1,24 @@
-"""The sizes of a decoder, dense or with experts, and which kinds of layers it has."""
+"""Configs of decoders: sizes, and the specification of every layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
+import torch
 
-from drawloom.components.model.decoder.rope import InvalidSetting, RopeScaling
+from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, scaling_of
 from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.decoder.specs import (
+    Activation,
+    AttentionSpec,
+    Branch,
+    ExpertSpec,
+    MlpSpec,
+)
+from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, names
 from drawloom.graph import between
 from drawloom.graph.component import Bound
+from drawloom.kernels.attention_options import AttentionOptions
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -38,14 +48,23 @@ def size(name: str) -> Bound:
 @attrs.frozen(kw_only=True)
 class DecoderConfig:
     """
-    All that is needed to build a decoder; sizes count channels, heads, layers or token ids.
+    Config of a decoder; sizes count channels, heads, layers or token ids.
 
-    Fields are keys of `config.json`. What sets families apart, beyond sizes, are `qk_norm` and the methods, which a
-    family's own class answers from its own keys.
+    Fields are keys of `config.json`. Class variables and methods choose the mechanisms of layers; a family's own class
+    overrides them.
     """
 
-    qk_norm: ClassVar[bool] = False
-    """Whether queries and keys are normed by head."""
+    qk_norm: ClassVar[Literal["none", "head", "projection"]] = "none"
+    """RMSNorm of queries and keys: by head, or over the whole projection."""
+
+    zero_centered: ClassVar[bool] = False
+    """Whether norms multiply by 1 + weight."""
+
+    activation: ClassVar[Activation] = "silu"
+    """Activation of the gate in feed-forward networks."""
+
+    residual_multiplier = 1.0
+    """Factor of outputs that are added to the residual stream."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -63,38 +82,135 @@ class DecoderConfig:
 
     @property
     def longest_text(self) -> int:
-        """The most tokens that rotary positions are made for: max_position_embeddings, or what scaling makes of it."""
+        """The maximum sequence length of rotary positions: max_position_embeddings, or more if they are scaled."""
         if self.rope_scaling is None or self.rope_scaling.factor is None:
             return self.max_position_embeddings
         # Files of Llama 3 have the extended length as max_position_embeddings, files of Qwen the original one.
         original = self.rope_scaling.original_max_position_embeddings or self.max_position_embeddings
         return max(self.max_position_embeddings, int(self.rope_scaling.factor * original))
 
+    @property
+    def rotary_dim(self) -> int:
+        """The number of channels of a head that are rotated."""
+        return self.head_dim
+
+    @property
+    def logit_multiplier(self) -> float:
+        """The factor of logits."""
+        return 1.0
+
+    def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
+        """Return the factor of embeddings of a dtype."""
+        return 1.0
+
+    @property
+    def score_scale(self) -> float | None:
+        """The factor of attention scores; None: head_dim ** -0.5."""
+        return None
+
     def has_bias(self, projection: str) -> bool:
-        """Whether a linear layer, called as in transformers (`q_proj`), has a bias."""
+        """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
         return False
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens, itself included, a token of this layer attends to at most; None for all before it."""
+        """Return the number of tokens that a token attends to in a layer, itself included; None: all before it."""
         return None
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Return the rotary positions of a layer; None: it has none."""
+        return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
+
+    def attention_of(self, layer: int) -> AttentionSpec:
+        """Return the attention of a layer."""
+        return AttentionSpec(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rope=self.rope_of(layer),
+            window=self.window_of(layer),
+            qk_norm=self.qk_norm,
+            options=AttentionOptions(scale=self.score_scale),
+        )
+
+    def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
+        """Return the feed-forward network or the experts of a layer."""
+        return MlpSpec(width=self.intermediate_size, activation=self.activation)
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        """Return the branches of a layer, in order: here pre-norm attention and a pre-norm feed-forward network."""
+        return (
+            Branch("input_layernorm", "self_attn", self.attention_of(layer)),
+            Branch("post_attention_layernorm", "mlp", self.mlp_of(layer)),
+        )
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """What of a family's own is invalid among these values; those that have no default are given."""
+        """Yield the faults of a family's own keys; `given` has at least the keys without a default."""
         yield from ()
+
+
+def post_norm_branches(config: DecoderConfig, layer: int) -> Sequence[Branch]:
+    """Return attention and a feed-forward network with norms of their outputs instead of their inputs."""
+    return (
+        Branch(None, "self_attn", config.attention_of(layer), "post_attention_layernorm"),
+        Branch(None, "mlp", config.mlp_of(layer), "post_feedforward_layernorm"),
+    )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@attrs.frozen(kw_only=True)
+class LayerTypesConfig(DecoderConfig):
+    """
+    Config that has a type for every layer: full attention, or attention within `sliding_window` tokens.
+
+    By default the last of every `full_attention_interval` layers has full attention. `layer_types` may be longer than
+    the model.
+    """
+
+    full_attention_interval: ClassVar[int] = 4
+
+    sliding_window: int = 4096
+    layer_types: tuple[str, ...] = attrs.field(
+        default=attrs.Factory(lambda self: self.default_types(self.num_hidden_layers), takes_self=True),
+        converter=tuple,
+        metadata={"values": names(FULL, SLIDING)},
+    )
+
+    @classmethod
+    def default_types(cls, layers: int, interval: int | None = None) -> tuple[str, ...]:
+        """Return the types of `layers` layers, by the family's interval or another."""
+        step = interval or cls.full_attention_interval
+        return tuple(SLIDING if (layer + 1) % step else FULL for layer in range(layers))
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    @classmethod
+    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the faults of layers without a type, and of unknown types."""
+        yield from super().faults(given)
+        layers, types = given["num_hidden_layers"], given.get("layer_types")
+        if types is not None and len(types) < layers:
+            why = f"layer_types has {len(types)} types, and num_hidden_layers = {layers}"
+            yield InvalidSetting("layer_types", why, f"write {layers} types, or leave layer_types out")
+        elif types is not None and (unknown := [word for word in types if word not in (FULL, SLIDING)]):
+            why = f"layer_types has {unknown[0]!r}"
+            yield InvalidSetting("layer_types", why, f"write {FULL!r} or {SLIDING!r}")
 
 
 @attrs.frozen(kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """Qwen3 (Qwen team 2025, arXiv 2505.09388): queries and keys are normed by head."""
+    """Config of Qwen3 (Qwen team 2025, arXiv 2505.09388): queries and keys are normed by head."""
 
-    qk_norm: ClassVar[bool] = True
+    qk_norm = "head"
 
 
 @attrs.frozen(kw_only=True)
 class MoeConfig(DecoderConfig):
     """
-    All that is needed to build a decoder with experts; which layers have some, and how they are chosen, is a family's.
+    Config of a decoder with experts. A family decides which layers have experts, and how they are chosen.
 
     `router_aux_loss_coef` and `router_z_loss_coef` are coefficients of losses in training, each a mean over layers.
     """
@@ -102,26 +218,44 @@ class MoeConfig(DecoderConfig):
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    router_aux_loss_coef: float = 0.001  # the default of transformers' MoeConfig
-    router_z_loss_coef: float = 0.0
+    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.001)  # the default of transformers' MoeConfig
+    router_z_loss_coef: float = config_key(COEFFICIENT, 0.0)
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen."""
+        """The router's choice of experts."""
         return Routing()
+
+    @property
+    def shared_width(self) -> int:
+        """The inner width of the experts that all tokens visit."""
+        return 0
+
+    def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
+        if not self.has_experts(layer):
+            return super().mlp_of(layer)
+        return ExpertSpec(
+            experts=self.num_experts,
+            choices=self.num_experts_per_tok,
+            width=self.moe_intermediate_size,
+            routing=self.routing,
+            shared_width=self.shared_width,
+            aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
+            z_loss_coef=self.router_z_loss_coef / self.moe_layers,
+        )
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """More choices than experts, and more experts than files can hold."""
-        if (every := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
-            why = f"num_hidden_layers × num_experts = {every} experts are more than {MAX_EXPERTS_IN_ALL}"
+        """Yield the faults of more choices than experts, and of more experts than files can contain."""
+        if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
+            why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
             yield InvalidSetting("num_experts", why, "write fewer")
         elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
             why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
             yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 
     def has_experts(self, number: int) -> bool:
-        """Whether the layer of this number has experts."""
+        """Return whether a layer has experts."""
         return True
 
     @property
@@ -132,26 +266,25 @@ class MoeConfig(DecoderConfig):
 
 @attrs.frozen(kw_only=True)
 class Qwen3MoeConfig(MoeConfig):
-    """Qwen3 with experts. `mlp_only_layers` are the numbers of layers without."""
+    """Config of Qwen3 with experts. `mlp_only_layers` are the numbers of layers without experts."""
 
-    qk_norm: ClassVar[bool] = True
+    qk_norm = "head"
 
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    mlp_only_layers: tuple[int, ...] = config_key(LAYER_NUMBERS, ())
 
     @property
     def routing(self) -> Routing:
-        """By softmax."""
+        """Routing by softmax scores."""
         return Routing(norm_topk_prob=self.norm_topk_prob)
 
     def has_experts(self, number: int) -> bool:
-        """Whether a layer has experts: each `decoder_sparse_step`-th, without those in `mlp_only_layers`."""
         return has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Invalid numbers of experts and layers; a layer without experts of no size."""
+        """Yield the faults of layer numbers, and of a layer without experts whose size is missing."""
         yield from super().faults(given)
         layers, step = given["num_hidden_layers"], given.get("decoder_sparse_step", 1)
         dense = given.get("mlp_only_layers", ())
@@ -166,12 +299,12 @@ class Qwen3MoeConfig(MoeConfig):
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
-    """Whether a layer has experts: the last of every `decoder_sparse_step` layers, unless it is in mlp_only_layers."""
+    """Return whether a layer has experts: the last of `sparse_step` layers, unless it is in `dense_layers`."""
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
 def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
-    """Invalid combinations of the sizes of attention."""
+    """Yield invalid combinations of attention sizes."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
         why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
@@ -187,7 +320,7 @@ def num_experts(architecture: DecoderConfig) -> int:
 
 
 def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
-    """Why ranks along `tensor` can't share a model with these sizes, as far as they are known."""
+    """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} does not divide by {ranks}"
@@ -200,7 +333,7 @@ def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
 
 
 def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
-    """The size of layers without experts, if there are such layers and no size."""
+    """Yield the fault of a missing intermediate_size, if some layers have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")

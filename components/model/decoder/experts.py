@@ -1,84 +1,84 @@
 """Mixture of experts: a router, and the experts that it sends tokens to."""
 
-import attrs
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import MoeConfig
-from drawloom.components.model.decoder.layer import SwiGLU
+from drawloom.components.model.decoder.context import LayerContext
+from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
+from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import ExpertKernels
+from drawloom.components.ports.parameter_roles import Role
 
 
 class SparseMoeBlock(nn.Module):
     """
-    The sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
+    Sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
 
-    Modules and parameters carry the names of transformers 5's Qwen3MoeSparseMoeBlock: the router is `gate`.
+    With `shared_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
+    DeepSeekMoE, arXiv 2401.06066). Modules and parameters carry the names of transformers 5.
     """
 
-    def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
         self.gate = Router(
             architecture.hidden_size,
-            architecture.num_experts,
-            architecture.num_experts_per_tok,
-            architecture.routing,
+            spec.experts,
+            spec.choices,
+            spec.routing,
             kernels,
-            aux_loss_coef=architecture.router_aux_loss_coef / architecture.moe_layers,
-            z_loss_coef=architecture.router_z_loss_coef / architecture.moe_layers,
+            aux_loss_coef=spec.aux_loss_coef,
+            z_loss_coef=spec.z_loss_coef,
         )
-        self.experts = Experts(architecture, kernels)
+        self.experts = Experts(architecture.hidden_size, spec, kernels)
+        self.has_shared = spec.shared_width > 0
+        if self.has_shared:
+            self.shared_experts = GatedMlp(architecture, MlpSpec(width=spec.shared_width), kernels)
 
-    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
+        Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
 
-        With weights of tokens, float32 (rows, length), the backward pass adds gradients of the router's losses.
+        With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self.gate(hidden, weights)
-        tokens, choices, scale = (each.flatten(0, -2) for each in (hidden, chosen, probabilities))
-        # A view of what experts give is taken here, since FSDP warns of modules that give views.
-        return self.experts(tokens, choices, scale).view_as(hidden)  # type: ignore[no-any-return]
-
-
-class SharedExpertsMoeBlock(SparseMoeBlock):
-    """
-    The same, and a feed-forward network that all tokens visit (Dai et al. 2024, DeepSeekMoE, arXiv 2401.06066).
-
-    It is as wide as `n_shared_experts` experts, which are `shared_experts` in transformers.
-    """
-
-    def __init__(self, architecture: MoeConfig, n_shared_experts: int, kernels: ExpertKernels) -> None:
-        super().__init__(architecture, kernels)
-        width = n_shared_experts * architecture.moe_intermediate_size
-        self.shared_experts = SwiGLU(attrs.evolve(architecture, intermediate_size=width), kernels)
-
-    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
-        """As of the experts alone: hidden states (rows, length, hidden_size) in and out, of the parameters' dtype."""
-        return super().forward(hidden, weights) + self.shared_experts(hidden)  # type: ignore[no-any-return]
+        chosen, probabilities = self.gate(hidden, context.weights)
+        tokens, choices, scale = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
+        # The view of the experts' output is made here, since FSDP warns of modules that return views.
+        mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
+        return mixed + self.shared_experts(hidden) if self.has_shared else mixed
 
 
 class Experts(ExpertParallel):
     """
-    All experts of a layer: `gate_up_proj`, (num_experts, 2 * moe_intermediate_size, hidden_size), whose first half is
-    the gate's, and `down_proj`, (num_experts, hidden_size, moe_intermediate_size). Ranks can share them out.
+    Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
+    `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
     """
 
-    def __init__(self, architecture: MoeConfig, kernels: ExpertKernels) -> None:
+    def __init__(self, width: int, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
-        experts, width, inner = architecture.num_experts, architecture.hidden_size, architecture.moe_intermediate_size
+        experts, inner = spec.experts, spec.width
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
         self.num_experts = experts
+        self.visited = spec.choices / spec.experts
         self.kernels = kernels
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {
+            "gate_up_proj": Role(True, "normal", self.visited),
+            "down_proj": Role(True, "residual", self.visited),
+        }
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Hidden states (tokens, hidden_size) in and out, through the experts `chosen` for each token, int64 (tokens,
-        choices), each weighted by its probability, at least float32 of the same shape.
+        Map hidden states (tokens, hidden_size) by the experts `chosen` for each token, int64 (tokens, choices).
+
+        Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token.
         """
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
@@ -88,5 +88,5 @@ class Experts(ExpertParallel):
         return here.combine(self.project("down_proj", mixed, here.ends))
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows (rows, inputs), sorted by expert, times a parameter (experts, outputs, inputs): (rows, outputs)."""
+        """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
         return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)

@@ -1,15 +1,15 @@
 """Decoders in Hugging Face's form: names of parameters, and reading and writing of `config.json`."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import MAX_SIZES, DecoderConfig, head_faults
+from drawloom.components.model.decoder.config import MAX_SIZES, DecoderConfig, head_faults, num_experts
 from drawloom.components.model.decoder.rope import InvalidSetting, read_rope, rope_faults, rope_parameters_of
+from drawloom.components.model.decoder.values import values_of
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.strict_json import parse
@@ -18,9 +18,10 @@ from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
 
 
-def mapper_of(names: Iterable[str], num_experts: int) -> Mapper:
-    """Maps parameters of these names to the tensors of files; `num_experts` is the number in a layer, or 0."""
-    return parallel(*(_mapper_of(name, num_experts) for name in names))
+def decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper from parameters of these names to the tensors of files."""
+    count = num_experts(architecture)
+    return parallel(*(_mapper_of(name, count) for name in names))
 
 
 def _mapper_of(name: str, num_experts: int) -> Mapper:
@@ -39,15 +40,21 @@ def _halves(experts: Iterable[str]) -> Iterator[Mapper]:
         yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
 
 
+def _same(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
 @attrs.frozen
 class Family:
     """
-    A family of models: its component's name, its architecture, and its names in a `config.json`.
+    Family of models: its component's name, its config class, and its keys in a `config.json`.
 
     `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
-    `nullable` are keys that may be null; `renamed` are keys that the family's files call otherwise. With
-    `derives_head_dim` a config may leave out the sizes of heads.
+    `nullable` are keys that may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a
+    config may leave out the sizes of heads. `read` converts a `config.json` to the keys of the config class, before
+    defaults are filled in, and raises ValueError, with a reason that follows the path, for a config that can't be
+    built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to the tensors of files.
     """
 
     component: str
@@ -61,20 +68,23 @@ class Family:
     nullable: tuple[str, ...] = ()
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
+    read: Callable[[dict[str, Any]], dict[str, Any]] = _same
+    write: Callable[[dict[str, Any]], dict[str, Any]] = _same
+    mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = decoder_mapper
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a `config.json` that have one form; those of rotary positions have two."""
+        """The keys of a `config.json` except the scaling of rotary positions, which has two forms."""
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
     def settings(self) -> list[str]:
-        """The names of the settings that a config gives."""
+        """The names of the settings that a config sets."""
         return [*self.keys, "rope_scaling", "rope_parameters"]
 
 
 MAX_CONFIG = 2**20
-"""Bytes of a config that are read at most; real ones have a few thousand."""
+"""Maximum size of a config in bytes; real ones have a few thousand."""
 
 OTHER_KEYS = {"num_local_experts": "num_experts"}
 """From a newer name in transformers to the name in published files."""
@@ -84,30 +94,31 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 
 def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
-    """The `config.json` of a model; `end` is the id that ends a text, if there is a tokenizer."""
+    """Return the `config.json` of a model; `end` is the id that ends a text, if there is a tokenizer."""
     numbers = {family.renamed.get(key, key): _plain(getattr(architecture, key)) for key in family.keys}
-    known_end = {} if end is None else {"eos_token_id": end}
+    # transformers' defaults of a family may lie outside of a smaller vocabulary.
+    known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta, architecture.head_dim)
-    return {**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True}
+    rope = rope_parameters_of(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
+    return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True})
 
 
 def read_config(family: Family, path: Path) -> DecoderConfig:
-    """The architecture in a `config.json`, or in a folder with one; UserError if it is not of the family."""
+    """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = config_path(path)
     return _architecture(family, read_json(path), path)
 
 
 def config_path(path: Path) -> Path:
-    """The `config.json` of a folder, or the path itself."""
+    """Return the path of a folder's `config.json`, or the path itself if it is not a folder."""
     return path / "config.json" if path.is_dir() else path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a `config.json`; UserError if it can't be read."""
+    """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
         with open_regular_file(path, "write the path of a config.json") as file:
-            # The path may be any file: one of gigabytes is not read whole to find that it is no config.
+            # The path may be any file, so at most MAX_CONFIG bytes are read.
             text = file.read(0, min(file.size, MAX_CONFIG))
     except UserError as error:
         raise UserError(f"config: {error}") from error
@@ -116,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):
-        raise UserError(f"config: {path} holds no JSON object; write the path of a config.json")
+        raise UserError(f"config: {path} does not contain a JSON object; write the path of a config.json")
     return config
 
 
@@ -125,7 +136,8 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
     try:
-        base, rope = read_rope(config)
+        config = family.read(config)
+        base, rope = read_rope(config, "partial_rotary_factor" in family.keys)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
     config |= {"rope_theta": base}
@@ -134,93 +146,71 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
     config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}} | {
         key: None for key in family.nullable if key in config and config[key] is None
     }
-    found = {key: config[key] for key in family.keys if key in config}
-    found = _with_head_sizes(family, found)
-    for reason in (*_differences(family, config), *_gaps(family, found), *_wrong_types(family, found)):
+    values = {key: config[key] for key in family.keys if key in config}
+    values = _with_head_sizes(family, values)
+    for reason in (*_differences(family, config), *_gaps(family, values), *_wrong_types(family, values)):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
-    architecture = family.architecture(**{**found, "rope_scaling": rope})
-    if reason := _other_windows(architecture, config):
-        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
+    architecture = family.architecture(**{**values, "rope_scaling": rope})
     for fault in architecture_faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
+    if reason := _other_windows(architecture, config):
+        raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
     return architecture
 
 
 def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
-    """Sizes that do not fit one another."""
+    """Yield faults of sizes that do not fit one another."""
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
-        yield from rope_faults(architecture.rope_scaling, architecture.head_dim)
+        yield from rope_faults(architecture.rope_scaling, architecture.rotary_dim)
     yield from architecture.faults(attrs.asdict(architecture, recurse=False))
 
 
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Values of a config that the model does not implement."""
-    # Any config may have is_causal, which only those of embedders do; none that is written needs it.
+    """Yield values of a config that the model does not implement."""
+    # Configs of text embedders may have is_causal = false.
     for key, value in {"model_type": family.model_type, "is_causal": True, **FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
 
 
 def _other_windows(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
-    """Why `layer_types` are not those that other keys say; empty if they are, or if it is missing."""
+    """Return why `layer_types` contradicts other keys, or an empty string if it does not."""
     layers = range(architecture.num_hidden_layers)
     kinds = ["full_attention" if architecture.window_of(n) is None else "sliding_attention" for n in layers]
-    if (config.get("layer_types") or kinds) == kinds:
+    if (config.get("layer_types") or kinds)[: len(kinds)] == kinds:
         return ""
     return f"says layer_types other than {json.dumps(kinds)}, which its other keys say, and only these can be built"
 
 
-def _with_head_sizes(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the sizes of heads that transformers derives where they are missing, unless a family has others."""
-    found = dict(found)
-    heads, width = found.get("num_attention_heads"), found.get("hidden_size")
+def _with_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add missing sizes of heads as transformers derives them, if the family does."""
+    values = dict(values)
+    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if family.derives_head_dim and type(heads) is int and type(width) is int and heads > 0:
-        found.setdefault("head_dim", width // heads)
-        found.setdefault("num_key_value_heads", heads)
-    return found
+        values.setdefault("head_dim", width // heads)
+        values.setdefault("num_key_value_heads", heads)
+    return values
 
 
-def _gaps(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
-    """Missing keys; rope_theta is one, because transformers' default of it is not Qwen3's."""
+def _gaps(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
-    if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in found]:
+    if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in values]:
         yield f"lacks {', '.join(missing)}"
 
 
-def _wrong_types(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
-    types = {field.name: field.type for field in attrs.fields(family.architecture)}
-    for name, value in found.items():
+def _wrong_types(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+    fields = {field.name: field for field in attrs.fields(family.architecture)}
+    for name, value in values.items():
         if value is None and name in family.nullable:
             continue
-        wanted, fits = KINDS.get(name) or KINDS[types[name]]
-        if fits(value) and name in MAX_SIZES and value > MAX_SIZES[name]:
+        valid = values_of(fields[name])
+        if valid.is_valid(value) and name in MAX_SIZES and value > MAX_SIZES[name]:
             yield f"says {name} = {value}, which is more than {MAX_SIZES[name]}"
-        elif not fits(value):
-            yield f"says {name} = {json.dumps(value)}, which is not {wanted}"
-
-
-def _is_number(value: Any) -> bool:
-    # isinstance would take a bool for an int.
-    return type(value) is int or (type(value) is float and math.isfinite(value))
+        elif not valid.is_valid(value):
+            yield f"says {name} = {json.dumps(value)}, which is not {valid.description}"
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    bool: ("true or false", lambda value: type(value) is bool),
-    int: ("int above 0", lambda value: type(value) is int and value > 0),
-    float: ("float above 0", lambda value: _is_number(value) and value > 0),
-    "sliding_window": ("int above 0", lambda value: type(value) is int and value > 0),
-    "max_window_layers": ("int of 0 or more", lambda value: type(value) is int and value >= 0),
-    "router_aux_loss_coef": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
-    "router_z_loss_coef": ("float of 0 or more", lambda value: _is_number(value) and value >= 0),
-    "first_k_dense_replace": ("int of 0 or more", lambda value: type(value) is int and value >= 0),
-    "mlp_only_layers": (
-        "a list of layers' numbers",
-        lambda value: type(value) is list and all(type(number) is int and number >= 0 for number in value),
-    ),
-}
-"""By type or name of a field: a description of its values, and a check."""

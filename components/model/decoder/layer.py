@@ -1,109 +1,72 @@
-"""A decoder layer: attention, then a gated feed-forward network or experts."""
+"""A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from drawloom.components.model.decoder.attention import Attention
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.layers import Linear, RMSNorm
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.model.decoder.context import LayerContext
+from drawloom.components.model.decoder.experts import SparseMoeBlock
+from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.specs import (
+    AttentionSpec,
+    Branch,
+    ExpertSpec,
+    MlpSpec,
+    PartSpec,
+)
+from drawloom.components.model.layers import RMSNorm
 from drawloom.components.ports.model import Kernels
 
-
-class Attention(TensorParallel):
-    """
-    Causal self-attention inside each document, with or without biases and RMSNorm of queries and keys by head.
-
-    Modules carry the names of Hugging Face's attention layers. Ranks share out the heads.
-    """
-
-    def __init__(self, architecture: DecoderConfig, kernels: Kernels) -> None:
-        super().__init__()
-        width, head_dim, has_bias = architecture.hidden_size, architecture.head_dim, architecture.has_bias
-        of_queries, of_keys = (
-            heads * head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads)
-        )
-        self.q_proj = Linear(width, of_queries, kernels, has_bias("q_proj"), unit=head_dim)
-        self.k_proj = Linear(width, of_keys, kernels, has_bias("k_proj"), unit=head_dim)
-        self.v_proj = Linear(width, of_keys, kernels, has_bias("v_proj"), unit=head_dim)
-        if architecture.qk_norm:
-            self.q_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
-            self.k_norm = RMSNorm(head_dim, architecture.rms_norm_eps, kernels)
-        self.o_proj = Linear(of_queries, width, kernels, has_bias("o_proj"), "rowwise", head_dim)
-        self.qk_norm = architecture.qk_norm
-        self.head_dim = head_dim
-        self.kernels = kernels
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
-        """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
-
-        cos and sin, float32 (rows, length, head_dim // 2), rotate queries and keys; `mask` is what
-        the kernels' attention_mask makes of the document ids of a microbatch, within which tokens attend.
-        """
-        hidden = self.ranks.gather_tokens(hidden, cos.shape[:2])
-        by_head = *cos.shape[:2], -1, self.head_dim
-        q, k, v = (project(hidden).view(by_head) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
-            # One kernel norms and rotates both, as it reads each vector once.
-            q, k = self.kernels.qk_norm_rope(q, k, q_weight, k_weight, eps=self.q_norm.eps, cos=cos, sin=sin)
-        else:
-            q, k = self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
-        mixed = self.kernels.attention(q, k, v, mask)
-        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
-
-
-class SwiGLU(TensorParallel):
-    """
-    down_proj(silu(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's MLP layers.
-
-    Ranks share out the channels inside.
-    """
-
-    def __init__(self, architecture: DecoderConfig, kernels: Kernels) -> None:
-        super().__init__()
-        width, inner, has_bias = architecture.hidden_size, architecture.intermediate_size, architecture.has_bias
-        self.gate_proj = Linear(width, inner, kernels, has_bias("gate_proj"))
-        self.up_proj = Linear(width, inner, kernels, has_bias("up_proj"))
-        self.down_proj = Linear(inner, width, kernels, has_bias("down_proj"), "rowwise")
-        self.kernels = kernels
-
-    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
-        """
-        Hidden states (..., hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
-
-        Weights are not used.
-        """
-        hidden = self.ranks.gather_tokens(hidden)
-        inside = self.kernels.swiglu(self.gate_proj(hidden), self.up_proj(hidden))
-        return self.ranks.reduce_scatter_tokens(self.down_proj(inside))
+PARTS: dict[type[PartSpec], Any] = {
+    AttentionSpec: Attention,
+    MlpSpec: GatedMlp,
+    ExpertSpec: SparseMoeBlock,
+}
+"""The module class for each class of specifications."""
 
 
 class Block(nn.Module):
     """
-    A pre-norm transformer layer: attention, then `mlp`, dense or of experts, each added to the residual stream.
+    A transformer layer of several branches: norm, module and norm, added to the residual stream.
 
     Modules carry the names of Hugging Face's decoder layers.
     """
 
-    def __init__(self, architecture: DecoderConfig, kernels: Kernels, mlp: nn.Module) -> None:
+    def __init__(self, architecture: DecoderConfig, branches: Sequence[Branch], kernels: Kernels) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
-        self.self_attn = Attention(architecture, kernels)
-        self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
-        self.mlp = mlp
+        self.branches = tuple(branches)
+        self.residual_multiplier = architecture.residual_multiplier
         self.kernels = kernels
+        for branch in self.branches:
+            for name in filter(None, (branch.norm_before, branch.norm_after)):
+                norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
+                self.add_module(name, norm)
+            self.add_module(branch.name, PARTS[type(branch.spec)](architecture, branch.spec, kernels))
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Any, weights: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, in and out; split tokens with `ranks`.
+        Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
+        """
+        output: Tensor | None = None  # of the branch before, which is not yet part of the stream
+        for branch in self.branches:
+            inputs, hidden = self._add_and_norm(output, hidden, branch.norm_before)
+            output = self.get_submodule(branch.name)(inputs, context)
+            if branch.norm_after is not None:
+                output = self.get_submodule(branch.norm_after)(output)
+            if self.residual_multiplier != 1.0:
+                output = output * self.residual_multiplier
+        return hidden if output is None else hidden + output
 
-        cos and sin are float32 (rows, length, head_dim // 2); `mask` is the kernels' attention_mask of the microbatch;
-        weights, float32 (rows, length), say how much each token counts for losses inside of the layer.
-        """
-        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
+    def _add_and_norm(self, output: Tensor | None, hidden: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
+        """Return the input of the next branch, and the residual stream with the output of the branch before."""
+        if name is None:
+            summed = hidden if output is None else hidden + output
+            return summed, summed
+        norm: Any = self.get_submodule(name)
+        if output is None:
+            return norm(hidden), hidden
         # One kernel adds and norms, which saves a pass over memory.
-        weight, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
-        normed, hidden = self.kernels.add_rms_norm(mixed, hidden, weight, eps)
-        return hidden + self.mlp(normed, weights)  # type: ignore[no-any-return]
+        return self.kernels.add_rms_norm(output, hidden, norm.weight, norm.eps, norm.zero_centered)

@@ -1,6 +1,6 @@
 """The module of a span of layers, with the submodules and names of Hugging Face's models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.rope import scaling_of
+from drawloom.components.model.decoder.specs import AttentionSpec, Branch
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
-from drawloom.kernels.rope_frequencies import rope_angles
 
 
 def check_hidden_states(shared: TokenContext, layers: int) -> None:
-    """Raise ValueError for hidden states that are asked for and that a model of `layers` layers does not have."""
+    """Raise ValueError for a request for hidden states that a model of `layers` layers can't return."""
     asked = () if shared.hidden_states is None else shared.hidden_states.layers
     if unknown := [number for number in asked if not 0 <= number <= layers]:
         raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
@@ -31,12 +31,12 @@ def means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None 
     """
     Return means over the tokens of each document: at least float32 (rows, count, hidden_size), zeros without tokens.
 
-    hidden: (rows, length, hidden_size); documents: int64 (rows, length), of which those from `count` on are left out;
-    weights: bool or floating (rows, length), 1 if left out.
+    hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `count` on are skipped;
+    weights: bool or floating (rows, length); default: 1.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     numbers = torch.arange(count, device=documents.device)
-    # A product and no scattered sum, so that the order of additions, and the result, is the same each time.
+    # A product instead of a scattered sum, because its order of additions is fixed.
     members = (documents[:, None, :] == numbers[:, None]).to(dtype)
     if weights is not None:
         members = members * weights[:, None, :]
@@ -48,32 +48,32 @@ class Decoder(TensorParallel):
     """
     Layers under their numbers in the whole model, with or without the embedding and the last norm.
 
-    `mlp` builds the feed-forward network of a layer, from its number. `layers` is a ModuleDict, since a ModuleList
-    would number every span's layers from 0. A tied head needs the embedding's weight: a span with the head holds
-    `embed_tokens`, too, a separate tensor if the embedding itself is on another span.
+    `layers` is a ModuleDict, since a ModuleList would number every span's layers from 0. A tied head needs the
+    embedding's weight, so a span with the head has `embed_tokens`, too: a separate tensor if the embedding itself is on
+    another span.
     """
 
-    def __init__(
-        self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
-    ) -> None:
+    def __init__(self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels) -> None:
         super().__init__()
         self.architecture = architecture
         self.span = span
         self.kernels = kernels
-        self.scaling = scaling_of(architecture.rope_scaling, architecture.max_position_embeddings)
         if span.embedding or (span.head and architecture.tie_word_embeddings):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
-        self.windows = [architecture.window_of(number) for number in range(span.first, span.last)]
+        branches = {number: architecture.branches_of(number) for number in range(span.first, span.last)}
+        self.attention = [attention_among(layer) for layer in branches.values()]
         self.layers = nn.ModuleDict(
-            {str(n): Block(architecture, kernels, mlp(n)) for n in range(span.first, span.last)}
+            {str(number): Block(architecture, layer, kernels) for number, layer in branches.items()}
         )
         if span.head:
-            self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels)
+            self.norm = RMSNorm(
+                architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered
+            )
 
     def forward(self, inputs: Any, shared: TokenContext) -> Any:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, behind the last norm if there is one; with
-        `shared.hidden_states` a pair of them and those that are asked for.
+        Return hidden states (rows, length, hidden_size), of the parameters' dtype, after the last norm if the span has
+        it; with `shared.hidden_states` a pair of them and the requested hidden states.
 
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states. With `ranks`
         hidden states between stages are split tokens.
@@ -93,43 +93,58 @@ class Decoder(TensorParallel):
                     kept[number] = means(rows, documents, wanted.documents, shared.mean_weights)
         if self.span.head:
             hidden = whole(hidden)
+            if (multiplier := self.architecture.logit_multiplier) != 1.0:
+                hidden = hidden * multiplier  # logits are linear in hidden states
         return hidden if wanted is None else (hidden, kept)
 
     def _outputs(self, hidden: Tensor, shared: TokenContext) -> Iterator[tuple[int, Tensor]]:
         """
-        What the embedding gives, as layer 0, then each layer, and the last norm, under the last layer's number again.
+        Yield the embedding's output as layer 0, then each layer's, and the last norm's under the last layer's number.
 
         hidden: token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """
         if self.span.embedding:
             hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
+            if (multiplier := self.architecture.embedding_multiplier_in(hidden.dtype)) != 1.0:
+                hidden = hidden * multiplier
             yield 0, hidden
-        architecture = self.architecture
-        cos, sin = rope_angles(shared.positions, architecture.head_dim, architecture.rope_theta, self.scaling)
-        # One mask for all layers of a window.
+        for (number, layer), context in zip(self.layers.items(), self._contexts(shared), strict=True):
+            hidden = layer(hidden, context)
+            yield int(number) + 1, hidden
+        if self.span.head:
+            yield self.architecture.num_hidden_layers, self.norm(hidden)
+
+    def _contexts(self, shared: TokenContext) -> list[LayerContext]:
+        """Return the context of each layer; layers share masks of the same window and angles of the same positions."""
+        specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(
                 shared.document_ids, window, shared.part, shared.cache, shared.whole_rows
             )
-            for window in dict.fromkeys(self.windows)
+            for window in dict.fromkeys(attention.window for attention in specs)
         }
-        for (number, layer), window in zip(self.layers.items(), self.windows, strict=True):
-            hidden = layer(hidden, cos, sin, masks[window], shared.weights)
-            yield int(number) + 1, hidden
-        if self.span.head:
-            yield architecture.num_hidden_layers, self.norm(hidden)
+        ropes = dict.fromkeys(attention.rope for attention in specs)
+        angles = {rope: None if rope is None else rope.angles(shared.positions) for rope in ropes}
+        without = LayerContext(shared.document_ids, weights=shared.weights)
+        return [
+            without if layer is None else without._replace(angles=angles[layer.rope], mask=masks[layer.window])
+            for layer in self.attention
+        ]
+
+
+def attention_among(branches: Sequence[Branch]) -> AttentionSpec | None:
+    """Return the specification of a layer's attention, or None if the layer has no attention."""
+    return next((branch.spec for branch in branches if isinstance(branch.spec, AttentionSpec)), None)
 
 
 class CausalLM(nn.Module):
-    """A span of the model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
+    """Span of a model: `model`, the decoder, and `lm_head` if the span has the head and the head is not tied."""
 
-    def __init__(
-        self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels, mlp: Callable[[int], nn.Module]
-    ) -> None:
+    def __init__(self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels) -> None:
         super().__init__()
         self.span = span
         self.kernels = kernels
-        self.model = Decoder(architecture, span, kernels, mlp)
+        self.model = Decoder(architecture, span, kernels)
         self.tied = architecture.tie_word_embeddings
         self.lm_head: Any
         has_own_head = span.head and not self.tied
@@ -138,8 +153,7 @@ class CausalLM(nn.Module):
 
     def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
         """
-        Hidden states (rows, length, hidden_size), of the parameters' dtype, or with the head what `finish` makes of
-        them.
+        Return hidden states (rows, length, hidden_size), of the parameters' dtype, or `finish(hidden, head)`.
 
         Inputs are token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
+from torch import Tensor
 
 from drawloom.graph import above, at_least, between, setting
 from drawloom.kernels.rope_frequencies import (
@@ -16,8 +17,28 @@ from drawloom.kernels.rope_frequencies import (
     NtkScaling,
     Scaling,
     YarnScaling,
-    scaled_base,
+    rope_angles,
+    scale_base,
 )
+
+
+@attrs.frozen
+class Rope:
+    """
+    Rotary positions of a layer: the first `dim` channels of a head are rotated.
+
+    Channel i is paired with channel i + dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1.
+    """
+
+    dim: int
+    base: float
+    scaling: Scaling = None
+    interleaved: bool = False
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, float32 (rows, length, dim // 2), of integer positions (rows, length)."""
+        return rope_angles(positions, self.dim, self.base, self.scaling)
+
 
 USED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -138,7 +159,7 @@ def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> 
         return {}
     given = rope.given()
     if rope.rope_type == "ntk":
-        return {"rope_theta": scaled_base(base, head_dim, given["factor"])}
+        return {"rope_theta": scale_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
         given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
@@ -166,19 +187,43 @@ def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
 
 
-def read_rope(config: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
-    """The base, None if it is missing, and the scaling; ValueError for what can't be built."""
+def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
+    """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError("has rope_scaling that is no object")
     for part in (rope, config):
-        if part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        if not can_be_partial and part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
             raise ValueError(
                 "rotates a part of each head only (partial_rotary_factor), where only the whole can be built"
             )
     base = rope.get("rope_theta", config.get("rope_theta"))
     return base, _scaling(rope, config)
+
+
+def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
+    """
+    Replace rope_parameters by layer type by those of full attention; put the base of sliding attention under `sliding`.
+
+    `base` is its default. Raises ValueError if sliding attention scales its positions.
+    """
+    by_type = config.get("rope_parameters")
+    if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
+        return dict(config)
+    local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
+    if not isinstance(local, Mapping) or not isinstance(full, Mapping):
+        raise ValueError("has rope_parameters that are not an object by layer type")
+    if local.get("rope_type", "default") != "default":
+        raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
+    return {**config, "rope_parameters": full, sliding: local.get("rope_theta", base)}
+
+
+def write_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any]:
+    """Return a config with rope_parameters by layer type, as in transformers 5; `base` is that of sliding attention."""
+    full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    sliding = {"rope_type": "default", "rope_theta": base}
+    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:

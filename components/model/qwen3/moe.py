@@ -1,14 +1,8 @@
 """The component `model.qwen3.moe`."""
 
-from typing import Any
-
-from torch import nn
-
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import Qwen3MoeConfig, size
-from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.layer import SwiGLU
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting
@@ -80,9 +74,3 @@ class Qwen3Moe(DecoderBuilder):
         impact="changes_training",
         doc="coefficient of the router's z-loss, which keeps its logits small; the config's, or 0, if left out",
     )
-
-    def mlp_of(self, number: int) -> nn.Module:
-        architecture: Any = self.architecture
-        if architecture.has_experts(number):
-            return SparseMoeBlock(architecture, self.kernels)
-        return SwiGLU(architecture, self.kernels)

@@ -1,1 +1,1 @@
-"""Circular pipeline of MaxText as one program: all stages run at once, and all outputs move on by one stage."""
+"""MaxText's circular pipeline as one program: all stages run at once, and all outputs move on by one stage."""

@@ -1,11 +1,11 @@
 """
-Buffers of a circular pipeline, named as in MaxText, and the moves between stages in every iteration.
+Circular pipeline buffers, named as in MaxText, and the moves between stages in every iteration.
 
-`shift` contains the next input of every stage. `state_io` contains inputs, later replaced by outputs, distributed over
-the stages: one of its columns moves up by one stage in every iteration, so that the first stage gets its next input and
-the last stage a free slot for its output. `circ_storage` keeps outputs of the last stage until the first stage needs
-them in the next repeat. Early moves read tensors from before the iteration, so that they overlap its computation; late
-moves read its outputs.
+`shift` contains every stage's next input. `state_io` contains inputs, later replaced by outputs, distributed over the
+stages: in every iteration one column moves up by one stage, so the first stage gets its next input and the last stage a
+free slot for its output. `circ_storage` keeps the last stage's outputs until the first stage needs them in the next
+repeat. Early moves read tensors from before the iteration, so they overlap its computation; late moves read its
+outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ Buffer = Literal["shift", "state_io", "circ_storage"]
 
 @attrs.frozen
 class Move:
-    """Move of a microbatch's tensor into another stage's buffer; `column` is a column of `state_io`."""
+    """Move of a microbatch's tensor into another stage's buffer; `column` is a `state_io` column."""
 
     source: int
     target: int
@@ -31,7 +31,7 @@ class Move:
 
 
 def early_moves(table: Timetable, iteration: int) -> list[Move]:
-    """Return moves of tensors from before the iteration: in `state_io`, and outputs of the previous iteration."""
+    """Return moves for tensors from before the iteration: in `state_io`, and the previous iteration's outputs."""
     moves = [*_state_io_moves(table, iteration)]
     if table.latency == 2:
         moves += _shift_moves(table, iteration - 1)
@@ -44,7 +44,7 @@ def early_moves(table: Timetable, iteration: int) -> list[Move]:
 
 
 def late_moves(table: Timetable, iteration: int) -> list[Move]:
-    """Return moves of an iteration's outputs to the next stages, if forwarding is not delayed."""
+    """Return moves that pass an iteration's outputs to the next stages, if forwarding is not delayed."""
     return [*_shift_moves(table, iteration)] if table.latency == 1 else []
 
 
@@ -55,7 +55,7 @@ def _state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
 
 
 def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
-    """Yield moves of an iteration's outputs to the next stages, and to the first stage if it needs one now."""
+    """Yield moves that pass an iteration's outputs to the next stages, and to the first stage if it needs one now."""
     for stage in range(table.stages - 1):
         if (item := table.item(iteration, stage)) is not None:
             yield Move(stage, stage + 1, "shift", item.microbatch)
@@ -66,11 +66,11 @@ def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
 @attrs.define(eq=False)
 class Buffers:
     """
-    Buffers of consecutive `local_stages`.
+    Buffers for consecutive `local_stages`.
 
     `state_io` contains a row of columns per local stage, and `shift` the next inputs by stage. `circ_storage`, on the
-    rank of stage 0, contains outputs that reenter the pipeline, by microbatch. `before` and `outputs` are the outputs
-    of the previous and of the current iteration, by stage.
+    rank of stage 0, contains reentering outputs by microbatch. `before` and `outputs` are the previous and the current
+    iteration's outputs, by stage.
     """
 
     table: Timetable
@@ -92,7 +92,7 @@ class Buffers:
         return cls(table, local_stages, rows)
 
     def take_input(self, iteration: int, stage: int) -> Tensor:
-        """Remove and return the input (any shape) of a stage that is not in the bubble."""
+        """Remove and return a stage's input (any shape), unless the stage is in the bubble."""
         if stage == 0 and iteration < self.table.slots:
             return self._pop(0, iteration % self.table.columns)
         if stage == 0 and self.table.uses_circ_storage:
@@ -100,7 +100,7 @@ class Buffers:
         return self.shift.pop(stage)
 
     def take(self, move: Move, *, late: bool) -> Tensor:
-        """Return the tensor (any shape) that a move reads from a local stage."""
+        """Read a move's tensor (any shape) from a local stage."""
         if move.buffer == "state_io":
             return self._pop(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]
@@ -115,13 +115,13 @@ class Buffers:
             self.circ_storage[move.microbatch] = value
 
     def put_finished(self, iteration: int) -> None:
-        """Write an output that leaves the pipeline in this iteration into the last stage's free slot of `state_io`."""
+        """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
         last = self.table.stages - 1
         if last in self.outputs and self.table.finishes(iteration) is not None:
             self.state_io[-1][iteration % self.table.columns] = self.outputs[last]
 
     def results(self) -> list[Tensor]:
-        """Return the outputs (...) of these stages after the last iteration, in the order of microbatches."""
+        """Return these stages' outputs (...) after the last iteration, in microbatch order."""
         columns = [self.table.column(number) for number in range(self.table.columns)]
         return [tensor for row in self.state_io for tensor in (row[column] for column in columns) if tensor is not None]
 

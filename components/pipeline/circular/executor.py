@@ -1,9 +1,9 @@
 """
-Executor of MaxText's circular pipeline: one program for all ranks, whose backward pass autograd derives.
+Executor for MaxText's circular pipeline: one program for all ranks, whose backward pass autograd derives.
 
 Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. Every rank embeds its share of the
-microbatches, and computes the head and the losses of the same microbatches, so that all ranks have the same work. In
-between, hidden states pass through the layers of all ranks, in as many repeats as a rank has stages.
+microbatches, and computes their heads and losses, so all ranks have the same work. In between, hidden states pass
+through all ranks' layers, in as many repeats as a rank has stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,18 +29,20 @@ from drawloom.graph.wiring.node import NodeView
 
 @component(impact="safe")
 class CircularExecutor(ProgramExecutor):
-    """Executor that trains with the circular pipeline, and evaluates with a program of forward passes."""
+    """Executor that trains with the circular pipeline, and evaluates with a forward-only program."""
 
     delayed: bool = setting(
         default=False,
-        doc="forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide the "
-        "latency of messages",
+        doc=(
+            "forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide "
+            "message latency"
+        ),
     )
     embeds_on_every_rank: ClassVar[bool] = True
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of any executor, and settings that the circular pipeline does not support."""
+        """Yield any executor's problems, and settings unsupported by the circular pipeline."""
         yield from super().constraints(node)
         if node.settings["streams"]:
             text = f"[{node.name}] runs one pass after another, so that none overlap"
@@ -55,7 +57,7 @@ class CircularExecutor(ProgramExecutor):
 
     @property
     def _owners(self) -> tuple[int, ...]:
-        """Return the ranks of stages in evaluation, in which the model's ends are the first and the last stage."""
+        """Return the stages' ranks in evaluation, where the model's ends are the first and the last stage."""
         return (0, *super()._owners, self.mesh.sizes.pipeline - 1)
 
     def train(self, state: StepState) -> None:
@@ -121,6 +123,6 @@ def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, devic
 
 
 def _paths(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the tensors of a microbatch's losses with their paths."""
+    """Yield a microbatch's loss tensors with their paths."""
     yield from ((("loss",), losses["loss"]), (("weight",), losses["weight"]))
     yield from ((("sums", name), tensor) for name, tensor in losses["sums"].items())

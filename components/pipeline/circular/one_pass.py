@@ -1,4 +1,4 @@
-"""Forward pass of a circular pipeline on this rank: iterations, and the moves of tensors between them."""
+"""Circular pipeline's forward pass on this rank: iterations, and tensor moves between them."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ RunBlock = Callable[[int, int, Tensor], Tensor]
 
 @attrs.frozen
 class _MovesInFlight:
-    """Moves in flight: tensors that stay on this rank, and an exchange with other ranks."""
+    """Moves in flight: this rank's tensors, and an exchange with other ranks."""
 
     local: list[tuple[Move, Tensor]]
     incoming: list[Move]
@@ -27,8 +27,8 @@ class ForwardPass:
     """
     Forward pass over all microbatches, with its state between iterations.
 
-    `metas` are shapes and dtypes between stages by microbatch. `token` is the autograd token, on which the last
-    exchange depends.
+    `metas` are shapes and dtypes between stages by microbatch. The last exchange depends on `token`, the autograd
+    token.
     """
 
     table: Timetable
@@ -40,13 +40,13 @@ class ForwardPass:
     token: Tensor
 
     def run(self) -> list[Tensor]:
-        """Run all iterations, and return the outputs (...) of this rank's share of microbatches, in order."""
+        """Run all iterations, and return the outputs (...) for this rank's microbatches, in order."""
         for iteration in range(self.table.iterations):
             self._iterate(iteration)
         return self.buffers.results()
 
     def _iterate(self, iteration: int) -> None:
-        """Run every stage that is not in the bubble, and move its output to the next stage."""
+        """Run every stage outside the bubble, and move its output to the next stage."""
         # Early moves overlap the computation of the stages.
         in_flight = self._begin(early_moves(self.table, iteration), late=False)
         self.buffers.outputs = self._work(iteration)
@@ -56,7 +56,7 @@ class ForwardPass:
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
     def _work(self, iteration: int) -> dict[int, Tensor]:
-        """Run the stages that are not in the bubble, and return their outputs (...) by stage."""
+        """Run the stages outside the bubble, and return their outputs (...) by stage."""
         outputs = {}
         for stage in self.buffers.local_stages:
             if (item := self.table.item(iteration, stage)) is not None:
@@ -66,7 +66,7 @@ class ForwardPass:
         return outputs
 
     def _begin(self, moves: Sequence[Move], *, late: bool) -> _MovesInFlight:
-        """Start moves: collect the tensors of this rank's stages, and send those that leave the rank."""
+        """Start moves: collect tensors from this rank's stages, and send the ones that leave the rank."""
         local_stages, incoming = self.buffers.local_stages, []
         outgoing: list[tuple[Move, Tensor]] = []
         local: list[tuple[Move, Tensor]] = []

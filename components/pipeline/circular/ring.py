@@ -1,11 +1,10 @@
 """
 Messages as autograd nodes: the gradient of a sent tensor is received from the rank that received the tensor.
 
-All messages of a rank at one time are one exchange. Its start and its arrival are two nodes, so that computation
-between them, in both passes, hides the latency. If no sent tensor needs a gradient, or no received tensor is used,
-autograd would omit the exchange from the backward pass, while the other rank waits for it. So a scalar, the autograd
-token, passes through all starts and arrivals, and the backward pass also begins at the token: it repeats every exchange
-in reverse.
+A rank's simultaneous messages are one exchange. Its start and its arrival are two nodes, so computation between them,
+in both passes, hides the latency. If no sent tensor needs a gradient, or no received tensor is used, autograd would
+omit the exchange from the backward pass, while the other rank waits for it. So a scalar, the autograd token, passes
+through all starts and arrivals, and the backward pass also begins at the token: it repeats every exchange in reverse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from drawloom.components.ports.distributed import P2PChannel, Pending
 
 @attrs.frozen
 class Ring:
-    """Ring of pipeline ranks: this rank's index, and its channels to the neighbours, by their index."""
+    """Ring over pipeline ranks: this rank's index, and its channels to the neighbours, by their index."""
 
     rank: int = 0
     size: int = 1
@@ -30,25 +29,25 @@ class Ring:
 
 @attrs.frozen
 class TensorMeta:
-    """Shape, dtype and device of a tensor that passes between stages."""
+    """Shape, dtype and device for a tensor between stages."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def empty(self) -> Tensor:
-        """Return an uninitialized tensor (...) of this shape."""
+        """Return an uninitialized tensor (...) with this shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 @attrs.define(eq=False)
 class PendingSends:
-    """Sends that have not been waited for, which keep their tensors until they complete."""
+    """Pending sends, which keep their tensors alive until the sends complete."""
 
     _sending: list[Pending] = attrs.field(init=False, factory=list)
 
     def add(self, messages: Sequence[Pending]) -> None:
-        """Add sends, and release those that have completed."""
+        """Add sends, and release completed sends."""
         self._sending = [message for message in self._sending if not message.is_completed()]
         self._sending += messages
 
@@ -61,7 +60,7 @@ class PendingSends:
 
 @attrs.define(eq=False)
 class RingExchange:
-    """Exchange of tensors with neighbours: pairs of an index in the ring and the meta data of a tensor."""
+    """Tensor exchange with neighbours, as pairs (ring index, tensor metadata)."""
 
     ring: Ring
     pending_sends: PendingSends
@@ -70,7 +69,7 @@ class RingExchange:
     _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
 
     def begin(self, tensors: Sequence[Tensor], *, back: bool) -> None:
-        """Post sends of tensors (any shapes), and receives, without waiting; `back` reverses the direction."""
+        """Post sends for tensors (any shapes), and receives, without waiting; `back` reverses the direction."""
         to, sources = (self.sources, self.to) if back else (self.to, self.sources)
         links, boxes = self.ring.links, [(source, meta.empty()) for source, meta in sources]
         # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.
@@ -87,12 +86,12 @@ class RingExchange:
 
 
 def begin_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
-    """Return the autograd token, 0-dimensional; all results computed with it are part of the graph."""
+    """Return the autograd token, 0-dimensional; it connects all results to the graph."""
     return _apply(_Begin, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
 def start(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Begin an exchange that sends these tensors (any shape), and return the token."""
+    """Begin an exchange with these tensors (any shape), and return the token."""
     return _apply(_Start, exchange, token, *tensors)[0]
 
 
@@ -103,7 +102,7 @@ def arrive(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]
 
 
 def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of an autograd node, always as a tuple."""
+    """Return an autograd node's results, always as a tuple."""
     results = node.apply(*arguments)  # type: ignore[no-untyped-call]
     return results if isinstance(results, tuple) else (results,)
 
@@ -112,7 +111,7 @@ class _Begin(torch.autograd.Function):
     # Its backward is the last one, and so waits for the sends of gradients.
     @staticmethod
     def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor) -> Tensor:
-        """Return the token, 0-dimensional, given an anchor of the same shape."""
+        """Return the token, 0-dimensional, given an anchor with the same shape."""
         ctx.pending_sends = pending_sends
         return anchor.clone()
 
@@ -126,7 +125,7 @@ class _Begin(torch.autograd.Function):
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
-        """Start sending tensors of any shape and dtype, and return the token, 0-dimensional."""
+        """Start sending tensors with any shape and dtype, and return the token, 0-dimensional."""
         exchange.begin(tensors, back=False)
         ctx.exchange = exchange
         return token.clone()
@@ -140,7 +139,7 @@ class _Start(torch.autograd.Function):
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor) -> tuple[Tensor, ...]:
-        """Return the token, 0-dimensional, and the received tensors, of any shape and dtype."""
+        """Return the token, 0-dimensional, and the received tensors, with any shape and dtype."""
         ctx.exchange = exchange
         return (token.clone(), *exchange.finish())
 

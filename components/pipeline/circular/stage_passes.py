@@ -1,4 +1,4 @@
-"""Passes of stages as autograd nodes with their own graphs, which their backward passes free."""
+"""Stage passes as autograd nodes with their own graphs, freed in their backward passes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 @attrs.define(eq=False)
 class StagePasses:
     """
-    Passes of this rank's stages as parts of one autograd graph, whose backward pass runs the stages backward.
+    Passes of this rank's stages in one autograd graph, whose backward pass runs the stages backward.
 
-    Gradients of parameters are accumulated by microbatch (gradient accumulation), as in any schedule. A stage's sharded
+    Parameter gradients are accumulated by microbatch (gradient accumulation), as in any schedule. A stage's sharded
     parameters are gathered before its first pass, and its gradients are reduced with its last backward pass.
     """
 
@@ -27,7 +27,7 @@ class StagePasses:
     _done: dict[int, int] = attrs.field(init=False, factory=dict)
 
     def forward(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
-        """Return the output (any shape) of a stage for a microbatch: a tensor, or the loss on the last stage."""
+        """Return a stage's output (any shape) for a microbatch: a tensor, or the loss on the last stage."""
         runner = self.stages[stage]
         if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.by_block:
             runner.unshard()
@@ -36,7 +36,7 @@ class StagePasses:
         return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
     def run(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
-        """Run the forward pass with a separate graph of the stage."""
+        """Run the forward pass with a separate graph for the stage."""
         inputs, runner = self.microbatches[microbatch], self.stages[stage]
         with torch.enable_grad():
             own = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -44,7 +44,7 @@ class StagePasses:
         return output
 
     def run_backward(self, stage: int, microbatch: int, grad: Tensor) -> Tensor | None:
-        """Return the gradient of a stage's input, of its shape, or None for token ids."""
+        """Return the gradient of a stage's input, with its shape, or None for token ids."""
         runner = self.stages[stage]
         self._done[stage] -= 1
         if (shards := runner.stage.shards) is not None and (shards.by_microbatch or not self._done[stage]):

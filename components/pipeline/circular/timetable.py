@@ -1,17 +1,17 @@
 """
-Timetable of a circular pipeline: the microbatch and repeat of every stage in every iteration.
+Circular pipeline timetable: every stage's microbatch and repeat in every iteration.
 
 Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`; layers are
 assigned to ranks as in looped pipelines (Lamy-Poirier 2022, arXiv 2211.05953).
 
 Block `repeat * stages + stage` belongs to `stage`, so the last stage's output reenters at the first stage until it has
 passed all repeats. All stages step together. An item is a microbatch in a repeat. Stage 0 processes the next item in
-every iteration, beginning with all microbatches of the first repeat. Every later stage lags by the latency: one
-iteration, or two if outputs travel while the next iteration computes. So iteration and stage determine the item; a
-stage without an item is in the pipeline's bubble.
+every iteration, beginning with the first repeat's microbatches. Every later stage lags by the latency: one iteration,
+or two if outputs travel while the next iteration computes. So iteration and stage determine the item; a stage without
+an item is in the pipeline's bubble.
 
-All stages have the same number of slots for inputs and outputs, their columns. If there are fewer microbatches than
-slots, the last slots are empty: their iterations are idle and take no time.
+All stages have equally many slots for inputs and outputs, their columns. If there are fewer microbatches than slots,
+the last slots are empty: their iterations are idle and take no time.
 """
 
 import attrs
@@ -28,7 +28,7 @@ class Item:
 @attrs.frozen
 class Timetable:
     """
-    Iterations of a circular pipeline; `latency` is the number of iterations from a stage to the next, 1 or 2.
+    Circular pipeline iterations; `latency` is 1 or 2 iterations from a stage to the next.
 
     Raises ValueError for numbers below 1 and for another latency.
     """
@@ -44,17 +44,17 @@ class Timetable:
 
     @property
     def columns(self) -> int:
-        """Return the number of a stage's inputs, and later outputs, in `state_io`."""
+        """Return how many inputs, and later outputs, a stage has in `state_io`."""
         return max(-(-self.microbatches // self.stages), self.latency)
 
     @property
     def slots(self) -> int:
-        """Return the number of microbatches that would fill all columns."""
+        """Return how many microbatches would fill all columns."""
         return self.columns * self.stages
 
     @property
     def iterations(self) -> int:
-        """Return the number of iterations."""
+        """Return the iteration count."""
         return self.slots * self.repeats + self.latency * (self.stages - 1)
 
     @property
@@ -68,23 +68,23 @@ class Timetable:
         return range(first, min(first + self.columns, self.microbatches))
 
     def item(self, iteration: int, stage: int) -> Item | None:
-        """Return the item of a stage in an iteration, or None in the bubble and for an empty slot."""
+        """Return a stage's item in an iteration, or None in the bubble and for an empty slot."""
         repeat, microbatch = divmod(iteration - self.latency * stage, self.slots)
         return Item(microbatch, repeat) if 0 <= repeat < self.repeats and microbatch < self.microbatches else None
 
     def reenters(self, iteration: int) -> Item | None:
-        """Return the item that leaves the last stage in an iteration with repeats left, or None."""
+        """Return the item leaving the last stage in an iteration with repeats left, or None."""
         item = self.item(iteration, self.stages - 1)
         return item if item is not None and item.repeat < self.repeats - 1 else None
 
     def finishes(self, iteration: int) -> int | None:
-        """Return the microbatch that leaves the last stage in an iteration with all repeats done, or None."""
+        """Return the microbatch leaving the last stage in an iteration after its last repeat, or None."""
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
 
     def moves_up(self, iteration: int, stage: int) -> int | None:
         """
-        Return the microbatch in a stage's slot of the `state_io` column that moves in this iteration, or None.
+        Return the microbatch in a stage's slot of this iteration's moving `state_io` column, or None.
 
         A column moves up by one stage every `columns` iterations. A slot from before the first iteration contains an
         input. A slot that entered at the last stage contains an output, if an item had finished all repeats by then.

@@ -1,4 +1,4 @@
-"""Builders of programs from rows of op codes, as in the figures of papers; the order implies microbatch numbers."""
+"""Builders for programs from op code rows, as in the papers' figures; the order implies microbatch numbers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -11,15 +11,15 @@ from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
-    """Return the ranks of stages in a loop: after the last rank, stages continue on the first rank."""
+    """Return the stages' ranks in a loop: after the last rank, stages continue on the first rank."""
     return tuple(range(ranks)) * stages_per_rank
 
 
 def vee(ranks: int) -> tuple[int, ...]:
     """
-    Return the ranks of stages in a V, with two stages per rank.
+    Return the stages' ranks in a V, with two stages per rank.
 
-    The last rank has two consecutive stages, and the first rank has the first and the last stage of the model.
+    The last rank has two consecutive stages, and the first rank has the model's first and last stages.
     """
     return (*range(ranks), *reversed(range(ranks)))
 
@@ -40,23 +40,23 @@ _SECOND = 1 << 32
 
 
 def forward(local_stage: int) -> int:
-    """Return the op code of a forward pass of a rank's n-th stage (`local_stage`, from 0)."""
+    """Return the forward op code for a rank's n-th stage (`local_stage`, from 0)."""
     # 4 ops for each local stage; the offset of 4 leaves 0 to 3 for local stage -1, any stage of the rank (W).
     return 4 * local_stage + FORWARD + 4
 
 
 def backward(local_stage: int) -> int:
-    """Return the op code of a whole backward pass."""
+    """Return the op code for a whole backward pass."""
     return 4 * local_stage + BACKWARD + 4
 
 
 def backward_input(local_stage: int) -> int:
-    """Return the op code of the input gradients."""
+    """Return the op code for input gradients."""
     return 4 * local_stage + BACKWARD_INPUT + 4
 
 
 def backward_weight(local_stage: int) -> int:
-    """Return the op code of the oldest pending weight gradients of this stage."""
+    """Return the op code for this stage's oldest pending weight gradients."""
     return 4 * local_stage + BACKWARD_WEIGHT + 4
 
 
@@ -69,7 +69,7 @@ W = backward_weight(-1)
 
 
 def overlap(first: int, second: int) -> int:
-    """Return the op code of two ops that may run concurrently."""
+    """Return the op code for two possibly concurrent ops."""
     return first + second * _SECOND
 
 
@@ -77,10 +77,10 @@ def build_program(
     rows: Sequence[Row], stage_to_rank: tuple[int, ...], microbatches: int, *, newest_first: bool = False
 ) -> Program:
     """
-    Return the program with these rows of op codes, one per rank.
+    Return the program with these op code rows, one per rank.
 
-    The n-th forward and the n-th backward pass of a stage belong to microbatch n; with `newest_first`, backward passes
-    run from the last microbatch to the first. Actions of surplus microbatches are dropped.
+    A stage's n-th forward and n-th backward pass belong to microbatch n; with `newest_first`, backward passes run from
+    the last microbatch to the first. Actions for surplus microbatches are dropped.
     """
     stages = np.argsort(np.array(stage_to_rank), kind="stable").reshape(len(rows), -1)
     counted = [_number_microbatches(np.array(row, dtype=np.int64)) for row in rows]
@@ -97,30 +97,30 @@ def build_program(
 
 
 class RowSchedule(ABC):
-    """Schedule in which a rank's index determines its row; `newest_first` reverses the order of backward passes."""
+    """Schedule in which a rank's index determines its row; `newest_first` reverses the backward order."""
 
     newest_first: ClassVar[bool] = False
 
     @abstractmethod
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """Return the ranks of stages."""
+        """Return the stages' ranks."""
 
     @abstractmethod
     def row(self, rank: int, ranks: int, microbatches: int) -> Row:
-        """Return the op codes of one rank, in order."""
+        """Return one rank's op codes, in order."""
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """Return the actions of all ranks, in order."""
+        """Return all ranks' actions, in order."""
         return self.program_of(range(ranks), ranks, microbatches)
 
     def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
-        """Return the program with only the actions of the `wanted` ranks."""
+        """Return the program with only the `wanted` ranks' actions."""
         rows = [self.row(rank, ranks, microbatches) if rank in wanted else [] for rank in range(ranks)]
         return build_program(rows, self.stage_to_rank(ranks), microbatches, newest_first=self.newest_first)
 
 
 def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
-    """Return local stage, op, microbatch, and overlap with the previous action, for the actions of a row."""
+    """Return local stage, op, microbatch, and overlap with the previous action, for a row's actions."""
     op_codes, overlaps = _split_overlaps(op_codes)
     local_stage, op = op_codes // 4 - 1, op_codes % 4
     microbatch = np.zeros_like(local_stage)
@@ -137,7 +137,7 @@ def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
 
 
 def _split_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
-    """Split overlaps into two op codes, the second of which is marked as overlapping the first."""
+    """Split overlaps into two op codes; the second one is marked as overlapping the first."""
     second, first = np.divmod(op_codes, _SECOND)
     if not second.any():
         return op_codes, np.zeros(len(op_codes), dtype=bool)
@@ -156,7 +156,7 @@ def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools,
 
 
 def rounds(ranks: int, microbatches: int) -> list[int]:
-    """Return the numbers of microbatches by round: as many as ranks or a few more, larger rounds first."""
+    """Return microbatch counts by round: as many as ranks or a few more, larger rounds first."""
     # Fewer, larger rounds than ceil(microbatches / ranks): a round with fewer microbatches than ranks has a bubble.
     count = max(1, microbatches // ranks)
     share, left = divmod(microbatches, count)
@@ -178,10 +178,10 @@ def interleave(
     lag: int | None = None,
 ) -> Row:
     """
-    Return a rank's row of interleaved 1F1B; `op_code` returns the op code of a local stage's backward pass.
+    Return a rank's row of interleaved 1F1B; `op_code` returns a local stage's backward op code.
 
-    The rank that is k before the last rank warms up with `lead * k` more forward passes. With `lag`, weight gradients
-    are deferred: from backward pass number `lag` on, every one is followed by the oldest pending weight gradients.
+    The k-th rank before the last warms up with `lead * k` more forward passes. With `lag`, weight gradients are
+    deferred: from backward pass number `lag` on, every one is followed by the oldest pending weight gradients.
     """
     sizes = rounds(ranks, microbatches)
     forwards = in_rounds(forward, sizes, range(stages))
@@ -198,17 +198,17 @@ def interleave(
 
 
 def breadth_first(stages: int, microbatches: int) -> Row:
-    """Return the breadth-first row of every rank: all microbatches through one stage after another, then all back."""
+    """Return every rank's breadth-first row: all microbatches through one stage after another, then all back."""
     row = [forward(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
     return row + [backward(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
 
 
 def forward_only(stage_to_rank: Sequence[int], microbatches: int) -> Program:
     """
-    Return a program of forward passes in which a microbatch is one stage behind the previous microbatch.
+    Return a forward-only program; a microbatch is one stage behind the previous microbatch.
 
-    If several stages of a rank are due at the same time, the last stage comes first, so that the oldest microbatch
-    finishes first.
+    If several stages on a rank are due at the same time, the last stage comes first, so the oldest microbatch finishes
+    first.
     """
     passes = [(stage, number) for stage in range(len(stage_to_rank)) for number in range(microbatches)]
     passes.sort(key=lambda pair: (pair[0] + pair[1], -pair[0]))

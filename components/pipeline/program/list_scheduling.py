@@ -1,13 +1,13 @@
 """
-List scheduling: a free rank runs the most urgent action that is ready and fits its memory limit.
+List scheduling: a free rank runs its most urgent ready action within its memory limit.
 
-For every stage, a rank has a queue of forward passes and a queue of input gradients, both in the order of microbatches.
-It runs the most urgent head that is ready. Weight gradients, on which no action depends, fill the bubbles: if no head
-is ready, or memory is full, the rank runs the oldest pending weight gradients, unless a head will be ready soon.
+For every stage, a rank has a forward queue and an input gradient queue, both in microbatch order. It runs the most
+urgent ready head. Weight gradients, on which no action depends, fill the bubbles: if no head is ready, or memory is
+full, the rank runs the oldest pending weight gradients, unless a head will be ready soon.
 
 A `Policy` defines urgency by a few numbers, for any number of ranks and microbatches. It follows the building blocks in
-Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: the distance between the ops of a microbatch
-determines the lifetime of activations, and the schedule repeats these distances for every microbatch.
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024: the distance between a microbatch's ops
+determines the activations' lifetime, and the schedule repeats these distances for every microbatch.
 """
 
 import heapq
@@ -31,11 +31,11 @@ ROUNDING = 1e-9
 @attrs.frozen
 class Task:
     """
-    Scheduling problem: microbatches, placed stages with sizes of activations, and a memory limit.
+    Scheduling problem: microbatches, stages with ranks and activation sizes, and a memory limit.
 
-    A rank keeps a stage's `activations` of a microbatch from the forward pass until the input gradients, and `pending`
-    from then on until the weight gradients; `pending` defaults to `activations`. The sum on a rank is at most `limit`.
-    A limit of `least` always has a schedule.
+    A rank keeps a microbatch's stage `activations` from the forward pass until the input gradients, and `pending` from
+    then on until the weight gradients; `pending` defaults to `activations`. The sum on a rank is at most `limit`. The
+    limit `least` always has a schedule.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -47,25 +47,25 @@ class Task:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """Return the rank count."""
         return max(self.stage_to_rank) + 1
 
     @property
     def least(self) -> float:
-        """Return the maximum over ranks of a microbatch's memory in the rank's stages."""
+        """Return a microbatch's memory on the rank that needs most."""
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             memory[owner] += size
         return max(size + self.growth(rank) for rank, size in enumerate(memory))
 
     def growth(self, rank: int) -> float:
-        """Return the maximum by which a stage's input gradients increase a rank's memory."""
+        """Return the maximum memory that a stage's input gradients add to a rank."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
     @property
     def period(self) -> float:
-        """Return the time of one microbatch on the busiest rank."""
+        """Return the busiest rank's time for one microbatch."""
         busy = [0.0] * self.ranks
         for stage, owner in enumerate(self.stage_to_rank):
             busy[owner] += sum(self.costs.length(op, stage) for op in "FIW")
@@ -75,15 +75,15 @@ class Task:
 @attrs.frozen
 class Policy:
     """
-    Urgency of actions, in numbers that have the same meaning at any size.
+    Urgency of actions, in numbers independent of the size.
 
     The action with the earliest due time is the most urgent. Times are in periods of the busiest rank. A forward pass
-    is due `down` later than the forward pass of the previous stage, in the first and in the second half of the stages.
-    `up` is the same delay for input gradients, which run through the stages in reverse. `turn` times the number of
-    stages passes between the last forward pass and the first input gradient, and `pace` between two microbatches.
+    is due `down` later than the previous stage's, in the first and in the second half of the stages. `up` is the same
+    delay for input gradients, which run through the stages in reverse. `turn` times the number of stages passes between
+    the last forward pass and the first input gradient, and `pace` between two microbatches.
 
-    A stage leaves a share of its rank's limit to the later stages of the rank: `spared`, on the first and on the last
-    rank. A rank waits instead of running weight gradients if a head is ready within `patience` times their duration.
+    A stage leaves a share of its rank's limit to the rank's later stages: `spared`, on the first and on the last rank.
+    A rank waits instead of running weight gradients if a head is ready within `patience` times their duration.
     """
 
     down: tuple[float, float] = (-1.0, -1.0)
@@ -94,7 +94,7 @@ class Policy:
     patience: float = 0.5
 
     def due(self, stages: int) -> tuple[list[float], list[float]]:
-        """Return the due times of the first microbatch's forward passes and input gradients by stage, in periods."""
+        """Return due times for the first microbatch's forward passes and input gradients by stage, in periods."""
         forwards, inputs, now = [0.0] * stages, [0.0] * stages, 0.0
         for stage in range(stages):
             forwards[stage] = now
@@ -112,7 +112,7 @@ FORWARDS_FIRST = Policy()
 
 @attrs.define(eq=False)
 class _Queue:
-    """Queue of a stage's forward passes or input gradients in the order of microbatches, with their ready times."""
+    """Queue for a stage's forward passes or input gradients in microbatch order, with their ready times."""
 
     stage: int
     op: int
@@ -133,7 +133,7 @@ class _Queue:
 
 @attrs.define(eq=False)
 class _Rank:
-    """State of a rank: queues, memory by stage, pending weight gradients, the time at which it is free, and actions."""
+    """Rank state: queues, memory by stage, pending weight gradients, the time when it is free, and actions."""
 
     queues: list[_Queue]
     memory: list[float]
@@ -144,7 +144,7 @@ class _Rank:
 
 
 def list_schedule(task: Task, policy: Policy) -> Program:
-    """Return the program in which every rank follows the policy; the costs of ops must be above 0."""
+    """Return the program if every rank follows the policy; all op costs must be above 0."""
     ranks = _dispatch(task, policy)
     bounds = np.cumsum([0, *(len(rank.done) for rank in ranks)])
     codes = np.concatenate([np.array(rank.done, dtype=np.int64) for rank in ranks])
@@ -167,7 +167,7 @@ def peak_activations(
     program: Program, activations: Sequence[float], pending: Sequence[float] | None = None
 ) -> list[float]:
     """
-    Return the peak of activations by rank, given `activations` by stage.
+    Return peak activations by rank, given `activations` by stage.
 
     From input gradients until weight gradients, a stage keeps `pending`, which defaults to `activations`.
     """
@@ -217,7 +217,7 @@ def _dispatch(task: Task, policy: Policy) -> list[_Rank]:
 
 
 def _ranks(task: Task, policy: Policy) -> list[_Rank]:
-    """Return the ranks with their queues, linked to the queues that they feed."""
+    """Return the ranks with their queues, linked to the queues after them."""
     owners, costs = task.stage_to_rank, task.costs
     (due_forward, due_input), period = policy.due(len(owners)), task.period
     forwards, inputs = [], []
@@ -262,7 +262,7 @@ def _limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[
 
 
 def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
-    """Return the queue with the most urgent ready head, and the time at which the next head that fits will be ready."""
+    """Return the queue with the most urgent ready head, and when the next fitting head will be ready."""
     urgent, first, soon = None, NEVER, NEVER
     for queue in rank.queues:
         done = queue.done
@@ -294,7 +294,7 @@ def _fits(memory: list[float], queue: _Queue) -> bool:
 
 
 def _run(rank: _Rank, queue: _Queue) -> None:
-    """Run the head of a queue."""
+    """Run a queue's head."""
     rank.done.append(4 * queue.stage + queue.op)
     queue.done += 1
     if queue.op == FORWARD:

@@ -1,16 +1,16 @@
 """
 Lowering of a program: sends and receives are inserted into a rank's actions.
 
-All compute actions and messages are put in one global order, by their simulated end. A message follows the action that
-produces it and precedes the action that consumes it, which ends later. A rank's program is its part of this order.
-Hence it can't deadlock, even if a send blocks until it is received. Two ranks exchange messages in the order in which
-they are sent, and a receive is posted before the action during which its message arrives.
+All compute actions and messages are put in one global order, by their simulated end. A message follows its producer and
+precedes its consumer, an action with a later end. A rank's program is its part of this order. Hence it can't deadlock,
+even if a send blocks until it is received. Two ranks exchange messages in sending order, and a receive is posted before
+the action during which its message arrives.
 
-A rank of an executor derives its order only from its own actions and the actions of its neighbours, which takes as long
-for a thousand ranks as for three. Between two ranks, messages are still ordered in each direction, as the sender
-produces them. But simulated times now differ between ranks, so that there is no global order, and sends must not block.
-They do not, because each direction between two ranks has its own communicator, on which a receive only waits for
-earlier messages in the same direction.
+An executor's rank derives its order only from its own and its neighbours' actions, in the same time for a thousand
+ranks as for three. Between two ranks, messages are still ordered in each direction, as the sender produces them. But
+simulated times now differ between ranks, so there is no global order, and sends must not block. They do not, because
+every direction between two ranks has its own communicator: a receive only waits for earlier messages in the same
+direction.
 """
 
 from collections import defaultdict
@@ -48,7 +48,7 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
     """
     Return a rank's program with its messages; raise DeadlockError if the program can't finish.
 
-    If all ranks pass the whole program and the same costs, their orders are parts of one global order. If a rank passes
+    If all ranks pass the whole program and the same costs, their orders agree with one global order. If a rank passes
     the part returned by `program_for`, sends must not block.
     """
     program = with_whole_backwards(program)
@@ -57,9 +57,9 @@ def lower(program: Program, rank: int, costs: Costs = ASSUMED_COSTS) -> RankProg
 
 def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
-    Return the part of a program that a rank needs for lowering: its own and its neighbours' actions.
+    Return the actions that a rank needs for lowering: its own and its neighbours'.
 
-    A schedule that is not a PartialSchedule returns the whole program.
+    Only a PartialSchedule returns less than the whole program.
     """
     if not isinstance(schedule, PartialSchedule):
         return schedule.program(ranks, microbatches)
@@ -92,9 +92,9 @@ def with_shard_actions(
     """
     Return a rank's program with the actions on its sharded stages (FSDP, ZeRO).
 
-    Stages in `gathered` are unsharded one compute action before their first action, so that both overlap, and resharded
-    after their last action. Stages in `reduced` reduce their gradients, and free their parameters, with the last
-    backward pass. Stages in `by_microbatch` also add gradients to slices in every earlier backward pass (B or W).
+    Stages in `gathered` are unsharded one compute action before their first action, to overlap it, and resharded after
+    their last action. Stages in `reduced` reduce their gradients, and free their parameters, with the last backward
+    pass. Stages in `by_microbatch` also add gradients to slices in every earlier backward pass (B or W).
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
@@ -122,8 +122,8 @@ class Sharding:
     """
     Sharding of every stage's parameters over data-parallel ranks.
 
-    Gradients are reduced with the last backward pass of a stage, or with every one if `by_microbatch` is set. Weights
-    are gathered once a step if `gathered` is set, or else inside of the stage's actions.
+    Gradients are reduced with a stage's last backward pass, or with every one if `by_microbatch` is set. Weights are
+    gathered once a step if `gathered` is set, or else inside the stage's actions.
     """
 
     gathered: bool = False
@@ -138,7 +138,7 @@ class Sharding:
 
 
 def with_whole_backwards(program: Program) -> Program:
-    """Replace every I directly followed by its W by a B, unless another rank consumes the result of I."""
+    """Replace every I directly followed by its W by a B, unless another rank consumes I's result."""
     merged = np.zeros(len(program.stage), dtype=bool)
     merged[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
     for column in (program.stage, program.microbatch, program.rank):
@@ -150,7 +150,7 @@ def with_whole_backwards(program: Program) -> Program:
 
 
 def dest_ranks(program: Program) -> NDArray[np.int64]:
-    """Return the ranks (actions,) that consume the actions' results; an action's own rank if there is none."""
+    """Return the consumers' ranks (actions,); an action's own rank if there is none."""
     stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
     dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
     has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
@@ -158,7 +158,7 @@ def dest_ranks(program: Program) -> NDArray[np.int64]:
 
 
 def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
-    """One rank's program with its messages, ordered by the timing of the whole program."""
+    """One rank's program with its messages, ordered by the whole program's timing."""
     rank_of, dest_of = program.rank, dest_ranks(program)
     computes, sends, receives = (
         rank_of == rank,
@@ -188,7 +188,7 @@ _MESSAGES: dict[tuple[bool, int], tuple[MessageOp, int]] = {
 
 
 def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Action:
-    """Return a compute action, or the message of its result on the sending or receiving side."""
+    """Return a compute action, or its result's message on the sending or receiving side."""
     if kind == _COMPUTE:
         return Action(stage, OPS[op], microbatch)
     message, step = _MESSAGES[op == FORWARD, kind]
@@ -196,7 +196,7 @@ def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Actio
 
 
 def _overlaps_previous(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
-    """Return whether actions overlap the previous one; messages between two parts of an overlap belong to it."""
+    """Return whether actions overlap the previous one; messages between an overlap's parts belong to it."""
     is_overlapped = np.zeros(len(overlaps), dtype=bool)
     computes = np.flatnonzero(kinds == _COMPUTE)
     for op, before in zip(computes[1:][overlaps[computes[1:]]], computes[:-1][overlaps[computes[1:]]], strict=True):

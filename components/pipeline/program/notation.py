@@ -1,4 +1,4 @@
-"""Text formats of programs: rows of `3F7`, and the CSV format of `torch.distributed.pipelining`."""
+"""Text formats for programs: rows like `3F7`, and `torch.distributed.pipelining`'s CSV format."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
 def read_action(text: str) -> Action | Overlap:
-    """Parse the label of an action or an overlap; ValueError if it is neither."""
+    """Parse an action's or an overlap's label; ValueError if it is neither."""
     parts = tuple(_read_part(part) for part in text.split("|"))
     return parts[0] if len(parts) == 1 else Overlap(parts)
 
@@ -23,7 +23,7 @@ def _read_part(text: str) -> Action:
 
 
 def read_program(text: str) -> Program:
-    """Parse a program in the format of `write_program`; ValueError if the text is not a program."""
+    """Parse a program in `write_program`'s format; ValueError if the text is not a program."""
     return Program.of([_read_line(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
 
 

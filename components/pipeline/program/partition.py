@@ -1,9 +1,9 @@
 """
-Partition of a model's slices into stages, for the shortest program that fits in memory.
+Partition of a model's slices into stages, for the shortest program within memory.
 
 A stage has one or more consecutive slices. A program takes as long as the longest path through its actions, so its
-makespan is a convex function of the costs of stages: a partition that moving a single slice does not improve is mostly
-the best of all. If there are only few partitions, all are tried.
+makespan is a convex function of the stages' costs: a partition that moving a single slice does not improve is usually
+the best one. If there are only few partitions, all are tried.
 """
 
 import math
@@ -34,12 +34,12 @@ MAX_TIMED_ACTIONS = 3_000_000
 @attrs.frozen(eq=False)
 class Slices:
     """
-    Costs of a microbatch by slice of a model: `lengths` (slices, ops), in the order of OPS.
+    A microbatch's costs by model slice: `lengths` (slices, ops), ordered like OPS.
 
     `activations` (slices,) are alive from the forward pass until input gradients, and `pending` (slices,) from then on
     until weight gradients; `pending` defaults to `activations`. `per_stage` (ops,) are additional costs of every stage,
-    and a message takes `comm`. `recomputed` are the policies that stages may use, for which a slice counts as `parts`
-    (slices,) blocks.
+    and a message takes `comm`. `recomputed` are the stages' possible policies; a slice counts as `parts` (slices,)
+    blocks.
     """
 
     lengths: NDArray[np.float64]
@@ -56,12 +56,12 @@ class Slices:
         return len(self.lengths)
 
     def table(self, sizes: Sizes) -> CostTable:
-        """Return the costs of stages without recomputation."""
+        """Return the stages' costs without recomputation."""
         forward, whole, inputs, weights = self.lengths.mean(0).tolist()
         return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.costs_of([sizes])[0])
 
     def tasks(self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes) -> Iterator[Task]:
-        """Yield the tasks of a partition by way to recompute, equal on all ranks; the first recomputes nothing."""
+        """Yield a partition's tasks by recompute policy, equal on all ranks; the first recomputes nothing."""
         table = self.table(sizes)
         options, stages = self.options([sizes]), range(len(sizes))
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
@@ -72,15 +72,15 @@ class Slices:
             yield Task(stage_to_rank, microbatches, costs, activations, limit, pending)
 
     def costs_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
-        """Return the costs (partitions, stages, ops) of partitions with equal numbers of stages."""
+        """Return costs (partitions, stages, ops) for partitions with equal stage counts."""
         return _sum(self.lengths, partitions) + self.per_stage
 
     def activations_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
-        """Return a microbatch's activations (partitions, stages) for partitions with equal numbers of stages."""
+        """Return a microbatch's activations (partitions, stages) for partitions with equal stage counts."""
         return _sum(self.activations, partitions)
 
     def join(self, sizes: Sizes) -> "Slices":
-        """Return the same model with the stages of a partition as slices."""
+        """Return the same model with a partition's stages as slices."""
         recomputed = [
             attrs.evolve(policy, again=_sum(policy.again, [sizes])[0], kept=_sum(policy.kept, [sizes])[0])
             for policy in self.recomputed
@@ -123,9 +123,9 @@ class Slices:
 @attrs.frozen(eq=False)
 class Fitted:
     """
-    Program with the sizes of its stages in slices, and its makespan, which is infinite if it does not fit in memory.
+    Program with its stage sizes in slices, and its makespan, infinite if memory does not suffice.
 
-    Its stages use the fastest recompute policies that fit. `least` is the maximum memory of one microbatch on a rank.
+    Its stages use the fastest fitting recompute policies. `least` is one microbatch's maximum memory on a rank.
     """
 
     program: Program
@@ -186,13 +186,13 @@ class Fit:
 
 
 def even(slices: int, stages: int) -> Sizes:
-    """Return stages of equal sizes; a remainder goes to the earlier stages."""
+    """Return equal stages; a remainder goes to the earlier stages."""
     size, remainder = divmod(slices, stages)
     return (size + 1,) * remainder + (size,) * (stages - remainder)
 
 
 def _balance(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
-    """Return stages whose ranks have similar sums of `values` (slices,); inner slices count with their mean."""
+    """Return stages with similar `values` (slices,) summed by rank; inner slices count with their mean."""
     mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
     stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
     stages[0], stages[-1] = float(values[0]), float(values[-1])
@@ -208,7 +208,7 @@ def _balance(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes
 
 
 def _sum(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
-    """Return sums (partitions, stages, ...) of values (slices, ...) over the slices of every stage."""
+    """Return sums (partitions, stages, ...) of values (slices, ...) over every stage's slices."""
     bounds = np.cumsum(np.array(partitions), axis=1)
     whole = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
     sums: NDArray[np.float64] = whole[bounds] - whole[bounds - np.array(partitions)]
@@ -222,7 +222,7 @@ def _all_partitions(slices: int, stages: int) -> Iterator[Sizes]:
 
 
 def _neighbours(sizes: Sizes) -> list[Sizes]:
-    """Return all partitions in which one slice moves from one stage to another."""
+    """Return all partitions after moving one slice from one stage to another."""
     neighbours = []
     for source in range(len(sizes)):
         for target in range(len(sizes)):
@@ -235,7 +235,7 @@ def _neighbours(sizes: Sizes) -> list[Sizes]:
 
 
 def _lengthen(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add `again` (..., stages) to the backward passes in a copy of `lengths` (..., stages, ops)."""
+    """Return `lengths` (..., stages, ops) with `again` (..., stages) added to the backward passes."""
     lengths = lengths.copy()
     lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]
     return lengths

@@ -1,10 +1,9 @@
 """
-Local search for the policy of list scheduling that gives the shortest program.
+Local search for the list scheduling policy with the shortest program.
 
-A policy means the same for pipelines of any size, so most policies are tried on a smaller pipeline of the same shape.
-The best starting points are changed in one or two of their numbers at random, and a change that is not worse is kept.
-The random numbers have a fixed seed, and the number of trials only depends on the size, not on a clock: every rank
-finds the same program.
+A policy means the same for pipelines of any size, so most policies are tried on a smaller pipeline with the same shape.
+The best starting points are changed at random in one or two numbers, and a change is kept unless it is worse. The
+random seed is fixed, and the trial count only depends on the size, not on a clock: every rank finds the same program.
 """
 
 import random
@@ -43,7 +42,7 @@ def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRI
 
 
 def promising(tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks, all of one size, whose programs are the shortest with usual policies: BEAM, or 1 if large."""
+    """Return the tasks, all with one size, whose programs are the shortest with usual policies: BEAM, or 1 if large."""
 
     def length(task: Task) -> float:
         while _actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
@@ -64,7 +63,7 @@ def _search(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
 
 
 def halve(task: Task) -> Task:
-    """Return the task with half as many ranks and microbatches, and half of the memory."""
+    """Return the task with half as many ranks and microbatches, and half the memory."""
     count, last = task.ranks // 2, task.ranks - 1
     # The first and the last rank stay, because their stages have different costs.
     new_ranks = {round(number * last / (count - 1)): number for number in range(count)}

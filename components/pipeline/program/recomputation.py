@@ -1,9 +1,9 @@
 """
-Choice of recomputation (activation checkpointing) by stage: the least with which every rank has enough memory.
+Choice of recomputation (activation checkpointing) by stage: the least with enough memory on every rank.
 
-Recomputation on a rank does not change the memory of other ranks, so the choice is made rank by rank: among all choices
-that fit in its memory, the one that adds least time to backward passes. Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", MLSys 2023, choose by layer in the same way, equally on every rank.
+Recomputation on a rank does not change other ranks' memory, so the choice is made rank by rank: among all choices
+within its memory, the one with the shortest backward passes. Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", MLSys 2023, choose by layer in the same way, equally on every rank.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ MAX_INDEPENDENT_STAGES = 2
 
 
 def repeat_fraction(policy: Recompute) -> float:
-    """Return the approximate part of a stage's forward pass that its backward pass repeats."""
+    """Return roughly the part of a stage's forward pass repeated in its backward pass."""
     if isinstance(policy, int):
         return 1 / policy
     return {"none": 0.0, "selective": SELECTIVE, "blocks": 1.0}[policy]
@@ -51,10 +51,10 @@ def text_of(policies: Sequence[Recompute]) -> str:
 @attrs.frozen(eq=False)
 class Recomputed:
     """
-    Costs of a recompute policy by slice of a model.
+    Recompute policy costs by model slice.
 
     `again` (slices,) is the time by which backward passes take longer, and `kept` (slices,) the part of a microbatch's
-    activations that stays alive from the forward until the backward pass.
+    activations kept from the forward until the backward pass.
     """
 
     policy: Literal["selective", "blocks"]
@@ -65,9 +65,9 @@ class Recomputed:
 @attrs.frozen(eq=False)
 class Options:
     """
-    Recompute policies for the stages of several partitions; the first option recomputes nothing.
+    Recompute policies for several partitions' stages; the first option recomputes nothing.
 
-    `again` (options, partitions, stages) is the time by which backward passes take longer, and `kept`, of the same
+    `again` (options, partitions, stages) is the time by which backward passes take longer, and `kept`, with the same
     shape, the activations alive from forward passes until input gradients. `pending` (partitions, stages) stays alive
     from input gradients until weight gradients.
     """
@@ -79,9 +79,9 @@ class Options:
 
     def least(self, ranks: Sequence["Held"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
         """
-        Return the fastest options (partitions, stages) that fit in every rank's memory, and whether they fit.
+        Return the fastest options (partitions, stages) within every rank's memory, and whether they fit.
 
-        Options are 0 in partitions that do not fit; the second result has shape (partitions,).
+        Options are 0 in partitions without a fit; the second result has shape (partitions,).
         """
         chosen, fits = np.zeros(self.pending.shape, dtype=np.int64), np.ones(len(self.pending), dtype=bool)
         for rank in ranks:
@@ -99,7 +99,7 @@ class Options:
         return chosen, fits
 
     def _peaks(self, rank: "Held", tried: Ints, partitions: Ints) -> Floats:
-        """Return the peak (ways, partitions) of a rank's activations, in some partitions and ways to recompute."""
+        """Return a rank's peak activations (ways, partitions), in some partitions and ways to recompute."""
         kept = self.kept[tried[..., None], partitions, rank.stages[:, None]]
         waiting = rank.pending @ self.pending[partitions[:, None], rank.stages].T
         peaks: Floats = (np.einsum("ts,wsp->twp", rank.kept, kept) + waiting[:, None]).max(0)
@@ -107,7 +107,7 @@ class Options:
 
 
 def ways(options: int, stages: int) -> Ints:
-    """Return all ways (ways, stages) in which a rank's stages may recompute; the first recomputes nothing."""
+    """Return a rank's recompute options by stage (ways, stages); the first recomputes nothing."""
     if stages > MAX_INDEPENDENT_STAGES:
         return np.repeat(np.arange(options)[:, None], stages, axis=1)
     return np.array(list(product(range(options), repeat=stages)))
@@ -116,7 +116,7 @@ def ways(options: int, stages: int) -> Ints:
 @attrs.frozen(eq=False)
 class Held:
     """
-    Numbers of microbatches whose activations a rank holds, of shape (times, stages).
+    Numbers of live microbatches on a rank, with shape (times, stages).
 
     Activations are `kept` from forward passes until input gradients, and `pending` until weight gradients.
     """
@@ -127,7 +127,7 @@ class Held:
 
     @classmethod
     def of(cls, program: Program, rank: int) -> "Held":
-        """Return the counts at the times of a rank that no other time exceeds in all stages."""
+        """Return a rank's counts at its extreme times, where no other time exceeds them in all stages."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])
         op, own = program.op[rows], program.stage[rows, None] == stages

@@ -1,10 +1,10 @@
 """
-Start and end of every action, if every rank runs its actions in order, as early as dependencies allow.
+Every action's start and end, if every rank runs its actions in order, as early as dependencies allow.
 
-This is the longest path through the dependency graph of actions. All ranks advance together, at most one action a wave:
-a rank's next action starts when the rank is free and its input has been produced; a rank whose input has not been
-produced skips the wave. The number of waves is the depth of the graph, and each wave is a few vectorized operations
-over ranks.
+This is the longest path through the actions' dependency graph. All ranks advance together, at most one action a wave: a
+rank's next action starts when the rank is free and its input has been produced; a rank whose input has not been
+produced skips the wave. There are as many waves as the graph is deep, and a wave is a few vectorized operations over
+ranks.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, OPS, Pro
 @attrs.frozen
 class Costs:
     """
-    Durations of a stage's ops for one microbatch, and of a message between ranks (`comm`), in any unit.
+    Durations for a stage's ops on one microbatch, and for a message between ranks (`comm`), in any unit.
 
     `unshard` is the time to gather a stage's sharded parameters, and `reduce` the time to reduce its gradients.
-    `factors` multiply the durations of ops, by stage; every factor is 1 if they are empty.
+    `factors` multiply op durations, by stage; every factor is 1 if they are empty.
     """
 
     forward: float = 1.0
@@ -40,12 +40,12 @@ class Costs:
         return self.backward_input + self.backward_weight
 
     def of(self, program: Program) -> NDArray[np.float64]:
-        """Return the durations (actions,) of a program's actions."""
+        """Return the durations (actions,) for a program's actions."""
         lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
         return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
 
     def length(self, work: str, stage: int = 0) -> float:
-        """Return the duration of an action by op and stage; every message takes `comm`."""
+        """Return an action's duration by op and stage; every message takes `comm`."""
         lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
         if work in lengths:
             return lengths[work] * (self.factors[stage] if self.factors else 1.0)
@@ -53,32 +53,32 @@ class Costs:
         return shards.get(work, self.comm)
 
     def of_stages(self, stages: Sequence[int]) -> "Costs":
-        """Return the costs of some stages."""
+        """Return the costs for some stages."""
         return attrs.evolve(self, factors=tuple(self.factors[stage] for stage in stages) if self.factors else ())
 
     def divide(self, stages_per_rank: int) -> "Costs":
-        """Return costs per stage, given costs per rank; the size of a message does not change."""
+        """Return costs per stage, given costs per rank; the message size does not change."""
         names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce")
         return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
 
 
 @attrs.frozen(eq=False)
 class CostTable(Costs):
-    """Costs by stage and op: `lengths` (stages, ops), in the order of OPS."""
+    """Costs by stage and op: `lengths` (stages, ops), ordered like OPS."""
 
     lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.ones((1, len(OPS))))
 
     def of(self, program: Program) -> NDArray[np.float64]:
-        """Return the durations (actions,) of a program's actions."""
+        """Return the durations (actions,) for a program's actions."""
         lengths: NDArray[np.float64] = self.lengths[program.stage, program.op]
         return lengths
 
     def length(self, work: str, stage: int = 0) -> float:
-        """Return the duration of an action by op and stage."""
+        """Return an action's duration by op and stage."""
         return float(self.lengths[stage, OPS.index(work)]) if work in OPS else super().length(work, stage)
 
     def of_stages(self, stages: Sequence[int]) -> "CostTable":
-        """Return the costs of some stages."""
+        """Return the costs for some stages."""
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
     def resample(self, sizes: Sequence[int]) -> "CostTable":
@@ -90,12 +90,12 @@ class CostTable(Costs):
 
 
 class DeadlockError(Exception):
-    """Error for a program that can't finish: every rank with actions left waits for another rank."""
+    """Error for a deadlock: every rank with actions left waits for another rank."""
 
 
 @attrs.frozen(eq=False)
 class Timing:
-    """Start, end and wave of actions, all of shape (actions,); an action comes in a later wave than its inputs."""
+    """Start, end and wave by action, all with shape (actions,); an action comes in a later wave than its inputs."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -103,16 +103,16 @@ class Timing:
 
     @property
     def makespan(self) -> float:
-        """Return the end of the last action."""
+        """Return the last action's end."""
         return float(self.end.max(initial=0.0))
 
 
 def time(program: Program, costs: Costs) -> Timing:
     """
-    Return the timing of a program whose messages take `costs.comm` and don't share channels.
+    Return a program's timing if messages take `costs.comm` and don't share channels.
 
-    Results of ranks without actions are ready from the start, so that a program reduced to some ranks is timed as if
-    the other ranks were never late. Raises DeadlockError if the program can't finish.
+    Results from ranks without actions are ready from the start: a program reduced to some ranks is timed as if the
+    other ranks were never late. Raises DeadlockError if the program can't finish.
     """
     produces, consumes, delay = dependencies(program, costs)
     if not np.diff(program.bounds).all():
@@ -141,7 +141,7 @@ def time(program: Program, costs: Costs) -> Timing:
 
 @attrs.frozen(eq=False)
 class ManyTimings:
-    """Program that is timed with many costs at once, about as fast as with a few costs one by one."""
+    """Program timed with many costs at once, about as fast as with a few costs one by one."""
 
     program: Program
     comm: float
@@ -155,7 +155,7 @@ class ManyTimings:
         object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
 
     def makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the makespans (costs,) for `lengths` (costs, stages, ops), in the order of OPS."""
+        """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
         produces, consumes, delay = (cells[self._order] for cells in dependencies(self.program, Costs(comm=self.comm)))
         rank = self.program.rank[self._order]
         kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
@@ -172,7 +172,7 @@ class ManyTimings:
 
 
 def _time_part(program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]) -> Timing:
-    """Time a few ranks, for which numbers are faster than arrays; `inputs` are cells, delays and durations."""
+    """Time a few ranks with numbers, faster than arrays; `inputs` are cells, delays and durations."""
     consumes, delay, length = inputs
     # A cell that these ranks do not produce comes from another rank, or belongs to actions without an input.
     end_of = dict.fromkeys(produces, float("inf"))
@@ -203,10 +203,10 @@ _NO_INPUT = 0
 
 def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """
-    Return the cells that actions produce, the cells that they consume, and the delays of their inputs' messages.
+    Return the actions' output cells, their input cells, and their inputs' message delays.
 
-    All have shape (actions,). A cell is the time at which an activation or gradient is ready. Cell 0 belongs to actions
-    without an input, and the last cell to results that no action consumes.
+    All have shape (actions,). A cell is the time when an activation or gradient is ready. Cell 0 belongs to actions
+    without an input, and the last cell to results without a consumer.
     """
     stage, op, last = program.stage, program.op, program.stages - 1
     forward, weight = op == FORWARD, op == BACKWARD_WEIGHT

@@ -1,4 +1,4 @@
-"""Validation of programs: violations of the rules for schedules, as sentences."""
+"""Validation for programs: violated schedule rules, as sentences."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,10 +12,10 @@ INFERS = ("F",)
 
 def violations(program: Program) -> list[str]:
     """
-    Return all violations of a program, or an empty list if it is valid.
+    Return a program's violations, or an empty list if it is valid.
 
     For every microbatch, a stage runs one forward pass and then one backward pass, whole or split into I and W, on the
-    rank that owns the stage; or the whole program consists of forward passes. The program must not deadlock.
+    stage's rank; or the whole program consists of forward passes. The program must not deadlock.
     """
     return [*_wrong_ranks(program), *_wrong_ops(program)] or _deadlocks(program)
 

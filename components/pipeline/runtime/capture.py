@@ -1,11 +1,11 @@
 """
-CUDA graphs of a stage's passes: a pass is one launch, instead of a thousand kernels one after another.
+CUDA graphs for a stage's passes: a pass is one launch, instead of a thousand kernels one after another.
 
-A graph reads and writes the addresses with which it was recorded. Every microbatch in flight has a slot with its own
-tensors, graphs and memory pool: tensors that the forward graph of a slot leaves in the pool stay until the backward
-graph of the slot reads them, in any order of slots. Inputs are copied into the slot's tensors, and outputs are copied
-from them; weight gradients are added to persistent sums. The first step runs kernel by kernel, so that compilation and
-the selection of kernels have ended; all graphs are recorded before the second step.
+A graph reads and writes the recorded addresses. Every microbatch in flight has a slot with its own tensors, graphs and
+memory pool: tensors left in the pool by a slot's forward graph stay until the slot's backward graph reads them, in any
+slot order. Inputs are copied into the slot's tensors, and outputs are copied from them; weight gradients are added to
+persistent sums. The first step runs kernel by kernel, so compilation and kernel selection have ended; all graphs are
+recorded before the second step.
 
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger("drawloom.pipeline")
 
 @attrs.define(eq=False)
 class Slot:
-    """Graphs of a stage's passes for one microbatch at a time, which `runner` records as microbatch 0."""
+    """Graphs for a stage's passes on one microbatch at a time, recorded by `runner` as microbatch 0."""
 
     runner: StageRunner
     record: Record
@@ -46,7 +46,7 @@ class Slot:
     _passes: dict[str, Recorded] = attrs.field(factory=dict)
 
     def open(self, given: Any) -> None:
-        """Record all passes, for tensors with the shapes of `given`: inputs, context and batch."""
+        """Record all passes, for tensors shaped like `given`: inputs, context and batch."""
         self._given = transform(_copy, given)
         self._passes["forward"] = self.record(self._forward)
         if not self.runner.last:
@@ -56,7 +56,7 @@ class Slot:
             self._passes[name] = self.record(partial(self._backward, name))
 
     def forward(self, given: Any) -> tuple[Any, Any]:
-        """Return copies of the stage's output and, on the last stage, of the losses; None on others."""
+        """Return copies of the stage's output and, on the last stage, the losses; None on others."""
         _copy_into(self._given, given)
         output, losses = self._replay("forward")
         return output, losses
@@ -71,7 +71,7 @@ class Slot:
         return input_grads
 
     def backward_input(self, grads: list[Tensor] | None) -> list[Tensor]:
-        """Return the gradients of the inputs, given the gradients of the outputs."""
+        """Return the input gradients, given the output gradients."""
         return self._backward_by("backward_input", grads)
 
     def _backward_by(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
@@ -81,7 +81,7 @@ class Slot:
         return input_grads
 
     def backward_weight(self) -> None:
-        """Accumulate the weight gradients that `backward_input` deferred."""
+        """Accumulate the weight gradients deferred in `backward_input`."""
         self._replay("backward_weight")
 
     def _forward(self) -> Any:
@@ -102,26 +102,26 @@ class Slot:
 
 @attrs.define(eq=False)
 class WeightSums:
-    """Gradients of parameters at fixed addresses, which graphs need: the same tensors in every step."""
+    """Parameter gradients at fixed addresses for graphs: the same tensors in every step."""
 
     _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
     _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep sums for the parameters that have gradients now; parameters without gradients never get any."""
+        """Keep sums for the parameters with gradients; parameters without gradients never get any."""
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._sums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
 
     def attach(self) -> None:
-        """Make the sums the gradients of their parameters."""
+        """Make the sums their parameters' gradients."""
         for parameter, summed in self._sums.items():
             if parameter.grad is not summed:
                 self._left[summed] = parameter.grad
                 parameter.grad = summed
 
     def reset(self) -> None:
-        """Set newly attached sums to the gradients that they replaced, or to zero."""
+        """Set newly attached sums to the replaced gradients, or to zero."""
         if self._left:  # torch refuses an empty list
             torch._foreach_zero_(list(self._left))
         for summed, grad in self._left.items():
@@ -133,9 +133,9 @@ class WeightSums:
 @attrs.define(eq=False)
 class StageGraphs:
     """
-    Slots of one stage for microbatches of one shape, which persist between steps.
+    One stage's slots for microbatches with one shape, persistent between steps.
 
-    Microbatches of other shapes run kernel by kernel, which is logged once.
+    Microbatches with other shapes run kernel by kernel; this is logged once.
     """
 
     stage: Stage
@@ -168,7 +168,7 @@ class StageGraphs:
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: Slot) -> None:
-        """Free the slot of a finished microbatch."""
+        """Free a finished microbatch's slot."""
         self._free.append(slot)
 
     def _runner(self, split: bool) -> StageRunner:
@@ -185,7 +185,7 @@ class StageGraphs:
 
 @attrs.define(eq=False)
 class CapturedRunner(StageRunner):
-    """`StageRunner` that launches the graphs of a microbatch if it has a slot."""
+    """`StageRunner` that launches a microbatch's graphs if the microbatch has a slot."""
 
     graphs: StageGraphs = attrs.field(kw_only=True)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
@@ -225,7 +225,7 @@ class CapturedRunner(StageRunner):
 
 @attrs.define(eq=False)
 class Captures:
-    """Graphs of this rank's stages."""
+    """Graphs for this rank's stages."""
 
     objective: Loss
     new_record: Callable[[], Record]
@@ -235,14 +235,14 @@ class Captures:
 
     @classmethod
     def on(cls, device: torch.device, objective: Loss) -> "Captures | None":
-        """Create the graphs of a GPU; return None on a CPU, whose kernels take longer than their launches."""
+        """Create the graphs on a GPU; return None on a CPU, whose kernels take longer than their launches."""
         if device.type == "cpu":
             return None
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return cls(objective, lambda: CudaRecord(stream))
 
     def runner(self, stage: Stage, state: StepState, split: bool) -> CapturedRunner:
-        """Return the runner of a stage for one step."""
+        """Return a stage's runner for one step."""
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
         return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
 
@@ -250,8 +250,8 @@ class Captures:
         """
         Return a step's microbatches with equal knowledge of rows: whole rows, as long as no others have occurred.
 
-        Rows of several documents are the general case. When they first occur, graphs are recorded again, and then serve
-        all later microbatches, because a microbatch of packed data sometimes has only whole rows.
+        Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
+        serve all later microbatches, because a microbatch of packed data sometimes has only whole rows.
         """
         if self._whole_rows and not all(microbatch.shared.whole_rows for microbatch in inputs):
             self._whole_rows = False
@@ -260,10 +260,10 @@ class Captures:
 
     def begin(self, actions: Iterable[Action]) -> None:
         """
-        Record missing graphs before the first microbatch of a step; UserError if a pass can't be recorded.
+        Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
 
-        No messages are in flight then: recording may wait for all work of the GPU, including a message of a rank that
-        waits for a message of this rank.
+        No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
+        for this rank's message.
         """
         most = most_in_flight(actions)
         if any(graphs.lacks(most[index]) for index, graphs in self._graphs.items()):
@@ -277,13 +277,13 @@ class Captures:
         self._sums.reset()
 
     def end(self) -> None:
-        """Adopt the gradients after the last microbatch of a step, before they are handed over."""
+        """Adopt the gradients after a step's last microbatch, before they are handed over."""
         for graphs in self._graphs.values():
             self._sums.adopt(graphs.stage.module.parameters())
 
 
 def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
-    """Return the maximum number of microbatches between forward pass and weight gradients, by stage."""
+    """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for action in actions:
@@ -313,5 +313,5 @@ def _copy(leaf: Any) -> Any:
 
 
 def _shape(tree: Any) -> list[Any]:
-    """Return the properties on which graphs depend: shapes and dtypes of tensors, and values of other leaves."""
+    """Return the properties that determine graphs: tensor shapes and dtypes, and other leaves' values."""
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves(tree)]

@@ -1,4 +1,4 @@
-"""CUDA graphs of functions: their kernels are recorded once and launched together."""
+"""CUDA graphs for functions: their kernels are recorded once and launched together."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,11 +12,11 @@ class Recorded(Protocol):
 
     @property
     def outputs(self) -> Any:
-        """Return the outputs of the function, which keep their addresses in every replay."""
+        """Return the function's outputs, whose addresses are the same in every replay."""
         ...
 
     def replay(self) -> None:
-        """Compute the outputs from the current values of the inputs."""
+        """Compute the outputs from the inputs' current values."""
         ...
 
 
@@ -38,13 +38,13 @@ class CudaGraph:
 
 @attrs.define
 class CudaRecord:
-    """Recorder of CUDA graphs with its own stream and memory pool."""
+    """CUDA graph recorder with its own stream and memory pool."""
 
     stream: torch.cuda.Stream
     _pool: Any = attrs.field(init=False, factory=torch.cuda.graph_pool_handle)
 
     def __call__(self, run: Callable[[], Any]) -> CudaGraph:
-        """Record the kernels that a function launches as a graph."""
+        """Record a function's kernels as a graph."""
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         # `torch.cuda.graph` would wait for the device, which may be receiving a message that another rank only sends

@@ -1,4 +1,4 @@
-"""Messages of activations and gradients between ranks, and their receive buffers."""
+"""Messages with activations and gradients between ranks, and their receive buffers."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +19,10 @@ WAIT = "wait for a message"
 
 def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
     """
-    Describe how a tree of tensors differs from the tree that the receiver allocates; return None if it doesn't.
+    Describe how a tensor tree differs from the receiver's tree; return None if it doesn't.
 
-    Structures, shapes and dtypes are compared, and the values of other leaves, which are not sent: the receiver uses
-    its own values.
+    Structures, shapes and dtypes are compared, and the other leaves' values, which are not sent: the receiver uses its
+    own values.
     """
     if isinstance(payload, Tensor) and isinstance(expected, Tensor):
         if _have_same_form(payload, expected):
@@ -57,7 +57,7 @@ def all_tensors(items: Iterable[Any]) -> bool:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree, in order."""
+    """Return a tree's tensors, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if type(tree) is list and all_tensors(tree):
@@ -71,7 +71,7 @@ def _have_same_form(first: Any, second: Any) -> bool:
 
 
 def _describe(leaf: Any) -> str:
-    """Return a leaf as text for a message: dtype and shape of a tensor."""
+    """Return a leaf as text for a message: a tensor's dtype and shape."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if branches(leaf) is None else f"a {type(leaf).__name__}"
     return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
@@ -84,10 +84,10 @@ MessageKey = tuple[MessageOp, int, int]
 @attrs.define(eq=False)
 class P2PBuffers:
     """
-    Messages of one step between this rank and its neighbours; `links` are channels by pipeline rank.
+    One step's messages between this rank and its neighbours; `links` are channels by pipeline rank.
 
-    Receives are posted early: they allocate a tensor, which belongs to the caller of `wait_recv`. A sent tensor is kept
-    until its send completes, which every later send checks.
+    Receives are posted early: they allocate a tensor for the caller of `wait_recv`. A sent tensor is kept until its
+    send completes; every later send checks for completion.
     """
 
     links: Mapping[int, P2PChannel]
@@ -96,7 +96,7 @@ class P2PBuffers:
     _sending: deque[Pending] = attrs.field(factory=deque)
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Start sending tensors of any shape, in order."""
+        """Start sending tensors (any shape), in order."""
         link, sending = self.links[peer], self._sending
         for tensor in tensors:
             # NCCL and gloo send contiguous memory only.
@@ -119,7 +119,7 @@ class P2PBuffers:
         self._receiving[key] = tree, messages
 
     def wait_recv(self, key: MessageKey) -> Any:
-        """Wait until all tensors of a message have arrived, and return their tree."""
+        """Wait until all tensors in a message have arrived, and return their tree."""
         tree, messages = self._receiving.pop(key)
         if profiler._is_profiler_enabled:  # so that a trace separates waiting from computing
             with profiler.record_function(WAIT):

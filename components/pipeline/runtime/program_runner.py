@@ -1,4 +1,4 @@
-"""Runner of a step's microbatches through this rank's stages, in the order of its program (gradient accumulation)."""
+"""Runner for a step's microbatches through this rank's stages, in program order (gradient accumulation)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,9 +26,9 @@ StageMicrobatch = tuple[int, int]
 @attrs.frozen
 class MicrobatchInputs:
     """
-    Microbatch for the stages: the inputs of the first stage, such as token ids, and the context of all stages.
+    Microbatch for the stages: the first stage's inputs, such as token ids, and the context for all stages.
 
-    The last stage computes the loss with `batch`; without a batch it returns the result of `finish`.
+    The last stage computes the loss with `batch`; without a batch it returns `finish`'s result.
     """
 
     inputs: Any
@@ -37,14 +37,14 @@ class MicrobatchInputs:
     finish: Finish | None = None
 
     def as_any_rows(self) -> "MicrobatchInputs":
-        """Return the microbatch without the knowledge that every row is one document."""
+        """Return the microbatch without the flag for rows with one document."""
         return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
 
 
 @attrs.define(eq=False)
 class ProgramRunner:
     """
-    Runner of a rank's program for one step; it is dropped with all its tensors, also if the step fails.
+    Runner for a rank's program in one step; it is dropped with all its tensors, also if the step fails.
 
     `stages` are this rank's stages by number. An output is buffered until the next stage on this rank consumes it, or
     until it is sent. The last stage's detached output is passed to `each_output`.
@@ -60,7 +60,7 @@ class ProgramRunner:
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Run all actions in order; the parts of an overlap follow one another."""
+        """Run all actions in order; an overlap's parts follow one another."""
         operations: dict[str, Callable[[Action], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
@@ -97,7 +97,7 @@ class ProgramRunner:
             self.streams.end()
 
     def _local_inputs(self, action: Action) -> list[Tensor]:
-        """Return the tensors that another stage of this rank computed for a pass."""
+        """Return a pass's input tensors from another stage of this rank."""
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
         return [leaf for leaf in leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
 
@@ -127,12 +127,12 @@ class ProgramRunner:
         self.p2p.receive(("RECV_F", action.stage, action.microbatch), _peer(action), like)
 
     def _activations(self, stage: int, microbatch: int) -> Any:
-        """Return the meta tensors of a stage's input for a microbatch, which sender and receiver both derive."""
+        """Return meta tensors for a stage's input of a microbatch; sender and receiver both derive them."""
         inputs = self.microbatches[microbatch]
         return self.boundaries.boundary(stage, inputs.inputs, inputs.shared)
 
     def _send(self, action: Action, payload: Any, expected: Any) -> None:
-        """Send a tree of tensors; UserError if the receiver expects other shapes or dtypes."""
+        """Send a tensor tree; UserError if the receiver expects other shapes or dtypes."""
         # The receiver has allocated the expected tree, and neither NCCL nor gloo compares shapes and dtypes.
         if problem := mismatch(payload, expected):
             kind = "output" if action.op == "SEND_F" else "gradient"

@@ -1,4 +1,4 @@
-"""Passes of a stage for a microbatch: forward, and backward as a whole or in two parts."""
+"""A stage's passes for a microbatch: forward, and backward as a whole or in two parts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,12 +32,12 @@ class InFlight:
 @attrs.define(eq=False)
 class StageRunner:
     """
-    Runner of one stage on the microbatches of a step; `split` divides its backward pass into two parts.
+    Runner for one stage on a step's microbatches; `split` divides its backward pass into two parts.
 
-    The last stage writes the losses of microbatches into `state`.
+    The last stage writes microbatch losses into `state`.
 
-    Every floating-point leaf that passes between stages is differentiable: its gradient is sent back, as zeros if
-    nothing depends on the leaf, so that both ranks know the messages in advance.
+    Every floating-point leaf between stages is differentiable: its gradient is sent back, as zeros if nothing depends
+    on the leaf, so both ranks know the messages in advance.
     """
 
     stage: Stage
@@ -58,7 +58,7 @@ class StageRunner:
         """
         Return the stage's output for a microbatch, detached from its graph: a tree of tensors, or the loss at the end.
 
-        Without a batch the last stage returns the result of `finish` for the last hidden states and the head.
+        Without a batch the last stage returns `finish`'s result for the last hidden states and the head.
         """
         # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
@@ -94,7 +94,7 @@ class StageRunner:
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """
-        Run the whole backward pass, and return the gradients of the input's floating-point leaves.
+        Run the whole backward pass, and return gradients for the input's floating-point leaves.
 
         `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
         """
@@ -109,7 +109,7 @@ class StageRunner:
         return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """Run I: like `backward`, with weight gradients left for W. Return gradients of the input's leaves."""
+        """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
         grads_of_inputs = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
         input_grads = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)]
@@ -136,12 +136,12 @@ class StageRunner:
         self._shards.reshard()
 
     def reduce_next(self, final: bool) -> None:
-        """Reduce gradients with the next backward pass; `final` means that they are then complete for the step."""
+        """Reduce gradients with the next backward pass; With `final`, they are then complete for the step."""
         self._shards.reduce_next(final)
         self._reduces_next = True
 
     def _end_of_backward(self) -> None:
-        self._shards.reduced()
+        self._shards.end_reduction()
         self._reduces_next = False
 
     @property
@@ -158,7 +158,7 @@ def _split(kept: InFlight) -> SplitBackward:
 
 
 def floating(tree: Any) -> list[Tensor]:
-    """Return the leaves of a tree that have gradients: tensors of real or complex floating-point numbers."""
+    """Return a tree's leaves with gradients: real or complex floating-point tensors."""
     if isinstance(tree, Tensor):  # the usual case between stages, where microseconds matter
         return [tree] if tree.is_floating_point() or tree.is_complex() else []
     return [leaf for leaf in leaves(tree) if _floats(leaf)]

@@ -1,9 +1,9 @@
 """
-CUDA streams of a rank's stages, so that a forward and a backward pass of two stages run at the same time.
+CUDA streams for a rank's stages, to run two stages' forward and backward passes at the same time.
 
-The communication of one pass, such as the dispatch of tokens to experts, is then hidden behind the products of the
-other (DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437, section 3.2.1). The work of a stage stays in order. A stream
-waits for another only if its stage consumes a result of the other stage.
+One pass's communication, such as token dispatch to experts, is then hidden behind the other's products (DeepSeek-AI
+2024, DeepSeek-V3, arXiv 2412.19437, section 3.2.1). A stage's work stays in order. A stream waits for another only if
+its stage consumes the other stage's result.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ NEIGHBOUR = {"F": -1, "B": 1, "I": 1}
 
 @attrs.frozen(eq=False)
 class StageStreams:
-    """Streams of this rank's stages by number; stages that share parameters share one stream."""
+    """Streams for this rank's stages by number; stages that share parameters share one stream."""
 
     streams: Mapping[int, Any]
     _events: dict[tuple[str, int, int], Any] = attrs.field(init=False, factory=dict)
@@ -49,7 +49,7 @@ class StageStreams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def run(self, operation: Operation, local_inputs: Callable[[Action], Iterable[Tensor]], action: Action) -> None:
-        """Run an action in its stage's stream; `local_inputs` returns its inputs from another stage of this rank."""
+        """Run an action in its stage's stream; `local_inputs` returns its inputs from another local stage."""
         stream = self.streams[action.stage]
         other = action.stage + NEIGHBOUR.get(action.op, 0)
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Copies of batches from the host to a GPU that overlap the GPU's computation."""
+"""Batch copies from the host to a GPU, overlapped with the GPU's computation."""
 
 from functools import cached_property
 from typing import Any
@@ -13,17 +13,17 @@ from drawloom.components.state.trees import leaves, transform
 @attrs.define
 class Uploads:
     """
-    Copier of trees of tensors to a device, on its own stream.
+    Copier for tensor trees to a device, on its own stream.
 
-    The host issues a step while the GPU computes the previous step. A copy that does not wait for the kernels of the
-    previous step ends before its own step begins, so that neither the host nor the GPU waits for it. On a CPU nothing
-    is copied.
+    The host issues a step while the GPU computes the previous step. A copy does not wait for the previous step's
+    kernels and ends before its own step begins, so neither the host nor the GPU waits for it. On a CPU nothing is
+    copied.
     """
 
     device: torch.device
 
     def start(self, tree: Any) -> Any:
-        """Return the tree on the device; later operations of the current stream wait for the copies."""
+        """Return the tree on the device; later operations on the current stream wait for the copies."""
         if self.device.type == "cpu":
             return tree
         with torch.cuda.stream(self._stream):

@@ -1,5 +1,5 @@
 """
-Headers of safetensors files: dtypes, names, and byte ranges of tensors.
+Safetensors headers: dtypes, names, and byte ranges of tensors.
 
 The safetensors library reads and validates headers: https://github.com/huggingface/safetensors#format.
 """
@@ -21,7 +21,7 @@ MAX_NAMES_SHOWN = 10
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first MAX_NAMES_SHOWN names, and the number of the others."""
+    """Return the first MAX_NAMES_SHOWN names, and how many others there are."""
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + more
 
@@ -54,12 +54,12 @@ MAX_DIMENSIONS = 8
 
 
 class HeaderError(Exception):
-    """Invalid header of a safetensors file; the message has the reason."""
+    """Invalid safetensors header; the message has the reason."""
 
 
 @attrs.frozen
 class Entry:
-    """A tensor's spec and byte range in a file, counted from the end of the header."""
+    """A tensor's spec and byte range in a file, counted from the header's end."""
 
     spec: TensorSpec
     start: int
@@ -68,7 +68,7 @@ class Entry:
 
 def map_file(path: Path) -> Any:
     """
-    Map a file with the safetensors library. The caller must check that the file is regular.
+    Map a file with the safetensors library. The caller must check for a regular file.
 
     Raises HeaderError if the header is invalid, and FileNotFoundError if the file was removed.
     """
@@ -84,8 +84,8 @@ def map_file(path: Path) -> Any:
 
 def read_entries(mapped: Any) -> dict[str, Entry]:
     """
-    Return the entries of a mapped file by name, in file order. Raises HeaderError with the name of an unusable
-    tensor.
+    Return a mapped file's entries by name, in file order. Raises HeaderError with an unusable tensor's
+    name.
     """
     entries: dict[str, Entry] = {}
     end = 0
@@ -104,5 +104,5 @@ def read_entries(mapped: Any) -> dict[str, Entry]:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a tensor may have this name: it has no control characters, and can't lead out of a folder."""
+    """Return whether a tensor may have this name: it has no control characters, and can't lead outside a folder."""
     return bool(NAME.fullmatch(name)) and ".." not in name and name != METADATA

@@ -1,7 +1,7 @@
 """
-Readers of safetensors: Hugging Face folders through the safetensors library, and checkpoint files with digests.
+Readers for safetensors: Hugging Face folders through the safetensors library, and checkpoint files with digests.
 
-Files are untrusted: only regular files inside of the folder are opened.
+Files are untrusted: only regular files inside the folder are opened.
 """
 
 import os
@@ -29,7 +29,7 @@ MAX_FILES = 10_000
 
 @attrs.frozen
 class SafetensorsFile:
-    """File with a valid header: the specs of its tensors, and its identity (see RegularFile)."""
+    """File with a valid header: tensor specs, and its identity (see RegularFile)."""
 
     path: Path
     specs: Mapping[str, TensorSpec]
@@ -39,9 +39,9 @@ class SafetensorsFile:
 @attrs.define
 class SafetensorsFolder:
     """
-    Source of a folder's tensors; `files` maps each name to its file.
+    Source for a folder's tensors; `files` maps names to files.
 
-    Tensors are views of mapped files: slicing a tensor reads only the slice. The last file stays mapped, so that
+    Tensors are views of mapped files: slicing a tensor reads only the slice. The last file stays mapped, so
     its header is parsed once.
     """
 
@@ -66,10 +66,10 @@ class SafetensorsFolder:
 
 def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
     """
-    Return the offset of the tensors in a file, and its entries by name. Raises HeaderError if the header is
+    Return the tensor offset in a file, and its entries by name. Raises HeaderError if the header is
     invalid.
 
-    The header is read through `file` first, so that a VerifiedFile verifies its digest.
+    The header is read through `file` first, so a VerifiedFile verifies its digest.
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     file.read(8, min(length, max(file.size - 8, 0)))
@@ -79,10 +79,10 @@ def read_verified_header(file: RegularFile) -> tuple[int, dict[str, Entry]]:
 
 def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None = None) -> Tensor:
     """
-    Read the tensor of an entry into new CPU memory; `begin` is the offset of the tensors in the file.
+    Read an entry's tensor into new CPU memory; `begin` is the tensor offset in the file.
 
     `rows` selects a range in the first dimension. Checkpoints are read with this function instead of the library,
-    so that every byte in use was verified.
+    so every byte in use was verified.
     """
     spec, start = entry.spec, begin + entry.start
     if rows is not None:
@@ -95,10 +95,10 @@ def read_tensor(file: RegularFile, begin: int, entry: Entry, rows: range | None 
 
 def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
     """
-    Read the headers of `model.safetensors`, or of the files in `model.safetensors.index.json`.
+    Read the headers from `model.safetensors`, or from the files in `model.safetensors.index.json`.
 
     Raises UserError with all differences between index and files, or with the invalid file and tensor. Opens only
-    files of the folder.
+    files in the folder.
     """
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is not a folder; write the path of a Hugging Face model folder")
@@ -115,7 +115,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
 
 
 def read_safetensors_header(path: Path) -> SafetensorsFile:
-    """Return the header of a file. Raises UserError if it is invalid."""
+    """Return a file's header. Raises UserError if it is invalid."""
     with open_regular_file(path) as file, _as_user_error(path):
         return SafetensorsFile(
             path, {name: entry.spec for name, entry in read_entries(map_file(path)).items()}, file.identity
@@ -123,7 +123,7 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
 
 
 def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
-    """Return the header of an indexed file; `name` is one of its tensors, for messages."""
+    """Return an indexed file's header; `name` is a tensor in the file, for messages."""
     try:
         return read_safetensors_header(folder / file)
     except UserError as error:
@@ -140,7 +140,7 @@ def _as_user_error(path: Path) -> Iterator[None]:
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     """
-    Return the file name of each tensor, and the stated total size. Raises UserError unless all are plain file
+    Return file names by tensor, and the stated total size. Raises UserError unless all are plain file
     names.
     """
     with open_regular_file(path) as file:
@@ -171,7 +171,7 @@ def _is_plain_file_name(file: Any) -> bool:
 
 
 def _read_total_size(index: Mapping[str, Any], path: Path) -> int | None:
-    """Return the total size that an index states, or None."""
+    """Return an index's stated total size, or None."""
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if total is None:

@@ -1,9 +1,9 @@
 """
-Writer of safetensors files, tensor by tensor in any order.
+Writer for safetensors files, tensor by tensor in any order.
 
 The library's `save_file` needs all tensors at once, and neither hashes nor flushes them. An export streams one tensor
-group at a time, regardless of the file size, and a checkpoint needs digests and durability. Files are byte for byte
-those of the library.
+group at a time, regardless of the file size, and a checkpoint needs digests and durability. Files equal the
+library's byte for byte.
 """
 
 import json
@@ -24,7 +24,7 @@ from drawloom.components.storage.tensor_source import InMemory, TensorSpec, byte
 
 @attrs.define
 class SafetensorsWriter:
-    """Writer of planned tensors at their offsets in an open file; `missing` has the unwritten tensors."""
+    """Writer for planned tensors at their offsets in an open file; `missing` has the unwritten tensors."""
 
     file: FileWriter
     begin: int
@@ -56,7 +56,7 @@ def new_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterato
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Create and flush a file with tensors of any shape and dtype. Raises OSError if it exists."""
+    """Create and flush a file with tensors, any shape and dtype. Raises OSError if it exists."""
     head, entries = layout(InMemory(tensors).specs())  # before the file is created, as above
     with durable_files.new_file(path) as file:
         put_tensors(file, tensors, head, entries)
@@ -65,9 +65,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 def put_tensors(file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, Entry]) -> None:
     """
-    Write tensors of any shape and dtype, planned by `layout`, into an open, empty file.
+    Write tensors, any shape and dtype, planned by `layout`, into an open, empty file.
 
-    Writes from the start of the file to its end, so that the file can be hashed.
+    Writes from start to end, so the file can be hashed.
     """
     file.put(memoryview(head), 0)
     for name, entry in entries.items():
@@ -78,7 +78,7 @@ def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
     """
     Return the header for a file with these tensors, with its length, and the entries in file order.
 
-    The order is that of the safetensors library: by dtype, the widest first, then by name.
+    The order is the safetensors library's: by dtype, the widest first, then by name.
     """
     check_writable(specs)
     ranks = {dtype: rank for rank, dtype in enumerate(CODES)}
@@ -95,7 +95,7 @@ def layout(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Entry]]:
 
 
 def check_writable(specs: Mapping[str, TensorSpec]) -> None:
-    """Raise ValueError for a tensor that the format does not support, or that the reader would refuse."""
+    """Raise ValueError for a tensor that the format does not support, or the reader would refuse."""
     for name, spec in specs.items():
         if not is_name(name):
             raise ValueError(f"{name!r:.99} is not a valid name of a tensor")

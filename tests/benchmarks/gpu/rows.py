@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
-from drawloom.components.ports.flops import attended_pairs
+from drawloom.components.ports.flops import count_attended_pairs
 from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.attention import EAGER, AttentionImplementation
 from drawloom.kernels.cut_cross_entropy import LogitCut
@@ -299,11 +299,11 @@ def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
     """Attention in rows alike, of documents with these ids (length,)."""
     batch, length, heads, channels = (1, len(row), 2, 16) if tiny else (8, len(row), 16, 128)
     documents = row.to(DEVICE).repeat(batch, 1)
-    product = 4.0 * batch * heads * channels * attended_pairs(row[None])
+    product = 4.0 * batch * heads * channels * count_attended_pairs(row[None])
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
-        from drawloom.kernels.attention import VARLEN
         from drawloom.kernels.attention_cudnn import CUDNN
+        from drawloom.kernels.attention_flash import VARLEN
         from drawloom.kernels.attention_flex import FLEX
 
         kinds = {"flex": FLEX, "varlen": VARLEN} | ({} if row.any() else {"cudnn": CUDNN})

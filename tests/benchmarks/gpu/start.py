@@ -95,7 +95,7 @@ def timed(what: str, start: Callable[[], MaterializedStages]) -> MaterializedSta
     begun = time.perf_counter()
     stages = profile.runcall(start) if "--profile" in sys.argv else start()
     seconds = time.perf_counter() - begun
-    size = sum(parameter.nbytes for _, parameter in stages.named())
+    size = sum(parameter.nbytes for _, parameter in stages.named_parameters())
     peaks = {
         "device": torch.cuda.max_memory_allocated() - before if GPU else 0,
         "host": status("VmHWM") - host,

@@ -10,9 +10,9 @@ from drawloom.components.adapters.lora_layers import LoraForm, LoraLinear, dora_
 from drawloom.components.model.layers import Linear
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.weights.adapted import adapted_model, merge_mapper
+from drawloom.components.weights.adapted import build_adapted_model, merge_mapper
 from drawloom.components.weights.load import convert
-from support.adapted import adapted, filled_from, lora
+from support.adapted import adapt, fill_from_seed, lora
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, sparse
 
 ALL = ["*_proj", "embed_tokens", "lm_head"]
@@ -56,7 +56,7 @@ def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
 def test_a_layer_begins_as_the_frozen_one(dora: bool) -> None:
     """Before the first step an adapter changes nothing, and A has the variance of PEFT's."""
     ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraForm(8, 1.0, dora=dora))
-    ours.fill_adapter("layer", filled_from(3))
+    ours.fill_adapter("layer", fill_from_seed(3))
     x = torch.randn(2, 300)
     torch.testing.assert_close(ours(x), Linear.forward(ours, x), rtol=1e-6, atol=1e-6)
     assert float(ours.lora_A.detach().var()) == pytest.approx(1 / (3 * 300), rel=0.1)
@@ -96,7 +96,7 @@ def inputs(vocab_size: int) -> tuple[Tensor, Tensor]:
 def test_split_backward_gives_the_gradients_of_a_full_one(kind: str) -> None:
     """Gradients of inputs first and of adapters later are those of one backward pass; what is frozen gets none."""
     model, adapters = KINDS[kind]()
-    module = adapted(model, *adapters).double()
+    module = adapt(model, *adapters).double()
     tokens, targets = inputs(model.vocab_size)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     wanted = torch.autograd.grad(
@@ -121,13 +121,13 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
     """A model without adapters has the logits of the adapted one with the merged weights; a head that was tied is not
     any more."""
     model, adapters = KINDS[kind]()
-    module = adapted(model, *adapters)
+    module = adapt(model, *adapters)
     tied = kind == "tied"
-    whole = adapted_model(model, adapters)
+    whole = build_adapted_model(model, adapters)
     parameters = dict(module.named_parameters())
     merged = convert(merge_mapper(whole, tied), parameters)
     plain = KINDS[kind]()[0] if not tied else dense(tie_word_embeddings=False)
-    twin = adapted(plain)
+    twin = adapt(plain)
     names = [name for name, _ in twin.named_parameters()]
     twin.load_state_dict({name: merged.get(name, parameters.get(name)) for name in names})
     tokens, _ = inputs(model.vocab_size)
@@ -138,7 +138,7 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
 
 def test_the_head_of_an_adapted_layer_gives_losses_of_its_logits() -> None:
     """Losses and log-sum-exps, weighted and with ignored targets, are those of the logits, in chunks of any size."""
-    module = adapted(dense(), lora("lm_head"))
+    module = adapt(dense(), lora("lm_head"))
     tokens, targets = inputs(29)
     shared, weights = one_document(2, 7), torch.rand(2, 7)
 

@@ -4,14 +4,14 @@ import torch
 
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.weights.adapted import without_adapters
-from support.adapted import adapted, lora
+from support.adapted import adapt, lora
 from support.qwen3 import dense, logits_of, one_document
 
 
 def test_the_head_has_factors_and_the_embedding_none() -> None:
     """Logits are the tied head's and scale * B A; the embedding's outputs, and all without adapters, are the base's."""
     model = dense(tie_word_embeddings=True)
-    module, base = adapted(model, lora("lm_head")), adapted(model)
+    module, base = adapt(model, lora("lm_head")), adapt(model)
     head = module.lm_head
     assert isinstance(head, LoraTiedHead) and {name for name, _ in head.named_parameters()} == {"lora_A", "lora_B"}
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]

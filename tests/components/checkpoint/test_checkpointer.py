@@ -17,9 +17,9 @@ from drawloom.components.checkpoint.reader import load_node
 from drawloom.components.ports.run import Cadence, Step
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
-from support.checkpoints import StateNode, checkpointer, restored, save_steps, state_of
-from support.disk import Call, watched
-from support.steps import skipped
+from support.checkpoints import StateNode, checkpointer, restore_step, save_steps, state_of
+from support.disk import Call, watch_calls
+from support.steps import make_skipped_step
 
 
 def _steps(folder: Path) -> list[int]:
@@ -68,14 +68,14 @@ def test_the_last_step_is_always_saved(tmp_path: Path, every: Cadence, steps: li
     memory = StateNode()
     _train(checkpointer(tmp_path, {"memory": memory}, every=every, keep=9), memory, 5)
     assert _steps(tmp_path) == steps
-    assert restored(tmp_path) == 5
+    assert restore_step(tmp_path) == 5
 
 
 def test_a_skipped_step_is_saved_too(tmp_path: Path) -> None:
     """Its update was skipped, but the run is one step further."""
     memory = StateNode()
-    _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, skipped)
-    assert restored(tmp_path) == 1
+    _train(checkpointer(tmp_path, {"memory": memory}, every=1), memory, 1, make_skipped_step)
+    assert restore_step(tmp_path) == 1
 
 
 @pytest.mark.parametrize(("keep", "steps"), [(1, [6]), (2, [5, 6]), (9, [1, 2, 3, 4, 5, 6])])
@@ -99,12 +99,12 @@ def test_a_committed_step_is_not_saved_again(tmp_path: Path) -> None:
     memory, calls = StateNode(state_of(4)), list[Call]()
     node = checkpointer(tmp_path, {"memory": memory})
     node.save(Step(4, 4))
-    with watched(calls.append):
+    with watch_calls(calls.append):
         node.save(Step(4, 4))
         node.run_phase(Step(4, 4))
     again = checkpointer(tmp_path, {"memory": memory})
     assert again.restore() == 4
-    with watched(calls.append):
+    with watch_calls(calls.append):
         again.save(Step(4, 4))
     assert calls == []
 
@@ -118,7 +118,7 @@ def test_a_step_whose_save_failed_is_saved_again(tmp_path: Path) -> None:
             node.save(Step(1, 2))
     memory.state = state_of(1)
     node.save(Step(1, 2))
-    assert restored(tmp_path) == 1
+    assert restore_step(tmp_path) == 1
 
 
 def test_a_real_optimizer_resumes_bit_exactly(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_dangling_link_does_not_take_the_name_of_a_checkpoint(tmp_path: Path) 
     save_steps(tmp_path, 1)
     (tmp_path / "checkpoints" / "step-2").symlink_to("gone")
     save_steps(tmp_path, 2)
-    assert restored(tmp_path) == 2
+    assert restore_step(tmp_path) == 2
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [".damaged-step-2-1", "step-1", "step-2"]
 
 
@@ -198,7 +198,7 @@ def test_a_corrupt_checkpoint_neither_counts_nor_expires(tmp_path: Path) -> None
     node.save(Step(4, 9))
     assert _steps(tmp_path) == [3, 4]
     assert corrupt.read_bytes() == bytes(data)
-    assert restored(tmp_path) == 4
+    assert restore_step(tmp_path) == 4
 
 
 def test_the_checkpoint_just_saved_never_expires(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_corrupt_step_can_be_saved_again(tmp_path: Path) -> None:
         assert node.restore() == 1
         memory.state = state_of(2)
         node.save(Step(2, 9))
-        assert restored(tmp_path) == 2
+        assert restore_step(tmp_path) == 2
         memory.state = state_of(3)
         node.save(Step(3, 9))
         assert _steps(tmp_path) == [3]  # the good one counts again
@@ -290,7 +290,7 @@ def test_an_expired_checkpoint_that_can_t_be_removed_is_a_warning(
 
     monkeypatch.setattr("drawloom.components.checkpoint.commit.discard", refuse)
     save_steps(tmp_path, 2, keep=1)
-    assert restored(tmp_path) == 2
+    assert restore_step(tmp_path) == 2
     assert "could not be removed" in caplog.text
 
 
@@ -300,6 +300,6 @@ def test_restoring_changes_nothing_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints/step-2/rank-0.json"
     path.write_bytes(path.read_bytes() + b" ")
     node, calls = checkpointer(tmp_path, {"memory": StateNode()}), list[Call]()
-    with watched(calls.append):
+    with watch_calls(calls.append):
         assert node.restore() == 1
     assert calls == []

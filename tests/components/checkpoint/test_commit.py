@@ -14,9 +14,9 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import StateNode, checkpointer, restored, save_steps, state_of
+from support.checkpoints import StateNode, checkpointer, restore_step, save_steps, state_of
 from support.crashes import LOST, Remains, cut_everywhere, kill_everywhere
-from support.disk import Call, FailAt, watched
+from support.disk import Call, FailAt, watch_calls
 from support.processes import run_ranks
 
 
@@ -87,7 +87,7 @@ def test_every_byte_is_on_disk_before_the_next_depends_on_it(tmp_path: Path) -> 
     def seen(call: Call) -> None:
         order.append((call.name, os.path.relpath(call.path, tmp_path / "checkpoints")))
 
-    with watched(seen):
+    with watch_calls(seen):
         save_steps(tmp_path, 2, keep=1)
     temp, renamed = ".tmp-step-2", order.index(("rename", ".tmp-step-2"))
     written = {path for name, path in order[:renamed] if name == "open" and path.startswith(temp)}
@@ -123,7 +123,7 @@ def test_a_failing_call_commits_nothing(tmp_path: Path, code: int, staging: bool
         assert os.strerror(code) in error
         assert ("disk full: needs 48 bytes, " in error) == (code not in (errno.EIO, errno.EFBIG))
         committed.append((folder / "checkpoints" / "step-3").exists())
-        assert restored(folder) == (3 if committed[-1] else 2)
+        assert restore_step(folder) == (3 if committed[-1] else 2)
         assert len(os.listdir(folder / "checkpoints")) == (3 if committed[-1] else 2)
     assert committed == [False] * (len(committed) - 1) + [True]  # the last call makes the new name last
     assert len(committed) > 12
@@ -138,7 +138,7 @@ def test_a_failing_call_of_any_thread_commits_nothing(tmp_path: Path, monkeypatc
         save_steps(folder, 2)
         memory = StateNode(state)
         node, fault = checkpointer(folder, {"memory": memory}), FailAt(number, errno.ENOSPC)
-        with watched(fault), suppress(UserError):
+        with watch_calls(fault), suppress(UserError):
             node.save(Step(3, 3))
         if fault.hit is None:
             break
@@ -162,7 +162,7 @@ def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str
         fault(call)
 
     try:
-        with watched(seen):
+        with watch_calls(seen):
             node.save(Step(3, 3))
     except UserError as error:
         return str(error), fault
@@ -188,11 +188,11 @@ def _kill_cleanup_everywhere(base: Path) -> list[int]:
                 if count == len(found) + 1:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            with watched(seen):
+            with watch_calls(seen):
                 checkpointer(folder, {})
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        found.append(restored(folder))
+        found.append(restore_step(folder))
         if sorted(os.listdir(folder / "checkpoints")) != ["step-1", "step-2"]:
             found.append(LOST)
         shutil.rmtree(folder)
@@ -201,7 +201,7 @@ def _kill_cleanup_everywhere(base: Path) -> list[int]:
 
 
 def test_a_kill_during_cleanup_is_repaired_by_the_next_start(tmp_path: Path) -> None:
-    """After a kill at each call, no leftovers remain in the end, and nothing else is removed."""
+    """After a kill at every call, no leftovers remain in the end, and nothing else is removed."""
     [found] = run_ranks(_kill_cleanup_everywhere, 1, tmp_path)
     assert len(found) > 8
     assert set(found) == {2}

@@ -11,20 +11,20 @@ import torch
 
 from drawloom.components.checkpoint.io_errors import describe_io_error
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.rank_errors import Agreed, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
 from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError
 from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
 
 
-def _failed(code: int) -> Agreed:
+def _failed(code: int) -> RankError:
     """The error of a rank on which a system call failed."""
 
     def fail() -> None:
         raise OSError(code, os.strerror(code), "/runs/x/file")
 
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(RankError) as caught:
         run_on_rank0(SingleProcess(), fail)
     return caught.value
 
@@ -33,7 +33,7 @@ def _failed(code: int) -> Agreed:
 def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """One line has the error, the bytes needed and the bytes free, for each errno of a full disk."""
+    """One line has the error, the needed and the free bytes, for every errno from a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
     assert describe_io_error(_failed(code), tmp_path, 3_100_000_000) == expected

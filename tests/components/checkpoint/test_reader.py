@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from drawloom.components.checkpoint.reader import load_node, newest
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.checkpoints import ShardedNode, StateNode, checkpointer, restored, save_steps, state_of
+from support.checkpoints import ShardedNode, StateNode, checkpointer, restore_step, save_steps, state_of
 
 FILES = ["rank-0.safetensors", "rank-0.json", "recipe.lock.toml", "manifest.json"]
 
@@ -67,7 +67,7 @@ def test_a_corrupt_file_is_named_and_the_previous_step_is_used(
     folder = tmp_path / "checkpoints" / "step-3"
     fault(folder / name)
     before = sorted(os.listdir(folder))
-    assert restored(tmp_path) == 2
+    assert restore_step(tmp_path) == 2
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(f"{folder} is corrupt and skipped: {name} ")
     assert sorted(os.listdir(folder)) == before
@@ -78,7 +78,7 @@ def test_a_file_of_another_step_is_corrupt(tmp_path: Path, caplog: pytest.LogCap
     """A valid file that is not the one committed there is detected."""
     save_steps(tmp_path, 1, 2, 3)
     _other_step(tmp_path / "checkpoints" / "step-3" / name)
-    assert restored(tmp_path) == 2
+    assert restore_step(tmp_path) == 2
     assert name in caplog.text
 
 
@@ -114,7 +114,7 @@ def test_without_checkpoints_newest_is_none(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
     save_steps(tmp_path)
     assert newest(tmp_path) is None
-    assert restored(tmp_path) == 0
+    assert restore_step(tmp_path) == 0
 
 
 def test_if_none_is_valid_all_are_listed(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_if_none_is_valid_all_are_listed(tmp_path: Path) -> None:
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-{step}" / "rank-0.json").unlink()
     with pytest.raises(UserError) as caught:
-        restored(tmp_path)
+        restore_step(tmp_path)
     lines = str(caught.value).splitlines()
     assert [line.strip() for line in lines[1:3]] == [
         f"{tmp_path}/checkpoints/step-{step}: rank-0.json is missing" for step in (2, 1)

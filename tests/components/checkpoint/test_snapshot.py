@@ -24,7 +24,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.durable_files import FileWriter
 from drawloom.graph import UserError
-from support.checkpoints import StateNode, checkpointer, restored, state_of
+from support.checkpoints import StateNode, checkpointer, restore_step, state_of
 
 STAGERS = [Blocking, Overlapped]
 
@@ -97,7 +97,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, disk: 
     assert not (tmp_path / "checkpoints/step-1").exists()
     disk.open.set()
     _wait(node)
-    assert restored(tmp_path) == 1
+    assert restore_step(tmp_path) == 1
 
 
 @pytest.mark.parametrize("staging", STAGERS)
@@ -134,17 +134,17 @@ def test_the_next_save_waits_for_the_pending_one(tmp_path: Path, disk: Disk) -> 
     disk.open.set()
     second.join(10)
     _wait(node)
-    assert restored(tmp_path) == 2
+    assert restore_step(tmp_path) == 2
 
 
 def test_the_last_step_waits_for_its_commit(tmp_path: Path) -> None:
     """The last step and a signal return after the checkpoint is committed."""
     memory = StateNode(state_of(5))
     _node(tmp_path, memory).run_phase(Step(5, 5))
-    assert restored(tmp_path) == 5
+    assert restore_step(tmp_path) == 5
     memory.state = state_of(6)
     _node(tmp_path, memory).save(Step(6, 9))
-    assert restored(tmp_path) == 6
+    assert restore_step(tmp_path) == 6
 
 
 def test_a_signal_during_a_save_waits_for_it_and_saves_its_own_step(tmp_path: Path, disk: Disk) -> None:
@@ -169,7 +169,7 @@ def test_a_signal_waits_for_the_save_of_its_own_step(tmp_path: Path, disk: Disk)
     node.run_phase(Step(1, 9))
     threading.Timer(0.1, disk.open.set).start()
     node.save(Step(1, 9))
-    assert restored(tmp_path) == 1
+    assert restore_step(tmp_path) == 1
     assert disk.written == 4  # tree, tensors, recipe and manifest, once each
 
 
@@ -181,7 +181,7 @@ def test_closing_waits_for_the_pending_save(tmp_path: Path, disk: Disk, monkeypa
     node.run_phase(Step(1, 9))
     threading.Timer(0.1, disk.open.set).start()
     node.close()
-    assert restored(tmp_path) == 1
+    assert restore_step(tmp_path) == 1
     other = _node(tmp_path / "other", memory)
     disk.slow()
     other.run_phase(Step(1, 9))
@@ -253,7 +253,7 @@ def test_a_failed_save_can_be_repeated(tmp_path: Path, disk: Disk) -> None:
     node.run_phase(Step(1, 9))
     disk.fault = None
     node.save(Step(1, 9))
-    assert restored(tmp_path) == 1
+    assert restore_step(tmp_path) == 1
 
 
 @pytest.mark.parametrize("last", [False, True])

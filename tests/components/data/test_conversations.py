@@ -13,14 +13,14 @@ from drawloom.components.data.conversations import Conversations
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
-from support.chat import CHATML, THINKING, TOOLS, opened, say, tokenizer_folder
+from support.chat import CHATML, THINKING, TOOLS, open_tokenizer, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: Any) -> Conversations:
     """The conversations of these lines, open."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    tokenizer = opened(tokenizer_folder(folder / "tokenizer", template))
+    tokenizer = open_tokenizer(tokenizer_folder(folder / "tokenizer", template))
     made = Conversations(
         tokenizer=tokenizer, paths=[str(folder / "rows.jsonl")], **({"validation_fraction": 0.0} | settings)
     )
@@ -118,7 +118,7 @@ def test_a_template_is_needed(tmp_path: Path) -> None:
         corpus(tmp_path, row, template=None)
     own = tmp_path / "own.jinja"
     own.write_text(CHATML, "utf-8")
-    lines, tokenizer = [str(tmp_path / "rows.jsonl")], opened(tmp_path / "tokenizer")
+    lines, tokenizer = [str(tmp_path / "rows.jsonl")], open_tokenizer(tmp_path / "tokenizer")
     made = Conversations(tokenizer=tokenizer, paths=lines, template=own, validation_fraction=0.0)
     made.open()
     assert trained(made) == ["b<|im_end|>"] and made.files_read() == {"template": [own]}

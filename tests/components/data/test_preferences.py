@@ -14,7 +14,7 @@ from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
-from support.chat import CHATML, HEADERS, opened, say, tokenizer_folder
+from support.chat import CHATML, HEADERS, open_tokenizer, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = "rows.jsonl") -> Preferences:
@@ -23,7 +23,7 @@ def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
     else:
         (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
-    tokenizer = opened(tokenizer_folder(folder / "tokenizer", template))
+    tokenizer = open_tokenizer(tokenizer_folder(folder / "tokenizer", template))
     made = Preferences(tokenizer=tokenizer, paths=[str(folder / name)], validation_fraction=0.0)
     made.open()
     return made

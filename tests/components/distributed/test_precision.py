@@ -1,4 +1,4 @@
-"""Dtypes of parameters, activations, gradients and reductions."""
+"""Dtypes for parameters, activations, gradients and reductions."""
 
 import re
 from typing import Any

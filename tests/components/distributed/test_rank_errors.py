@@ -8,7 +8,7 @@ import pytest
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.rank_errors import Agreed, run_on_all, run_on_rank0
+from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
 from drawloom.graph import UserError
 from support.processes import run_ranks
 
@@ -43,21 +43,21 @@ def _outcomes(error: str, failing: int) -> tuple[str, str, int, list[Any], Any]:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_user_error_is_the_same_on_every_rank(failing: int) -> None:
     """All ranks raise the error of any rank with its text and exit code, and can communicate afterwards."""
-    expected = ("Agreed", "a sentence for people", 2, [[0], [1]], "by 0")
+    expected = ("RankError", "a sentence for people", 2, [[0], [1]], "by 0")
     assert run_ranks(_outcomes, 2, "user", failing) == [expected, expected]
 
 
 def test_an_os_error_is_raised_with_rank_and_file() -> None:
     """A full disk on one rank raises on all, with that rank and the file in the message."""
     results = run_ranks(_outcomes, 2, "disk", 1)
-    assert [result[:3] for result in results] == [("Agreed", "rank 1: /somewhere: No space left on device", 1)] * 2
+    assert [result[:3] for result in results] == [("RankError", "rank 1: /somewhere: No space left on device", 1)] * 2
 
 
 def test_a_bug_keeps_its_type_on_the_failing_rank() -> None:
     """The failing rank raises its own exception; the other ranks raise one that names it."""
     main, other = run_ranks(_outcomes, 2, "bug", 0)
     assert main[:2] == ("ZeroDivisionError", "a fault of the program")
-    assert other[:2] == ("Agreed", "rank 0: ZeroDivisionError: a fault of the program")
+    assert other[:2] == ("RankError", "rank 0: ZeroDivisionError: a fault of the program")
 
 
 def test_messages_of_a_single_process_name_no_rank() -> None:
@@ -70,6 +70,6 @@ def test_messages_of_a_single_process_name_no_rank() -> None:
 @pytest.mark.parametrize(("error", "code"), [("disk", 28), ("user", None)])
 def test_agreed_errors_carry_the_errno(error: str, code: int | None) -> None:
     """The errno of a failed system call is kept, also when the error is raised through a second call."""
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(RankError) as caught:
         run_on_rank0(SingleProcess(), lambda: run_on_rank0(SingleProcess(), lambda: _fail(error)))
     assert (caught.value.errno, caught.value.rank) == (code, 0)

@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import rank_monitor
 from drawloom.components.distributed.launch_store import Failure
-from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.graph import UserError
 
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pyt
     ("error", "text", "code"),
     [
         (UserError("no room", 2), "rank 1, step 3, phase [clip]: no room", 2),
-        (Agreed("rank 0: no room", 1, 1), "step 3, phase [clip]: rank 0: no room", 1),
+        (RankError("rank 0: no room", 1, 1), "step 3, phase [clip]: rank 0: no room", 1),
         (ZeroDivisionError("by what"), "rank 1, step 3, phase [clip]: ZeroDivisionError: by what", 1),
     ],
 )
@@ -93,7 +93,7 @@ def test_the_message_of_an_exception_names_rank_and_location(
 def test_the_rank_with_the_traceback_reports_first(
     store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that raises another rank's Agreed error waits for that rank's own report."""
+    """A rank that raises another rank's RankError error waits for that rank's own report."""
     zero, one = both(store)
 
     def wait(*_: object) -> None:
@@ -101,7 +101,7 @@ def test_the_rank_with_the_traceback_reports_first(
         zero.check_failures()
 
     monkeypatch.setattr(RankMonitor, "_wait_for_failure", wait)
-    zero.report_exception(Agreed("rank 1: ZeroDivisionError: by what", 1, rank=1))
+    zero.report_exception(RankError("rank 1: ZeroDivisionError: by what", 1, rank=1))
     assert capsys.readouterr().err == "with a traceback\n"
 
 

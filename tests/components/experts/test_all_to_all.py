@@ -8,20 +8,20 @@ import torch
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.ports.distributed import Mesh
 from drawloom.testing import fake
-from support.dispatchers import CHOICES, WIDTH, Results, assert_those_of_one_rank, experts_of, shared
+from support.dispatchers import CHOICES, WIDTH, Results, assert_equal_to_one_rank, experts_of, run_on_ranks
 from support.qwen3 import cpu_kernels
 
 
 @pytest.fixture(scope="module")
 def by_all_to_all() -> Results:
     """What each of three ranks finds."""
-    return shared(AllToAllExperts)
+    return run_on_ranks(AllToAllExperts)
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_results_and_gradients_are_those_of_one_rank(name: str, by_all_to_all: Results) -> None:
     """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
-    assert_those_of_one_rank(name, by_all_to_all[name])
+    assert_equal_to_one_rank(name, by_all_to_all[name])
 
 
 def test_shapes_are_known_without_an_exchange() -> None:

@@ -20,10 +20,10 @@ from support.dispatchers import (
     RANKS,
     WIDTH,
     Results,
-    assert_those_of_one_rank,
+    assert_equal_to_one_rank,
     experts_of,
     inputs,
-    shared,
+    run_on_ranks,
 )
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels
@@ -34,19 +34,19 @@ MOST = 14
 @pytest.fixture(scope="module")
 def without_capacity() -> Results:
     """What each of three ranks finds, which waits for the numbers of rows."""
-    return shared(partial(SymmetricExperts, max_tokens=MOST))
+    return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST))
 
 
 @pytest.fixture(scope="module")
 def with_capacity() -> Results:
     """What each of three ranks finds, with room for all rows that there can be."""
-    return shared(partial(SymmetricExperts, max_tokens=MOST, capacity=3.0))
+    return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST, capacity=3.0))
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_results_and_gradients_are_those_of_one_rank(name: str, without_capacity: Results) -> None:
     """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
-    assert_those_of_one_rank(name, without_capacity[name])
+    assert_equal_to_one_rank(name, without_capacity[name])
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -17,7 +17,7 @@ from drawloom.components.model.dots1 import Dots1
 from drawloom.components.ports.run import FinalTask
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
-from support.adapted import OneStage, adapted, lora
+from support.adapted import OneStage, adapt, lora
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse
 
@@ -29,7 +29,7 @@ def full(*targets: str) -> FullTuning:
 
 def opened(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
     """An exporter of a model with adapters."""
-    stages: Any = OneStage(adapted(model, *adapters), adapters)
+    stages: Any = OneStage(adapt(model, *adapters), adapters)
     mesh: Any = SimpleNamespace(world=world)
     run: Any = SimpleNamespace(folder=folder)
     exporter = AdapterExport(model=model, stages=stages, folder=run, mesh=mesh, base_model="base")
@@ -42,7 +42,7 @@ def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExpor
     exporter = opened(folder, world, model, *adapters)
     exporter.finish(3)
     write_folder(folder / "export", model, exporter.stages)
-    write_folder(folder / "base", model, OneStage(adapted(model)))
+    write_folder(folder / "base", model, OneStage(adapt(model)))
     return exporter
 
 
@@ -100,7 +100,7 @@ def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, o
     export(tmp_path, one_rank.world, model, *adapters)
     tokens = torch.arange(14).view(2, 7) % model.vocab_size
     with torch.no_grad():
-        ours: Tensor = logits_of(adapted(model, *adapters), tokens, one_document(2, 7))
+        ours: Tensor = logits_of(adapt(model, *adapters), tokens, one_document(2, 7))
         assert float((theirs(tmp_path / "base")(tokens).logits - ours).abs().max()) > 0.1
         merged = theirs(tmp_path / "export")(tokens).logits
         torch.testing.assert_close(merged, ours, rtol=1e-4, atol=2e-5)

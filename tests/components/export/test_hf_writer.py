@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drawloom.components.distributed.process_group import TorchGroup
-from drawloom.components.export.hf_writer import STATE, exported_step, write_folder
+from drawloom.components.export.hf_writer import STATE, read_exported_step, write_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
@@ -185,7 +185,7 @@ def test_tokenizer_goes_along(tmp_path: Path) -> None:
 def test_a_pipe_in_an_export_says_no_step(tmp_path: Path) -> None:
     """The export of a stranger is made again where its step can't be read; nothing waits for a writer."""
     os.mkfifo(tmp_path / STATE)
-    assert exported_step(tmp_path) is None
+    assert read_exported_step(tmp_path) is None
 
 
 def test_failure_leaves_nothing(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ class Held:
         for name, each in gradients.items():
             self.parameters[name].grad = each.clone()
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
-    counted = named
+    owned_parameters = named_parameters
 
     def sum_gradients(self) -> None: ...
 
@@ -50,7 +50,7 @@ def clipped(held: Held, reduce: Any, **settings: Any) -> list[Tensor]:
     device = ComputeDevice(kind="cpu")
     device.open()
     ClipGroupNorm(parameters=held, reduce=reduce, device=device, **settings).run_phase(Step(1, 1))
-    return [parameter.grad for _, parameter in held.named() if parameter.grad is not None]
+    return [parameter.grad for _, parameter in held.named_parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.5, "inf"])
@@ -59,8 +59,8 @@ def test_clipping_is_torchs_for_every_order(p: Any, max_norm: float) -> None:
     """All gradients are scaled as by clip_grad_norm_, also where a slice is empty."""
     torch.manual_seed(0)
     held = Held(a=torch.randn(3, 4), b=torch.randn(0, 2), c=torch.randn(5))
-    expected = [nn.Parameter(torch.zeros_like(part)) for _, part in held.named()]
-    for mine, (_, theirs) in zip(expected, held.named(), strict=True):
+    expected = [nn.Parameter(torch.zeros_like(part)) for _, part in held.named_parameters()]
+    for mine, (_, theirs) in zip(expected, held.named_parameters(), strict=True):
         mine.grad = theirs.grad.clone()  # type: ignore[union-attr]
     torch.nn.utils.clip_grad_norm_([expected[0], expected[2]], max_norm, norm_type=float(p))
     for ours, theirs in zip(clipped(held, Other(), max_norm=max_norm, norm_type=p), expected, strict=True):

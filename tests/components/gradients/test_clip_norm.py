@@ -13,7 +13,7 @@ from support.weights import Weights
 def weights_with_gradients() -> Weights:
     """Two parameters with gradients whose total norm is 5."""
     weights = Weights({"first": (1,), "second": (1,)})
-    for (_, parameter), gradient in zip(weights.named(), (3.0, 4.0), strict=True):
+    for (_, parameter), gradient in zip(weights.named_parameters(), (3.0, 4.0), strict=True):
         parameter.grad = torch.tensor([gradient])
     return weights
 
@@ -23,7 +23,7 @@ def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, 
     """Gradients above max_norm keep their direction and get that norm; those below are unchanged."""
     weights, step = weights_with_gradients(), Step(1, 1, {"grad_norm": torch.tensor(5.0, dtype=torch.float64)})
     ClipNorm(parameters=weights, max_norm=bound).run_phase(step)
-    assert [float(p.grad) for _, p in weights.named()] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
+    assert [float(p.grad) for _, p in weights.named_parameters()] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
     assert step.state["grad_norm"] == 5.0
 
 
@@ -31,8 +31,8 @@ def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, 
 def test_a_norm_that_is_not_finite_has_a_defined_factor(norm: float, factor: float) -> None:
     """The gradients of a step that is skipped are left as they are, or zero."""
     weights = weights_with_gradients()
-    before = [parameter.grad.clone() for _, parameter in weights.named() if parameter.grad is not None]
+    before = [parameter.grad.clone() for _, parameter in weights.named_parameters() if parameter.grad is not None]
     state = {"grad_norm": torch.tensor(norm, dtype=torch.float64)}
     ClipNorm(parameters=weights, max_norm=0.3).run_phase(Step(1, 1, state))
-    after = [parameter.grad for _, parameter in weights.named() if parameter.grad is not None]
+    after = [parameter.grad for _, parameter in weights.named_parameters() if parameter.grad is not None]
     assert all(torch.equal(a, factor * b) for a, b in zip(after, before, strict=True))

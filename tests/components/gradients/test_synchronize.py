@@ -62,7 +62,7 @@ def test_gradient_and_loss_are_means_by_weight(one_rank: Any, norm: str) -> None
     """Sums are divided by the total weight once; a parameter without a gradient gets zeros."""
     weights = weights_with(torch.tensor([6.0, 8.0]))
     step = taken(weights, one_rank, total=10.0, weight=2.0, norm=norm)
-    gradients = [parameter.grad for _, parameter in weights.named()]
+    gradients = [parameter.grad for _, parameter in weights.named_parameters()]
     assert [gradient.tolist() for gradient in gradients if gradient is not None] == [[3.0, 4.0], [0.0, 0.0]]
     assert step.state["loss"] == 5.0 and step.state.number("grad_norm") == pytest.approx(5.0) and not step.skip_reason
     assert {step.state[name].dtype for name in ("loss", "grad_norm", "loss_weight", "tokens")} == {torch.float64}

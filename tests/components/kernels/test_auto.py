@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention_options import AttentionOptions
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
@@ -123,6 +126,49 @@ def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(UserError, match=r"kernels\.auto: swiglu is 'triton', but Triton runs on GPUs"):
         cpu_kernels(swiglu="triton").open()
+
+
+class Exchange:
+    """Rows whose tokens several threads share."""
+
+    def __init__(self, *places: Tensor) -> None:
+        self.places = places
+        self.barrier = Barrier(len(places))
+        self.parts: list[Tensor] = [torch.empty(0)] * len(places)
+
+
+class ThreadPart:
+    """One thread's tokens of each row, which all threads gather."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.exchange, self.rank = exchange, rank
+        self.places = exchange.places[rank]
+
+    def gather(self, part: Tensor) -> Tensor:
+        self.exchange.parts[self.rank] = part
+        self.exchange.barrier.wait(60)
+        gathered = torch.cat(self.exchange.parts, 1)[:, torch.cat(self.exchange.places).argsort()]
+        self.exchange.barrier.wait(60)
+        return gathered
+
+
+def test_ranks_that_share_rows_gather_keys_and_values_of_different_widths() -> None:
+    """With context parallelism, windows, options and sinks, two ranks together have the result of whole rows."""
+    kernels, options, sinks = cpu_kernels(), AttentionOptions(0.3, 2.0), torch.randn(4)
+    q, k, v = torch.randn(2, 8, 4, 6), torch.randn(2, 8, 2, 6), torch.randn(2, 8, 2, 5)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2], [0] * 8])
+    exchange = Exchange(torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5]))
+
+    def attend(rank: int) -> Tensor:
+        part = ThreadPart(exchange, rank)
+        mask = kernels.attention_mask(documents[:, part.places], 3, part)
+        return kernels.attention(q[:, part.places], k[:, part.places], v[:, part.places], mask, options, sinks)
+
+    with ThreadPoolExecutor(2) as threads:
+        parts = list(threads.map(attend, range(2)))
+    whole = kernels.attention(q, k, v, kernels.attention_mask(documents, 3), options, sinks)
+    for part, places in zip(parts, exchange.places, strict=True):
+        torch.testing.assert_close(part, whole[:, places])
 
 
 def problems(*words: str) -> list[str]:

@@ -18,7 +18,7 @@ from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from support.doubles import Machine
 from support.folders import Folder
-from support.steps import LateState, skipped
+from support.steps import LateState, make_skipped_step
 
 
 @attrs.frozen
@@ -93,7 +93,7 @@ def test_a_resumed_bar_starts_at_the_resumed_step(bar: ProgressBar, screen: io.S
 
 def test_a_skipped_step_shows_no_loss(bar: ProgressBar, screen: io.StringIO) -> None:
     """The bar shows "skipped" in place of the loss."""
-    _take(bar, skipped(1, 1, state={"loss": float("nan")}))
+    _take(bar, make_skipped_step(1, 1, state={"loss": float("nan")}))
     assert "loss skipped" in screen.getvalue()
 
 

@@ -11,8 +11,8 @@ from drawloom.components.metrics.activation_rms import ActivationRms
 from drawloom.components.ports.model import BatchContext, TokenContext
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.doubles import Held, Machine
-from support.metrics import combined, measured
+from support.doubles import FixedStages, Machine
+from support.metrics import combine, measure
 
 
 class Layers(nn.Module):
@@ -35,7 +35,7 @@ def of_tokens(count: int) -> BatchContext:
 
 def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:
     """A metric of stages on one rank."""
-    metric = ActivationRms(stages=Held(modules), mesh=mesh, device=Machine())
+    metric = ActivationRms(stages=FixedStages(modules), mesh=mesh, device=Machine())
     metric.open()
     return metric
 
@@ -52,8 +52,8 @@ def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any,
         first(inputs[0] * 100, of_tokens(1))
     root = float(torch.cat(inputs).double().square().mean().sqrt())
     expected = {f"activation_rms/{layer}": size * root for layer, size in enumerate((2, 6, 24))}
-    assert measured(metric, Step(1, 2)) == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
-    assert measured(metric, Step(2, 2)) == dict.fromkeys(expected)
+    assert measure(metric, Step(1, 2)) == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert measure(metric, Step(2, 2)) == dict.fromkeys(expected)
 
 
 def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
@@ -63,10 +63,10 @@ def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
     for module, hidden in zip(modules, (torch.ones(3, 2), torch.full((1, 2), 2.0)), strict=True):
         module(hidden, of_tokens(len(hidden)))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
+    found = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
     assert found == pytest.approx({"activation_rms/4": 6 * ((3 * 1 + 1 * 4) / 4) ** 0.5})
     modules[0](torch.full((1, 2), float("inf")), of_tokens(1))
-    assert measured(metrics[0], Step(1, 1)) == {"activation_rms/4": None}
+    assert measure(metrics[0], Step(1, 1)) == {"activation_rms/4": None}
 
 
 def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
@@ -76,7 +76,7 @@ def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
     for number, module in enumerate(modules):
         module(torch.full((1, 2), number + 1.0), of_tokens(3))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
+    found = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
     assert found == pytest.approx({"activation_rms/0": 2 * ((1 + 4 + 9) / 3) ** 0.5})
 
 
@@ -86,7 +86,7 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
     metric = opened(one_rank, module)
     metric.close()
     module(torch.ones(1, 2), of_tokens(1))
-    assert measured(metric, Step(1, 1)) == {"activation_rms/0": None}
+    assert measure(metric, Step(1, 1)) == {"activation_rms/0": None}
 
 
 def test_a_model_without_numbered_layers_is_refused(one_rank: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from drawloom.components.metrics.bits_per_byte import BitsPerByte
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
-from support.metrics import measured, step_of, step_without_loss
+from support.metrics import measure, step_of, step_without_loss
 
 
 @attrs.frozen
@@ -43,10 +43,10 @@ def test_bits_of_all_ranks_are_divided_by_the_bytes_of_their_targets() -> None:
         step_without_loss(),
         step_of([0.0], [1.0], {"cross_entropy": [2.0]}, batches=[batch([0], [2.0])]),
     ]
-    assert measured(metric(), *steps) == {"bits_per_byte": pytest.approx(6.0 / math.log(2) / (4 + 0.5 + 2))}
+    assert measure(metric(), *steps) == {"bits_per_byte": pytest.approx(6.0 / math.log(2) / (4 + 0.5 + 2))}
 
 
 def test_targets_without_bytes_have_no_bits_per_byte() -> None:
     """Neither infinite nor NaN."""
     step = step_of([0.0], [1.0], {"cross_entropy": [3.0]}, batches=[batch([2], [1.0])])
-    assert measured(metric(), step) == {"bits_per_byte": None}
+    assert measure(metric(), step) == {"bits_per_byte": None}

@@ -6,7 +6,7 @@ from drawloom.components.metrics.auroc import Auroc
 from drawloom.components.metrics.classification import Classification
 from drawloom.components.metrics.multilabel import Multilabel
 from drawloom.graph import UserError
-from support.metrics import measured, step_of, step_without_loss
+from support.metrics import measure, step_of, step_without_loss
 
 FIRST = [[2.0, 1.0], [0.0, 3.0]]
 SECOND = [[1.0, 0.0], [2.0, 4.0]]
@@ -18,7 +18,7 @@ def test_scores_are_those_of_all_microbatches_and_replicas() -> None:
     parts = [step_of([0.0], [1.0], {"confusion": [each]}) for each in (FIRST, SECOND)]
     metric = Classification(classes=2, averages=("macro", "per_class"))
     for steps in ([whole], [parts[0], step_without_loss(), parts[1]]):
-        found = measured(metric, *steps)
+        found = measure(metric, *steps)
         assert found["accuracy"] == pytest.approx(10 / 13) and found["recall/1"] == pytest.approx(7 / 9)
         assert found["recall/macro"] == pytest.approx((3 / 4 + 7 / 9) / 2) and len(found) == 1 + 3 * 3
 
@@ -27,7 +27,7 @@ def test_scores_of_labels_are_those_of_all_microbatches_and_replicas() -> None:
     """Counts of two labels are added before anything is divided, on ranks with and without the last stage."""
     parts = [[FIRST, SECOND], [SECOND, FIRST]]
     steps = [step_of([0.0], [1.0], {"labels": [part]}) for part in parts]
-    found = measured(
+    found = measure(
         Multilabel(labels=2, averages=("micro", "per_class"), beta=2.0), steps[0], step_without_loss(), steps[1]
     )
     assert found["label_accuracy"] == pytest.approx(10 / 13) and found["recall/micro"] == pytest.approx(7 / 9)
@@ -39,7 +39,7 @@ def test_auroc_is_that_of_all_microbatches_and_replicas() -> None:
     """The area of the added histograms."""
     steps = [step_of([0.0], [1.0], {"score_histogram": [each]}) for each in (FIRST, SECOND)]
     # labels in rows: 3 and 1 items of label 0, 2 and 7 of label 1
-    assert measured(Auroc(bins=2), *steps) == {"auroc": pytest.approx((2 * 1.5 + 7 * (3 + 0.5)) / (4 * 9))}
+    assert measure(Auroc(bins=2), *steps) == {"auroc": pytest.approx((2 * 1.5 + 7 * (3 + 0.5)) / (4 * 9))}
 
 
 def test_counts_of_another_shape_are_refused() -> None:

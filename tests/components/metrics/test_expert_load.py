@@ -11,8 +11,8 @@ from drawloom.components.metrics.expert_load import ExpertLoad
 from drawloom.components.model.decoder.router import Router, Routing
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.doubles import Held, Machine
-from support.metrics import combined, measured
+from support.doubles import FixedStages, Machine
+from support.metrics import combine, measure
 from support.qwen3 import cpu_kernels
 
 
@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 def opened(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
     """The metric of stages on one rank."""
-    metric = ExpertLoad(stages=Held(modules), mesh=mesh, device=Machine(), **settings)
+    metric = ExpertLoad(stages=FixedStages(modules), mesh=mesh, device=Machine(), **settings)
     metric.open()
     return metric
 
@@ -49,13 +49,13 @@ def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
     with torch.inference_mode():
         first(torch.eye(4)[None])
     entropy = [-sum(p * math.log(p) for p in each.softmax(0).tolist()) for each in (even, steep)]
-    found = measured(metric, Step(1, 2))
+    found = measure(metric, Step(1, 2))
     for layer in (2, 10, 11):
         assert [found[f"expert_tokens/{layer}/{expert}"] for expert in range(4)] == [5, 3, 2, 0]
         assert found[f"expert_imbalance/{layer}"] == 5 / 2.5
         assert found[f"router_entropy/{layer}"] == pytest.approx((3 * entropy[0] + 2 * entropy[1]) / 5, rel=1e-5)
     assert next(iter(found)) == "expert_imbalance/2" and len(found) == 3 * 6
-    assert measured(metric, Step(2, 2))["expert_imbalance/2"] is None  # each step begins anew
+    assert measure(metric, Step(2, 2))["expert_imbalance/2"] is None  # each step begins anew
 
 
 def test_ranks_add_up(one_rank: Any) -> None:
@@ -65,7 +65,7 @@ def test_ranks_add_up(one_rank: Any) -> None:
     modules[0](torch.tensor([[[3.0, 2.0, 0.0, 0.0]]]))
     modules[1](torch.tensor([[[0.0, 0.0, 2.0, 3.0], [0.0, 2.0, 0.0, 3.0]]]))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    found = metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1))
+    found = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
     assert found.keys() == {"expert_imbalance/0", "router_entropy/0"} and found["expert_imbalance/0"] == 2 / 1.5
 
 
@@ -74,7 +74,7 @@ def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
     module = Layers(0)
     metric = opened(one_rank, module)
     module(torch.tensor([[[1e4, 0.0, 0.0, 0.0]]]))
-    assert measured(metric, Step(1, 1))["router_entropy/0"] == 0
+    assert measure(metric, Step(1, 1))["router_entropy/0"] == 0
 
 
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
     metric = opened(one_rank, module)
     metric.close()
     module(torch.ones(1, 1, 4))
-    assert measured(metric, Step(1, 1))["expert_imbalance/0"] is None
+    assert measure(metric, Step(1, 1))["expert_imbalance/0"] is None
 
 
 def test_a_model_without_experts_is_refused(one_rank: Any) -> None:

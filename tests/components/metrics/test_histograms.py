@@ -15,7 +15,7 @@ from drawloom.components.metrics.histograms import Histograms
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError
-from support.metrics import combined
+from support.metrics import combine
 
 NAMES = ("layers.0.norm", "layers.0.weight", "layers.1.weight")
 
@@ -26,14 +26,14 @@ class Weights:
 
     parameters: dict[str, nn.Parameter]
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
 
-    def counted(self) -> list[tuple[str, nn.Parameter]]:
-        return self.named()
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named_parameters()
 
     def sum_gradients(self) -> None:
         pass
@@ -59,7 +59,7 @@ def opened(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
 
 def distributions(metrics: Sequence[Histograms], step: Step) -> dict[str, Histogram]:
     """Return the histograms of a step after its phase, from the parts of all ranks."""
-    totals = combined(metrics[0].accumulators, [metric.update(step) for metric in metrics])
+    totals = combine(metrics[0].accumulators, [metric.update(step) for metric in metrics])
     return dict(metrics[0].distributions(totals, step))
 
 
@@ -148,7 +148,7 @@ def test_a_group_passes_histograms_on_with_its_prefix(one_rank: Any) -> None:
     metric = opened(drawn(), one_rank, targets=["*norm"])
     group = MetricGroup(members=[metric], prefix="student/")
     metric.run_phase(Step(1, 1))
-    totals = combined(group.accumulators, [group.update(Step(1, 1))])
+    totals = combine(group.accumulators, [group.update(Step(1, 1))])
     names = [*group.distributions(totals, Step(1, 1))]
     assert names == ["student/gradients/layers.0.norm", "student/weights/layers.0.norm"]
 

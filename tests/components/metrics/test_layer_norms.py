@@ -8,7 +8,7 @@ from torch import nn
 
 from drawloom.components.metrics.layer_norms import LayerNorms, layer_of
 from drawloom.components.ports.run import Step
-from support.metrics import measured
+from support.metrics import measure
 from support.weights import Weights
 
 
@@ -35,7 +35,7 @@ def test_norms_are_those_of_all_parameters_of_a_layer(one_rank: Any) -> None:
     step = Step(1, 1)
     metric.run_phase(step)
     root = 2**0.5
-    found = measured(metric, step)
+    found = measure(metric, step)
     assert [*found] == [
         f"{kind}_norm/{layer}" for kind in ("grad", "weight") for layer in ("2", "10", "lm_head", "norm")
     ]

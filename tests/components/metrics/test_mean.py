@@ -6,7 +6,7 @@ import pytest
 
 from drawloom.components.metrics.mean import Mean
 from drawloom.graph import UserError
-from support.metrics import MESH, measured, step_of, step_without_loss
+from support.metrics import MESH, measure, step_of, step_without_loss
 
 FIRST = step_of([8.0, 3.0], [4.0, 1.0], {"hits": [2.0, 1.0]})
 SECOND = step_of([1.0, 0.0], [5.0, 0.0], {"hits": [5.0, 0.0]})
@@ -18,17 +18,17 @@ def test_means_over_replicas_and_stages_are_those_of_the_whole_step(per: Any, va
     metric = Mean(mesh=MESH, of="hits", per=per)
     whole = step_of([8.0, 3.0, 1.0, 0.0], [4.0, 1.0, 5.0, 0.0], {"hits": [2.0, 1.0, 5.0, 0.0]})
     for steps in ([whole], [FIRST, SECOND], [FIRST, step_without_loss(), SECOND, step_without_loss()]):
-        assert measured(metric, *steps) == {"hits": pytest.approx(value)}
+        assert measure(metric, *steps) == {"hits": pytest.approx(value)}
 
 
 def test_the_loss_itself_has_a_mean_under_another_name() -> None:
     """`loss` is a sum like others."""
-    assert measured(Mean(mesh=MESH, of="loss", name="again"), FIRST) == {"again": pytest.approx(11 / 5)}
+    assert measure(Mean(mesh=MESH, of="loss", name="again"), FIRST) == {"again": pytest.approx(11 / 5)}
 
 
 def test_a_step_without_weight_has_no_mean() -> None:
     """None, and neither zero nor NaN."""
-    assert measured(Mean(mesh=MESH, of="loss"), step_of([0.0], [0.0])) == {"loss": None}
+    assert measure(Mean(mesh=MESH, of="loss"), step_of([0.0], [0.0])) == {"loss": None}
 
 
 def test_a_tensor_of_counts_has_no_mean() -> None:

@@ -10,7 +10,7 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
 from drawloom.graph import Every
 from support.doubles import Machine
-from support.metrics import combined, measured
+from support.metrics import combine, measure
 
 
 @attrs.frozen
@@ -25,7 +25,7 @@ class User:
 
 def test_memory_is_what_the_device_says() -> None:
     """In bytes, a whole number."""
-    assert measured(Memory(device=Machine(used=2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
+    assert measure(Memory(device=Machine(used=2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
 
 
 def test_memory_by_kind_is_that_of_the_rank_with_most() -> None:
@@ -37,7 +37,7 @@ def test_memory_by_kind_is_that_of_the_rank_with_most() -> None:
     second: Any = {"device": Machine(used=90), "users": Every({"a": User({"parameters": 50})})}
     metrics = [Memory(**parts, by_kind=True) for parts in (first, second)]
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    assert metrics[0].compute(combined(metrics[0].accumulators, parts), Step(1, 1)) == {
+    assert metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1)) == {
         "memory": 100,
         "memory/parameters": 50,
         "memory/masters": 70,

@@ -16,7 +16,7 @@ from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from support.doubles import Machine
-from support.metrics import measured
+from support.metrics import measure
 
 PHASES: dict[str, Any] = {
     "fb": ForwardBackward,
@@ -98,7 +98,7 @@ def test_each_step_is_measured_by_itself() -> None:
     for number in (1, 2):
         step = Step(number, 9)
         run(made, step)
-        found = measured(made, step)
+        found = measure(made, step)
     ticks = 12  # between two marks in the step before
     assert found["seconds/data"] == ticks + 1
     assert found.keys() == {f"seconds/{name}" for name in EXPECTED}

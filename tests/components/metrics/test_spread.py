@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.metrics.spread import Spread
-from support.metrics import MESH, measured, step_of, step_without_loss
+from support.metrics import MESH, measure, step_of, step_without_loss
 
 
 @given(st.lists(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_quantiles_are_right_to_the_width_of_a_bin(ranks: list[list[float]]) -> None:
     """Over the microbatches of all ranks: the least value up to which there are that many."""
     metric = Spread(mesh=MESH, quantiles=(0.0, 0.5, 1.0), bins=200)
-    found = measured(metric, step_without_loss(), *(step_of([2 * x for x in one], [2.0] * len(one)) for one in ranks))
+    found = measure(metric, step_without_loss(), *(step_of([2 * x for x in one], [2.0] * len(one)) for one in ranks))
     everything = torch.tensor([x for one in ranks for x in one], dtype=torch.float64).sort().values
     assert found["loss_min"] == pytest.approx(float(everything[0]))
     assert found["loss_max"] == pytest.approx(float(everything[-1]))
@@ -27,9 +27,9 @@ def test_quantiles_are_right_to_the_width_of_a_bin(ranks: list[list[float]]) -> 
 def test_microbatches_without_weight_do_not_count() -> None:
     """Neither as the least nor in the histogram; if none has weight, all values are None."""
     metric = Spread(mesh=MESH, quantiles=(0.5,))
-    assert measured(metric, step_of([0.0, 6.0], [0.0, 2.0])) == {
+    assert measure(metric, step_of([0.0, 6.0], [0.0, 2.0])) == {
         "loss_min": 3.0,
         "loss_max": 3.0,
         "loss_p50": pytest.approx(3.0, abs=0.01),
     }
-    assert measured(metric, step_of([0.0], [0.0])) == {"loss_min": None, "loss_max": None, "loss_p50": None}
+    assert measure(metric, step_of([0.0], [0.0])) == {"loss_min": None, "loss_max": None, "loss_p50": None}

@@ -5,7 +5,7 @@ import torch
 
 from drawloom.components.metrics.throughput import Throughput
 from drawloom.components.ports.run import Step
-from support.metrics import measured
+from support.metrics import measure
 from support.steps import LateState
 
 
@@ -17,7 +17,7 @@ def _at(now: float) -> Throughput:
 
 def test_tokens_by_second_leave_out_what_went_aside() -> None:
     """100 tokens in 12 seconds, of which 2 went into evaluation, are 10 a second."""
-    found = measured(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
+    found = measure(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
     assert found == {"tokens": 100, "tokens_per_second": 10.0}
     assert type(found["tokens"]) is int
 
@@ -25,15 +25,15 @@ def test_tokens_by_second_leave_out_what_went_aside() -> None:
 def test_tokens_add_up_over_a_resumed_run() -> None:
     """State that another process saved is counted on from."""
     first, second = _at(1.0), _at(1.0)
-    measured(first, Step(1, 9, state={"tokens": 100.0}, started=0.0))
-    measured(first, Step(2, 9, state={"tokens": 30.0}, started=0.0))
+    measure(first, Step(1, 9, state={"tokens": 100.0}, started=0.0))
+    measure(first, Step(2, 9, state={"tokens": 30.0}, started=0.0))
     second.load_state_dict(first.state_dict())
-    assert measured(second, Step(3, 9, state={"tokens": 7.0}, started=0.0))["tokens"] == 137
+    assert measure(second, Step(3, 9, state={"tokens": 7.0}, started=0.0))["tokens"] == 137
 
 
 def test_a_clock_that_stands_still_is_no_error() -> None:
     """A step that took no time has a speed, however large."""
-    assert measured(_at(1.0), Step(1, 9, state={"tokens": 1.0}, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
+    assert measure(_at(1.0), Step(1, 9, state={"tokens": 1.0}, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
 
 
 def test_tokens_that_a_device_sums_are_read_late() -> None:

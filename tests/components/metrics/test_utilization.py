@@ -18,7 +18,7 @@ from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
 from support.doubles import Machine
-from support.metrics import combined
+from support.metrics import combine
 
 
 @attrs.frozen
@@ -48,7 +48,7 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
     step = Step(1, 9, started=10.0, excluded_seconds=1.0, state={"tokens": float(3 * ranks), "batches": [batch]})
     metric.clock = lambda: 13.0
     parts = [metric.update(step) for _ in range(ranks)]
-    return dict(metric.compute(combined(metric.accumulators, parts), step))
+    return dict(metric.compute(combine(metric.accumulators, parts), step))
 
 
 def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) 
         parts = [{"pairs": torch.tensor([7.0, 6.0])}]
         step = Step(1, 9, state={"tokens": float(4), "batches": []})
         metric._seconds = 2.0
-        found = metric.compute(combined(metric.accumulators, parts), step)
+        found = metric.compute(combine(metric.accumulators, parts), step)
         tflops = found["tflops"]
         assert isinstance(tflops, float)
         assert found.get("mfu") == (None if peak is None else pytest.approx(tflops / peak))

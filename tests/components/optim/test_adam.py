@@ -33,5 +33,5 @@ def test_steps_are_those_of_torch(kind: Any, torch_kind: Any, betas: tuple[float
         theirs.give_gradients(number)
         optimizer.run_phase(Step(number, 3))
         adam.step()
-    for name, parameter in ours.named():
+    for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, theirs.parameters[name]), name

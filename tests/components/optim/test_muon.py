@@ -67,12 +67,12 @@ def test_maximizing_is_minimizing_the_negative() -> None:
     for number in (1, 2, 3):
         up.give_gradients(number)
         down.give_gradients(number)
-        for _, part in down.named():
+        for _, part in down.named_parameters():
             assert part.grad is not None
             part.grad.neg_()
         climbing.run_phase(Step(number, 3))
         falling.run_phase(Step(number, 3))
-    assert_equal(dict(up.named()), dict(down.named()))
+    assert_equal(dict(up.named_parameters()), dict(down.named_parameters()))
 
 
 def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
@@ -101,13 +101,13 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
     weights.give_gradients(1)
     first.run_phase(Step(1, 2))
     with torch.no_grad():
-        for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
+        for (_, target), (_, source) in zip(others.named_parameters(), weights.named_parameters(), strict=True):
             target.copy_(source)
     second.load_state_dict(first.state_dict())
     for optimizer, side in ((first, weights), (second, others)):
         side.give_gradients(2)
         optimizer.run_phase(Step(2, 2))
-    assert_equal(dict(weights.named()), dict(others.named()))
+    assert_equal(dict(weights.named_parameters()), dict(others.named_parameters()))
     assert_equal(first.state_dict(), second.state_dict())
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from drawloom import Recipe
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, unmatched
+from drawloom.components.optim.parameter_groups import AdamGroup, ParameterGroup, check_patterns
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.model import LayerRange
@@ -22,7 +22,7 @@ from drawloom.graph import UserError, component
 from drawloom.graph.wiring.node import NodeView
 from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
-from support.steps import skipped
+from support.steps import make_skipped_step
 from support.weights import Weights
 
 SHAPES = {"embed.weight": (5, 4), "layers.0.up.weight": (6, 4), "layers.1.up.weight": (6, 4), "layers.0.norm": (4,)}
@@ -48,7 +48,7 @@ def opened(kind: Any, weights: Weights, **settings: Any) -> Any:
 def steps(optimizer: Any, weights: Weights, *numbers: int) -> None:
     for number in numbers:
         weights.give_gradients(number)
-        make = skipped if number == 3 else Step
+        make = make_skipped_step if number == 3 else Step
         optimizer.run_phase(make(number, 9, state={"lr_factor": 1 / number}))
 
 
@@ -78,7 +78,7 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
         for group in expected.param_groups:
             group["lr"] = 0.1 * (1 / number) * group["factor"]
         expected.step()
-    assert_equal(dict(ours.named()), dict(theirs.named()))
+    assert_equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
@@ -89,7 +89,7 @@ def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> N
     weights = Weights(SHAPES)
     groups = [make(targets=["layers.*.up.*"], lr_multiplier=0.5, weight_decay=0.7, **betas)]
     steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
-    for name, parameter in weights.named():
+    for name, parameter in weights.named_parameters():
         alone = Weights({name: SHAPES[name]})
         settings = {"lr": 0.05, "weight_decay": 0.7, **betas} if ".up." in name else {}
         steps(opened(kind, alone, **settings), alone, 1, 2, 3, 4)
@@ -186,7 +186,7 @@ def test_names_of_a_loss_are_left_to_the_run() -> None:
     """The last stage holds a loss's parameters, whose names no model tells."""
     values = {"optimizer": {"groups": [{"targets": ["*temperature"]}]}}
     graph = Recipe.load("first_run").with_values(values).graph
-    assert len(list(unmatched(graph.view("optimizer")))) == 1
+    assert len(list(check_patterns(graph.view("optimizer")))) == 1
     spec = attrs.evolve(graph.nodes["loss"].spec, cls=Tempered)
     nodes = {**graph.nodes, "loss": attrs.evolve(graph.nodes["loss"], spec=spec)}
-    assert list(unmatched(NodeView(graph.nodes["optimizer"], nodes))) == []
+    assert list(check_patterns(NodeView(graph.nodes["optimizer"], nodes))) == []

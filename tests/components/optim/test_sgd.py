@@ -20,11 +20,11 @@ class Weight:
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.ones(1, 1))
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", self.weight)]
 
     def slices(self) -> dict[str, Any]:
-        return dict.fromkeys(name for name, _ in self.named())
+        return dict.fromkeys(name for name, _ in self.named_parameters())
 
 
 def test_momentum_adds_up_gradients() -> None:
@@ -87,7 +87,7 @@ class TwoWeights(Weight):
         super().__init__()
         self.other = nn.Parameter(torch.ones(1, 1))
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", self.weight), ("other", self.other)]
 
 

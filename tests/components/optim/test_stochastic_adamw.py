@@ -19,7 +19,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
-from support.steps import skipped
+from support.steps import make_skipped_step
 from support.weights import Weights
 
 SHAPES = {"matrix": (4, 6), "vector": (6,)}
@@ -57,7 +57,9 @@ def after(steps: int, implementation: Any = "eager", **settings: Any) -> tuple[W
 
 
 def same(one: Weights, other: Weights) -> bool:
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.named(), other.named(), strict=True))
+    return all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
@@ -76,12 +78,12 @@ def test_float32_has_the_steps_of_torch(options: dict[str, bool]) -> None:
     for number in range(1, 6):
         for weights in (ours, theirs):
             weights.give_gradients(number)
-            for _, part in weights.named():
+            for _, part in weights.named_parameters():
                 assert part.grad is not None
                 part.grad /= number**2  # smaller ones, after which the largest mean of squares stays
         optimizer.run_phase(Step(number, 5))
         torch_own.step()
-    for name, part in theirs.named():
+    for name, part in theirs.named_parameters():
         torch.testing.assert_close(ours.parameters[name], part, rtol=1e-5, atol=1e-6)
         kept, expected = optimizer.state_dict()[name], torch_own.state[part]
         assert ("max_square" in kept) == ("max_exp_avg_sq" in expected)
@@ -115,7 +117,7 @@ def test_resuming_is_bit_exact(means: str, amsgrad: bool) -> None:
     weights, first = after(3, state_dtype=means, amsgrad=amsgrad)
     others = narrow_weights()
     with torch.no_grad():
-        for (_, target), (_, source) in zip(others.named(), weights.named(), strict=True):
+        for (_, target), (_, source) in zip(others.named_parameters(), weights.named_parameters(), strict=True):
             target.copy_(source)
     second = made(others, state_dtype=means, amsgrad=amsgrad)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -138,7 +140,7 @@ def test_noise_depends_on_the_parameter_name() -> None:
 def test_only_matrices_decay() -> None:
     """With zero gradients a matrix shrinks by lr times weight_decay, and a vector is unchanged."""
     weights = narrow_weights()
-    before = {name: parameter.detach().clone() for name, parameter in weights.named()}
+    before = {name: parameter.detach().clone() for name, parameter in weights.named_parameters()}
     made(weights, lr=0.5, weight_decay=0.5).run_phase(Step(1, 1))
     assert torch.equal(weights.parameters["vector"], before["vector"])
     torch.testing.assert_close(weights.parameters["matrix"].detach(), before["matrix"] * 0.75, rtol=0.01, atol=0)
@@ -149,9 +151,9 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
     weights, optimizer = after(1)
     before, state = copy.deepcopy(weights), copy.deepcopy(optimizer.state_dict())
     weights.give_gradients(2)
-    optimizer.run_phase(skipped(2, 2))
+    optimizer.run_phase(make_skipped_step(2, 2))
     assert same(weights, before)
-    assert all(parameter.grad is None for _, parameter in weights.named())
+    assert all(parameter.grad is None for _, parameter in weights.named_parameters())
     assert optimizer.state_dict()["matrix"]["steps"] == state["matrix"]["steps"] == 1
 
 

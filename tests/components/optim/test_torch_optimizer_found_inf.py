@@ -19,14 +19,14 @@ from support.checkpoints import SingleRankMesh
 from support.equality import assert_equal
 from support.host_reads import NoHostReads
 from support.kernels import DEVICE
-from support.steps import LateState, skipped
+from support.steps import LateState, make_skipped_step
 from support.weights import Weights
 
 
 def weights_of(dtype: torch.dtype, gradient: torch.dtype) -> Weights:
     """A matrix and a vector to train, with gradients in a dtype."""
     weights = Weights({"matrix": (4, 6), "vector": (6,)}, dtype, DEVICE)
-    for _, parameter in weights.named():
+    for _, parameter in weights.named_parameters():
         parameter.grad_dtype = gradient
     return weights
 
@@ -35,7 +35,7 @@ def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
     """Give gradients, of which none is finite if they are not to be."""
     weights.give_gradients(seed)
     if not finite:
-        for _, parameter in weights.named():
+        for _, parameter in weights.named_parameters():
             assert parameter.grad is not None
             parameter.grad /= 0.0
 
@@ -99,7 +99,7 @@ def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> N
             ours.state_dict()  # the state of a checkpoint reads whether the last step was skipped
             with NoHostReads():
                 ours.run_phase(step)
-            theirs.run_phase(skipped(index, 5, reason) if reason else Step(index, 5))
-            assert all(parameter.grad is None for _, parameter in late.named())
-            assert_equal(dict(late.named()), dict(known.named()))
+            theirs.run_phase(make_skipped_step(index, 5, reason) if reason else Step(index, 5))
+            assert all(parameter.grad is None for _, parameter in late.named_parameters())
+            assert_equal(dict(late.named_parameters()), dict(known.named_parameters()))
         assert_equal(ours.state_dict(), theirs.state_dict())

@@ -41,7 +41,7 @@ def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any)
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
     announced, forecast = optimizer.memory_bytes(), optimizer.forecast_state()
-    for _, parameter in weights.named():
+    for _, parameter in weights.named_parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.run_phase(Step(1, 1))
     state = [each for parts in optimizer.state_dict().values() for each in parts.values() if torch.is_tensor(each)]

@@ -21,7 +21,7 @@ from support.weights import Weights
 
 def give_gradients(weights: Weights, *names: str) -> None:
     """Give a gradient to the parameters of these names, and None to the others."""
-    for name, parameter in weights.named():
+    for name, parameter in weights.named_parameters():
         parameter.grad = torch.full_like(parameter, 0.5) if name in names else None
 
 

@@ -51,12 +51,12 @@ def store_of(module: Any, group: Twins, bucket_bytes: int, **precision: Any) -> 
     """The module's parameters in a store, with its layers as blocks."""
     group.module = module
     how = DtypePolicy(**precision), group, bucket_bytes
-    return ReplicatedStore.replicated([module], lambda _: [*module.layers], *how)
+    return ReplicatedStore.replicate([module], lambda _: [*module.layers], *how)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
 def test_the_sum_of_equal_replicas_is_twice_the_gradient(bucket_bytes: int) -> None:
-    """Whatever the buckets and the microbatches, each gradient is summed once; unused weights take part with zeros."""
+    """Every gradient is summed once, for any buckets and microbatches; unused weights contribute zeros."""
     module, plain, group = Stack(), Stack(), Twins()
     store = store_of(module, group, bucket_bytes)
     rows = torch.randn(2, 4, 2)
@@ -109,7 +109,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
 
 
 def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
-    """A weight of several layers, or of one and of what is before them, has a gradient of each, and is sent at last."""
+    """A weight shared by several layers, or by a layer and an earlier module, is sent last with all gradients."""
     module, plain, group = Stack(), Stack(), Twins()
     for each in (module, plain):
         each.layers[2] = each.layers[0]

@@ -1,4 +1,4 @@
-"""Parameters that ranks share out, and when each rank has them whole."""
+"""Parameters sharded over ranks, and when they are whole on every rank."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -125,7 +125,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                     shards.reduce_next(final=microbatch == 2)
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
-                shards.reduced()
+                shards.end_reduction()
                 whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
                 sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
                 found[sync].append([sum(whole), sum(sliced)])
@@ -199,7 +199,7 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
 
 
 def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
-    """Head, three blocks, and the rest are reduced once each, with their gradients, before those of later ones."""
+    """Head, three blocks, and the rest are reduced once, each unit before the next one has its gradients."""
     for found in run_ranks(_reduced_in_a_pass_for_the_weights, 2):
         assert found == [(0, False)] * 5
 
@@ -229,7 +229,7 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
             with torch.no_grad():
                 if gathered:
                     shards.unshard()
-                for _, parameter in stages.named():
+                for _, parameter in stages.named_parameters():
                     parameter.mul_(2)
                 stages.cast_weights()
                 shards.unshard()

@@ -27,9 +27,9 @@ def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() 
         found.append(split_experts(module, Rank(rank, 2)))
         assert found[-1].keys() == {name for name in before if ".experts." in name} and len(found[-1]) == 8
         for name, split in found[-1].items():
-            assert tuple(module.get_parameter(name).shape) == split.place.size == (3, *before[name][1:])
+            assert tuple(module.get_parameter(name).shape) == split.tensor_slice.size == (3, *before[name][1:])
     for name, split in found[0].items():
-        assert (split.place.offsets[0], found[1][name].place.offsets[0]) == (0, 3)
+        assert (split.tensor_slice.offsets[0], found[1][name].tensor_slice.offsets[0]) == (0, 3)
 
 
 def test_one_rank_keeps_all_experts() -> None:

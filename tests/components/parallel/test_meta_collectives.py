@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.components.parallel.meta_collectives import collective, sent_bytes
+from drawloom.components.parallel.meta_collectives import collective, message_bytes
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ def test_bytes_are_those_of_rings(kind: str, shape: tuple[int, ...], parts: floa
     x = torch.empty(2, 3, device="meta")
     found = collective(x, shape, kind, "tensor", 4)  # type: ignore[arg-type]
     assert (found.shape, found.is_meta, found.dtype) == (shape, True, x.dtype)
-    assert sent_bytes(x, found, kind, 4) == parts * max(x.nbytes, found.nbytes)
+    assert message_bytes(x, found, kind, 4) == parts * max(x.nbytes, found.nbytes)

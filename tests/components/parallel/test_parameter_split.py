@@ -29,7 +29,7 @@ def test_a_slice_keeps_dtype_and_whether_it_is_trained() -> None:
         False,
         True,
     )
-    assert (split.place.shape, split.place.offsets, split.dim) == ((4, 6), (0, 2), 1)
+    assert (split.tensor_slice.shape, split.tensor_slice.offsets, split.dim) == ((4, 6), (0, 2), 1)
 
 
 def test_ranks_that_do_not_divide_are_named() -> None:
@@ -44,7 +44,7 @@ def test_uneven_slices_tile_the_whole_and_differ_by_one() -> None:
         places = [
             split_parameter(
                 nn.Linear(2, length, device="meta"), "weight", Rank(rank, ranks), "tensor", VOCABULARY
-            ).place
+            ).tensor_slice
             for rank in range(ranks)
         ]
         ends = [place.offsets[0] + place.size[0] for place in places]

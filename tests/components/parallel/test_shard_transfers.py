@@ -9,8 +9,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel import shard_transfers
-from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, sent_dtype
-from support.joined import joined
+from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, message_dtype
+from support.joined import join_processes
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
 
@@ -46,7 +46,7 @@ def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
     shard_transfers.PACKED_BELOW_BYTES = small
-    with joined() as (processes, _):
+    with join_processes() as (processes, _):
         ranks, scatter = processes.world_size, DirectReduceScatter()
         how: Any = {"dtype": dtype, "device": torch.device("cpu")}
         gradients = _gradients(processes.rank, dtype)
@@ -112,6 +112,6 @@ def test_only_what_torch_does_with_a_buffer_is_done_with_a_stand_in() -> None:
 def test_what_is_summed_further_is_not_rounded_in_between() -> None:
     """Gradients travel in 16 bits if the sum is all there is; with replicas, and wider gradients, in the wide dtype."""
     pure, mixed = DtypePolicy(parameter="bfloat16"), DtypePolicy(compute="bfloat16")
-    assert sent_dtype(pure, replicas=False) == torch.bfloat16
-    assert sent_dtype(pure, replicas=True) == sent_dtype(mixed, replicas=False) == torch.float32
-    assert sent_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64
+    assert message_dtype(pure, replicas=False) == torch.bfloat16
+    assert message_dtype(pure, replicas=True) == message_dtype(mixed, replicas=False) == torch.float32
+    assert message_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64

@@ -17,7 +17,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     """All parts have the same size but the last; what layers compute with is whole, in their dtype."""
     module = _module()
     ranks = PlannedMesh.of({"data_shard": 2}, 2).group("data_shard")
-    store = SlicedStore.sliced(
+    store = SlicedStore.slice_parameters(
         [module], lambda _: [module["block"]], ranks, DtypePolicy(compute="bfloat16"), by_block=True
     )
     shapes = {name: tuple(part.shape) for name, part in store.masters.items()}

@@ -93,10 +93,10 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
             module = whole(model).to("meta")
             found.append(split(module, TensorRanks(Rank(rank, 2))))
             for name, each in found[-1].items():
-                assert tuple(module.get_parameter(name).shape) == each.place.size, name
+                assert tuple(module.get_parameter(name).shape) == each.tensor_slice.size, name
     assert {name for name in sizes if name not in found[0]} == {name for name in sizes if "norm" in name}
     for name, each in found[0].items():
-        place, other = each.place, found[1][name].place
+        place, other = each.tensor_slice, found[1][name].tensor_slice
         assert place.shape == other.shape == sizes[name] and not place.overlap(other)
         assert place.numel + other.numel == TensorSlice.whole(sizes[name]).numel
 
@@ -124,7 +124,7 @@ def test_a_bias_of_partial_sums_is_added_once() -> None:
         part = Linear(4, 3, cpu_kernels(), True, "rowwise")
         [each] = split(part, TensorRanks(Rank(rank, 2))).values()
         with torch.no_grad():
-            part.weight.copy_(layer.weight[each.place.index()])
+            part.weight.copy_(layer.weight[each.tensor_slice.index()])
             part.bias.copy_(layer.bias)
         parts.append(part(x[:, 2 * rank : 2 * rank + 2]))
     torch.testing.assert_close(parts[0] + parts[1], expected)

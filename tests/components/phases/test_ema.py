@@ -18,7 +18,7 @@ from support.weights import Weights
 
 def move(weights: Weights, number: int) -> None:
     """Change all parameters by what the number says."""
-    for _, parameter in weights.named():
+    for _, parameter in weights.named_parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
 
 
@@ -52,15 +52,15 @@ def test_averages_of_narrow_weights_are_wide() -> None:
     first = values(average)
     move(weights, 1)
     average.run_phase(Step(2, 2))
-    before = copy.deepcopy(dict(weights.named()))
+    before = copy.deepcopy(dict(weights.named_parameters()))
     for name, each in average.averages().items():
         moved = torch.lerp(first[name], before[name].detach().float(), 0.001)
         assert each.dtype == torch.float32 and torch.allclose(each, moved) and not torch.equal(each, first[name])
-    with pytest.raises(InterruptedError), average.swapped():
-        for name, parameter in weights.named():
+    with pytest.raises(InterruptedError), average.use_averages():
+        for name, parameter in weights.named_parameters():
             assert torch.equal(parameter, average.averages()[name].bfloat16())
         raise InterruptedError
-    assert_equal(dict(weights.named()), before)
+    assert_equal(dict(weights.named_parameters()), before)
 
 
 def test_a_resumed_average_is_the_one_that_was_interrupted() -> None:

@@ -11,7 +11,7 @@ from drawloom.components.phases.loss_spikes import LossSpikes
 from drawloom.components.ports.run import Step
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import UserError
-from support.steps import LateState, skipped
+from support.steps import LateState, make_skipped_step
 
 CALM = [2.0, 2.1, 1.9, 2.0]
 
@@ -37,7 +37,11 @@ def made(data: Data | None = None, **settings: Any) -> LossSpikes:
 def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
     """The last of steps with these losses."""
     for index, loss in enumerate(losses, first):
-        step = Step(index, 99, {"loss": loss}) if loss < float("inf") else skipped(index, 99, state={"loss": loss})
+        step = (
+            Step(index, 99, {"loss": loss})
+            if loss < float("inf")
+            else make_skipped_step(index, 99, state={"loss": loss})
+        )
         phase.run_phase(step)
     return step
 

@@ -15,7 +15,7 @@ from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import ResolvedRecipe
 from drawloom.graph.project import Recipe
-from support.steps import LateState, skipped
+from support.steps import LateState, make_skipped_step
 
 
 @attrs.frozen
@@ -105,7 +105,7 @@ def test_a_skipped_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytes
     caplog.set_level(logging.INFO)
     tracker = Recorder()
     report_of(one_rank, metrics=[Fixed({"loss": None})], trackers=[tracker], every="never").run_phase(
-        skipped(2, 3, "loss nan")
+        make_skipped_step(2, 3, "loss nan")
     )
     assert caplog.record_tuples == [("drawloom.run", logging.WARNING, "step 2/3 skipped: loss nan")]
     assert tracker.calls == ["rewind 1", (2, [("loss", None)])]

@@ -13,9 +13,9 @@ from drawloom.components.model.decoder.router import Router, Routing
 from drawloom.components.phases.router_bias import RouterBias
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
-from support.doubles import Held, Machine
+from support.doubles import FixedStages, Machine
 from support.qwen3 import cpu_kernels
-from support.steps import LateState, skipped
+from support.steps import LateState, make_skipped_step
 
 
 @attrs.frozen
@@ -47,7 +47,7 @@ def bias_of(router: Router) -> list[float]:
 
 def opened(held: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
     """The phase, opened."""
-    phase = RouterBias(stages=Held([nn.ModuleList(held)], adapters), mesh=mesh, device=Machine(), **settings)
+    phase = RouterBias(stages=FixedStages([nn.ModuleList(held)], adapters), mesh=mesh, device=Machine(), **settings)
     phase.open()
     return phase
 
@@ -93,7 +93,7 @@ def test_a_skipped_step_changes_nothing_and_is_forgotten(one_rank: Any) -> None:
     """Whether the host knows that it is skipped, or the device alone."""
     [router] = held = routers(True)
     phase = opened(held, one_rank, update_rate=1.0)
-    for step in (skipped(1, 9), Step(2, 9, LateState({"skip": torch.ones(())}))):
+    for step in (make_skipped_step(1, 9), Step(2, 9, LateState({"skip": torch.ones(())}))):
         send(held, 4, 0, 0, 0)
         phase.run_phase(step)
         assert bias_of(router) == [0.0] * 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
-from drawloom.components.ports.flops import ForwardFlops, attended_pairs
+from drawloom.components.ports.flops import ForwardFlops, count_attended_pairs
 
 LENGTH = 256
 
@@ -26,7 +26,7 @@ def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
     ids = cut_rows(mean)
     rows = Rows(2, LENGTH, mean)
     for window in (None, 16):
-        assert rows.pairs(window) == pytest.approx(attended_pairs(ids, window) / len(ids), rel=0.03)
+        assert rows.pairs(window) == pytest.approx(count_attended_pairs(ids, window) / len(ids), rel=0.03)
     whole = (ids == ids[:, :1]).all(1)[: len(ids) // 2 * 2].view(-1, 2).all(1)
     assert rows.whole == pytest.approx(float(whole.double().mean()), abs=0.03)
 

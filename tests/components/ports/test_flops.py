@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.ports.flops import ForwardFlops, attended_pairs
+from drawloom.components.ports.flops import ForwardFlops, count_attended_pairs
 
 LENGTHS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=3)
 
@@ -22,7 +22,7 @@ def test_pairs_are_those_of_the_mask(lengths: list[list[int]], window: int | Non
         for key in range(query + 1)
     )
     documents = torch.tensor(padded, dtype=torch.int64).view(len(padded), length)
-    assert attended_pairs(documents, window) == expected
+    assert count_attended_pairs(documents, window) == expected
 
 
 def test_frozen_weights_have_no_gradients() -> None:

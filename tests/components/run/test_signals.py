@@ -80,9 +80,9 @@ def test_the_first_signal_stops_after_the_step(
     signals: Signals, number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The number is kept for the trainer, and a notice is printed."""
-    assert signals.agreed() == 0
+    assert signals.agree_on_signal() == 0
     _send(number)
-    assert signals.agreed() == number
+    assert signals.agree_on_signal() == number
     assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
     assert capfd.readouterr().err == "\nstopping after this step; Ctrl-C ends at once\n"
 
@@ -117,7 +117,7 @@ def test_signals_of_a_cluster_count_once_however_late_they_repeat(signals: Signa
     for number in (signal.SIGTERM, later, later):
         _send(number)
     assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
-    assert signals.agreed() == signal.SIGTERM
+    assert signals.agree_on_signal() == signal.SIGTERM
 
 
 def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_signal_after_the_final_tasks_raises_nothing(signals: Signals) -> None
     with signals.raising():
         pass
     _send(signal.SIGINT)
-    assert signals.agreed() == signal.SIGINT
+    assert signals.agree_on_signal() == signal.SIGINT
 
 
 def test_other_handled_signals_are_not_counted(signals: Signals) -> None:
@@ -153,7 +153,7 @@ def test_other_handled_signals_are_not_counted(signals: Signals) -> None:
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
             _send(number)
         assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
-        assert signals.agreed() == signal.SIGTERM and received == [signal.SIGUSR2] * 2
+        assert signals.agree_on_signal() == signal.SIGTERM and received == [signal.SIGUSR2] * 2
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -234,7 +234,7 @@ def test_in_another_thread_no_handler_is_installed(one_rank: Any) -> None:
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
-    assert signals.agreed() == 0
+    assert signals.agree_on_signal() == 0
     signals.close()
 
 
@@ -248,7 +248,7 @@ def test_ranks_agree_on_the_largest_signal(
     signals.open()
     if own:
         _send(own)
-    assert signals.agreed() == agreed
+    assert signals.agree_on_signal() == agreed
     signals.close()
     assert world.dtypes == ["torch.int64"]
     assert capfd.readouterr().err == ""

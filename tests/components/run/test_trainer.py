@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.distributed.rank_errors import Agreed
+from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.ports.run import Event, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import Every, Ordered, RecipeError, UserError
@@ -52,7 +52,7 @@ class Record:
         self.finished = step
         self.calls.append(f"finish {step}")
 
-    def agreed(self) -> int:
+    def agree_on_signal(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
 
     def raising(self) -> AbstractContextManager[None]:
@@ -156,10 +156,10 @@ def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
 
     class Failing(Record):
         def finish(self, step: int) -> None:
-            raise Agreed("export exists already", 1, 0)
+            raise RankError("export exists already", 1, 0)
 
     record = Record(restored=3)
-    with pytest.raises(Agreed, match="export exists already"):
+    with pytest.raises(RankError, match="export exists already"):
         trainer(record, on_finish=[Failing(), record]).run()
     assert record.calls == ["finish 3"]
 

@@ -26,7 +26,7 @@ def filled(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torc
     model = dense(vocab_size=31)
     with torch.device("meta"):
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    places = {name: each.place for name, each in split(module, TensorRanks(Rank(rank, ranks))).items()}
+    places = {name: each.tensor_slice for name, each in split(module, TensorRanks(Rank(rank, ranks))).items()}
     InitialValues(model, seed, torch.device("cpu"), None, places).fill([module])
     return dict(module.named_parameters()), places
 

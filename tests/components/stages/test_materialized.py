@@ -129,8 +129,10 @@ def test_modules_are_built_on_meta_and_filled_by_name(one_rank: Any, job: Any) -
     model = Blueprint()
     stages = made(one_rank, job, model)
     assert set(model.built_on) == {"meta"}
-    assert [name for name, _ in stages.named()] == [f"{layer}.weight" for layer in range(4)]
-    assert all(p.dtype == torch.bfloat16 and bool((p == len(name) + job.seed).all()) for name, p in stages.named())
+    assert [name for name, _ in stages.named_parameters()] == [f"{layer}.weight" for layer in range(4)]
+    assert all(
+        p.dtype == torch.bfloat16 and bool((p == len(name) + job.seed).all()) for name, p in stages.named_parameters()
+    )
 
 
 @pytest.mark.parametrize(("rank", "per_rank", "names"), [(0, 1, "01"), (1, 1, "23"), (0, 2, "02"), (1, 2, "13")])
@@ -138,7 +140,7 @@ def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: 
     """Stages are dealt out over ranks, and layers keep their numbers."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), schedule=Loops(per_rank))
-    assert "".join(name[0] for name, _ in stages.named()) == names
+    assert "".join(name[0] for name, _ in stages.named_parameters()) == names
     assert [stage.count for stage in stages.local] == [2 * per_rank] * per_rank
 
 
@@ -161,15 +163,15 @@ def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
     with pytest.raises(UserError, match=r"^1\.weight and 3\.weight are one parameter of two modules"):
         made(one_rank, job, Blueprint(), transforms=[Shares(module=False)])
     stages = made(one_rank, job, Blueprint(), transforms=[Shares(module=True)])
-    assert [name for name, _ in stages.named()] == ["0.weight", "1.weight", "2.weight"]
+    assert [name for name, _ in stages.named_parameters()] == ["0.weight", "1.weight", "2.weight"]
     layers: Any = stages.local[0].module
-    assert layers["3"].weight is layers["1"].weight is stages.named()[1][1]
+    assert layers["3"].weight is layers["1"].weight is stages.named_parameters()[1][1]
 
 
 def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
     """What a transform froze is neither trained nor saved: the state says what it follows from."""
     stages = made(one_rank, job, Blueprint(), transforms=[Freeze()])
-    assert [name for name, _ in stages.named()] == ["0.weight"]
+    assert [name for name, _ in stages.named_parameters()] == ["0.weight"]
     assert stages.state_dict().keys() == {"0.weight", "frozen"}
     assert stages.state_dict()["frozen"] == f"seed {job.seed}"
     assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
@@ -179,9 +181,11 @@ def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
     """Loaded parameters equal the saved ones; parameters that don't match are named."""
     stages, other = made(one_rank, job, Blueprint()), made(one_rank, job, Blueprint())
     with torch.no_grad():
-        stages.named()[0][1].fill_(5)
+        stages.named_parameters()[0][1].fill_(5)
     other.load_state_dict(stages.state_dict())
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stages.named(), other.named(), strict=True))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(stages.named_parameters(), other.named_parameters(), strict=True)
+    )
     with pytest.raises(KeyError, match=r"3\.weight"):
         other.load_state_dict({name: value for name, value in stages.state_dict().items() if name != "3.weight"})
 
@@ -215,7 +219,7 @@ def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any
     for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
         mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
         stages = made(mesh, job, Blueprint(), loss=Biased(module))
-        held.append({"trained": dict(stages.named()), "saved": stages.state_dict(), "stages": stages})
+        held.append({"trained": dict(stages.named_parameters()), "saved": stages.state_dict(), "stages": stages})
     assert held[0]["trained"].keys() == {"0.weight", "1.weight"}
     assert held[1]["trained"].keys() == {"2.weight", "3.weight", "loss.bias"}
     assert held[1]["saved"].keys() == {"2.weight", "3.weight", "loss.bias", "loss.fixed"}
@@ -306,7 +310,7 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     held = dict(stages.local[0].named_parameters())
     assert list(held) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
     assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in held.items())
-    assert [name for name, _ in stages.named()] == ["0.weight"][rank:]
+    assert [name for name, _ in stages.named_parameters()] == ["0.weight"][rank:]
 
 
 def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:
@@ -318,8 +322,8 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
-    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named()) == 2
-    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named()) == 3
+    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named_parameters()) == 2
+    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named_parameters()) == 3
     with pytest.raises(UserError, match="without any"):
         made(mesh, job, Blueprint(num_hidden_layers=1))
 
@@ -339,7 +343,7 @@ def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: A
     """Each rank builds those of its stages; sizes that are not those of the model are refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
     stages = made(mesh, job, Blueprint(), schedule=Cuts())
-    assert [name for name, _ in stages.named()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]
+    assert [name for name, _ in stages.named_parameters()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]
     assert [(each.span.embedding, each.span.head) for each in stages.local] == [[(True, False)], [(False, True)]][rank]
     for sizes in ((3, 2), (4, 0), (2, 1, 1)):
         with pytest.raises(UserError, match=r"Cuts.layers_by_stage gives .* for 4 layers in 2 stages; return at least"):

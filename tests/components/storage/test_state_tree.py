@@ -145,7 +145,7 @@ def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
     found = unpack(narrow_tree(tree, parts), cut)
-    assert found["a"][0].place == parts["a/0"] and found["b"].place == TensorSlice((6, 2), (3, 0), (2, 2))
-    assert all(torch.equal(each.tensor, whole[each.place.index()]) for each in (found["a"][0], found["b"]))
+    assert found["a"][0].tensor_slice == parts["a/0"] and found["b"].tensor_slice == TensorSlice((6, 2), (3, 0), (2, 2))
+    assert all(torch.equal(each.tensor, whole[each.tensor_slice.index()]) for each in (found["a"][0], found["b"]))
     assert found["a"][1] == 1 and found["c"][0].tolist() == [1, 1] and str(found["c"][1:]) == "(nan, None)"
     assert str(narrow_tree(tree, {})) == str(tree)

@@ -6,14 +6,14 @@ import torch
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
-    adapted_model,
     adapter_names,
+    build_adapted_model,
     fill_adapters,
     inject,
     merge_error,
     merge_mapper,
 )
-from support.adapted import filled_from, lora
+from support.adapted import fill_from_seed, lora
 from support.qwen3 import dense, whole
 
 
@@ -28,8 +28,8 @@ def test_initial_values_follow_from_seed_and_name() -> None:
     """The same seed gives the same factors, also when other layers are adapted beside; another seed gives others."""
 
     def factor(seed: int, *targets: str) -> torch.Tensor:
-        module = adapted_model(dense(), [lora(*targets)]).to_empty(device="cpu")
-        fill_adapters(module, torch.device("cpu"), filled_from(seed))
+        module = build_adapted_model(dense(), [lora(*targets)]).to_empty(device="cpu")
+        fill_adapters(module, torch.device("cpu"), fill_from_seed(seed))
         return dict(module.named_parameters())["model.layers.1.self_attn.q_proj.lora_A"].detach()
 
     assert torch.equal(factor(1, "q_proj"), factor(1, "*_proj"))
@@ -38,7 +38,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 
 def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
     """What is merged has the names of the frozen weights; a tied head becomes one of its own."""
-    module = adapted_model(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
+    module = build_adapted_model(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
     mapper = merge_mapper(module, tied=True)
     assert set(mapper.inputs) - set(mapper.outputs) == adapter_names(module)
     assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in merge_mapper(module, tied=False).outputs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
-from drawloom.components.weights.mapper import giving, parallel, prefixed, sequential, shard
+from drawloom.components.weights.mapper import add_prefix, giving, parallel, sequential, shard
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
@@ -157,7 +157,7 @@ def test_shards_are_the_whole(count: int, groups: int) -> None:
 
 def test_prefixes() -> None:
     """A layer's mapper serves every layer, and still leads back."""
-    mapper = prefixed(rename({"q": "q_proj"}), source="layers.3.", target="model.layers.3.")
+    mapper = add_prefix(rename({"q": "q_proj"}), source="layers.3.", target="model.layers.3.")
     assert (mapper.inputs, mapper.outputs) == (["layers.3.q"], ["model.layers.3.q_proj"])
     assert mapper.inverse().outputs == ["layers.3.q"]
 

@@ -137,13 +137,14 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     bad = "config/bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
-        f"TypeError: {bad}" if place == 1 else f"Agreed: rank 1: TypeError: {bad}" for place in range(4)
+        f"TypeError: {bad}" if place == 1 else f"RankError: rank 1: TypeError: {bad}" for place in range(4)
     ]
     for where, failed in (("consumer", 0), ("bystander", 1)):
         assert [rank[f"failing {where}"] for rank in ranks] == [
-            f"_Trouble: {lost}" if place == failed else f"Agreed: rank {failed}: _Trouble: {lost}" for place in range(4)
+            f"_Trouble: {lost}" if place == failed else f"RankError: rank {failed}: _Trouble: {lost}"
+            for place in range(4)
         ]
-    assert [rank["failing agreed"] for rank in ranks] == ["Agreed: main says no"] * 4
+    assert [rank["failing agreed"] for rank in ranks] == ["RankError: main says no"] * 4
 
 
 def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from support.cross_entropy import random_targets
-from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 
@@ -52,8 +52,8 @@ def test_triton_equals_eager(
     at_once: int,
 ) -> None:
     """Any shape and strides, in one chunk or many, give losses and gradients of float64."""
-    hidden = drawn(of_hidden, *shape, width, dtype=dtype)
-    weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
+    hidden = draw_tensor(of_hidden, *shape, width, dtype=dtype)
+    weight = draw_tensor(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     cut, targets = LogitCut(max_logits=at_once), random_targets(tuple(shape), words)
     wide, grad = exact(hidden, weight), torch.rand(shape).to(DEVICE)
     actual, expected = (
@@ -73,7 +73,7 @@ def test_the_filter_skips_the_tiles_that_eager_skips(
     _seed: object, tokens: int, words: int, filter_eps: float, chunked: bool
 ) -> None:
     """With a filter, Triton skips the same tiles as the eager implementation."""
-    hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", words, 20)
+    hidden, weight = draw_tensor("contiguous", tokens, 20), draw_tensor("contiguous", words, 20)
     targets, wide = random_targets((tokens,), words), exact(hidden, weight)
     cut = LogitCut(filter_eps=filter_eps, tile=(16, 16), max_logits=1 if chunked else 2**20)
     expected, *near = (
@@ -93,7 +93,7 @@ def test_a_word_that_has_no_rival_has_no_gradient(
     _seed: object, tokens: int, filter_eps: float, max_logits: int
 ) -> None:
     """The probability of a single word is exactly 1 if both passes compute the same logit."""
-    hidden, weight = drawn("contiguous", tokens, 20), drawn("contiguous", 1, 20)
+    hidden, weight = draw_tensor("contiguous", tokens, 20), draw_tensor("contiguous", 1, 20)
     cut = LogitCut(filter_eps=filter_eps, tile=(16, 16), max_logits=max_logits)
     for gradient in gradients(losses_of, (hidden, weight), torch.zeros(tokens, dtype=torch.int64, device=DEVICE), cut):
         assert not gradient.any()
@@ -117,8 +117,8 @@ def test_tma_equals_eager(
     _seed: object, tokens: int, words: int, width: int, dtype: torch.dtype, filter_eps: float, max_logits: int
 ) -> None:
     """Blocks that reach beyond the last token, word or channel give losses and gradients of float64."""
-    hidden = drawn("contiguous", tokens, 8 * width, dtype=dtype)
-    weight = drawn("contiguous", words, 8 * width, dtype=dtype, scale=0.2)
+    hidden = draw_tensor("contiguous", tokens, 8 * width, dtype=dtype)
+    weight = draw_tensor("contiguous", words, 8 * width, dtype=dtype, scale=0.2)
     targets, wide = random_targets((tokens,), words), exact(hidden, weight)
     cut = LogitCut(filter_eps=filter_eps, tile=(16, 16), max_logits=max_logits)
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +133,7 @@ def test_tma_equals_eager(
 
 def test_many_tiles_give_the_whole() -> None:
     """More tokens and words than a tile, with a width that no step divides, give the whole."""
-    hidden, weight = drawn("contiguous", 150, 130), drawn("contiguous", 600, 130, scale=0.1)
+    hidden, weight = draw_tensor("contiguous", 150, 130), draw_tensor("contiguous", 600, 130, scale=0.1)
     targets, wide = random_targets((150,), 600), exact(hidden, weight)
     actual, expected = (
         losses_of(hidden, weight, targets),
@@ -155,7 +155,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_a_target_outside_of_the_vocabulary_gives_nan() -> None:
     """A target beyond the vocabulary gives NaN, and not the loss of another word."""
-    hidden, weight = drawn("contiguous", 3, 16), drawn("contiguous", 20, 16)
+    hidden, weight = draw_tensor("contiguous", 3, 16), draw_tensor("contiguous", 20, 16)
     losses = losses_of(hidden, weight, torch.tensor([3, 20, -100], device=DEVICE))
     assert losses.isnan().tolist() == [False, True, False]
 
@@ -164,7 +164,7 @@ def test_a_target_outside_of_the_vocabulary_gives_nan() -> None:
 @pytest.mark.parametrize("filter_eps", [0.0, 1e-3])
 def test_a_frozen_input_leaves_the_other_gradient_unchanged(trained: Needs, filter_eps: float) -> None:
     """With one input frozen, the other's gradient is the same."""
-    hidden, weight = drawn("contiguous", 5, 16), drawn("contiguous", 20, 16)
+    hidden, weight = draw_tensor("contiguous", 5, 16), draw_tensor("contiguous", 20, 16)
     targets, cut = random_targets((5,), 20), LogitCut(filter_eps=filter_eps, tile=(16, 16))
     both = torch.autograd.grad(losses_of(hidden, weight, targets, cut).sum(), (hidden, weight))
     inputs: Any = [x.detach().requires_grad_(wants) for x, wants in zip((hidden, weight), trained, strict=True)]
@@ -175,7 +175,11 @@ def test_a_frozen_input_leaves_the_other_gradient_unchanged(trained: Needs, filt
 
 def test_weight_gradient_can_be_deferred() -> None:
     """A deferred gradient of the weight has the bits of an immediate one."""
-    hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), random_targets((7,), 20)
+    hidden, weight, targets = (
+        draw_tensor("contiguous", 7, 16),
+        draw_tensor("contiguous", 20, 16),
+        random_targets((7,), 20),
+    )
     expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()
     with deferral:
@@ -189,7 +193,11 @@ def test_weight_gradient_can_be_deferred() -> None:
 
 def test_gradients_are_deterministic() -> None:
     """Gradients are bitwise the same in a second run, with a filter and without."""
-    hidden, weight, targets = drawn("contiguous", 40, 16), drawn("contiguous", 50, 16), random_targets((40,), 50)
+    hidden, weight, targets = (
+        draw_tensor("contiguous", 40, 16),
+        draw_tensor("contiguous", 50, 16),
+        random_targets((40,), 50),
+    )
     for cut in (LogitCut(), LogitCut(filter_eps=0.01, tile=(16, 16))):
         runs = [torch.autograd.grad(losses_of(hidden, weight, targets, cut).sum(), (hidden, weight)) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -213,8 +221,8 @@ def test_the_padding_of_the_gradients_of_logits_reaches_no_gradient(monkeypatch:
         return memory.fill_(float("nan")) if memory.is_floating_point() else memory
 
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
-    hidden = drawn("contiguous", 17, 24, dtype=torch.bfloat16)
-    weight = drawn("contiguous", 33, 24, dtype=torch.bfloat16)
+    hidden = draw_tensor("contiguous", 17, 24, dtype=torch.bfloat16)
+    weight = draw_tensor("contiguous", 33, 24, dtype=torch.bfloat16)
     actual = cut_cross_entropy_triton(hidden, weight, random_targets((17,), 33))
     grads = torch.autograd.grad(actual, (hidden, weight), [torch.ones(17, device=DEVICE)] * 2)
     assert all(grad.isfinite().all() for grad in grads)
@@ -233,8 +241,8 @@ def test_gradients_flow_through_losses_and_lse(
     _seed: object, tokens: int, words: int, dtype: torch.dtype, filter_eps: float, max_logits: int
 ) -> None:
     """With factors on losses and lse, filtered or not, gradients equal the eager implementation's."""
-    hidden = drawn("contiguous", tokens, 24, dtype=dtype)
-    weight = drawn("contiguous", words, 24, dtype=dtype, scale=0.2)
+    hidden = draw_tensor("contiguous", tokens, 24, dtype=dtype)
+    weight = draw_tensor("contiguous", words, 24, dtype=dtype, scale=0.2)
     cut = LogitCut(max_logits=max_logits, filter_eps=filter_eps, tile=(16, 16))
     targets, wide = random_targets((tokens,), words), exact(hidden, weight)
     factors = torch.rand(tokens, device=DEVICE), torch.rand(tokens, device=DEVICE)

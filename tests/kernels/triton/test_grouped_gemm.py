@@ -13,7 +13,7 @@ from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.triton import grouped_gemm as module
 from drawloom.kernels.triton import grouped_gemm_blocks, tma
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
-from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 
@@ -45,9 +45,9 @@ def test_triton_equals_eager(
     """Any numbers of rows, also 0, and any sizes and strides give rows and gradients of float64."""
     rows, ends = sum(counts) + unused, ends_of(counts)
     shape = (outputs, inputs) if transposed else (inputs, outputs)
-    x = drawn(layout[0], rows, inputs, dtype=dtype)
-    weight = drawn(layout[1], len(counts), *shape, dtype=dtype, scale=inputs**-0.5)
-    grad = drawn(layout[2], rows, outputs, dtype=dtype).detach()
+    x = draw_tensor(layout[0], rows, inputs, dtype=dtype)
+    weight = draw_tensor(layout[1], len(counts), *shape, dtype=dtype, scale=inputs**-0.5)
+    grad = draw_tensor(layout[2], rows, outputs, dtype=dtype).detach()
     with torch.no_grad():
         x[rows - unused :] = torch.nan
         grad[rows - unused :] = torch.nan
@@ -64,7 +64,7 @@ def test_triton_equals_eager(
 def test_tiles_of_several_experts_are_right() -> None:
     """Experts with more rows than a tile, beside empty and tiny experts, give rows and gradients of float64."""
     ends = ends_of([300, 0, 1, 129, 0])
-    x, weight = drawn("contiguous", 430, 70), drawn("contiguous", 5, 70, 140, scale=0.1)
+    x, weight = draw_tensor("contiguous", 430, 70), draw_tensor("contiguous", 5, 70, 140, scale=0.1)
     wide = exact(x, weight)
     actual, expected = grouped_gemm_triton(x, weight, ends), grouped_gemm_eager(wide[0], wide[1], ends)
     assert_close(actual, expected, 2)
@@ -88,9 +88,9 @@ def test_tma_equals_eager(
     inputs, outputs = (8 * size for size in sizes)
     rows, ends = sum(counts) + unused, ends_of(counts)
     shape = (outputs, inputs) if transposed else (inputs, outputs)
-    x = drawn("contiguous", rows, inputs, dtype=dtype)
-    weight = drawn("contiguous", len(counts), *shape, dtype=dtype, scale=inputs**-0.5)
-    grad = drawn("contiguous", rows, outputs, dtype=dtype).detach()
+    x = draw_tensor("contiguous", rows, inputs, dtype=dtype)
+    weight = draw_tensor("contiguous", len(counts), *shape, dtype=dtype, scale=inputs**-0.5)
+    grad = draw_tensor("contiguous", rows, outputs, dtype=dtype).detach()
     with torch.no_grad():
         x[rows - unused :] = torch.nan
         grad[rows - unused :] = torch.nan
@@ -121,7 +121,7 @@ def test_tma_is_used_only_for_aligned_half_precision(monkeypatch: pytest.MonkeyP
 def test_weight_gradient_can_be_deferred() -> None:
     """A deferred gradient of the matrices has the bits of an immediate one."""
     ends = ends_of([3, 0, 5])
-    x, weight = drawn("contiguous", 8, 16), drawn("contiguous", 3, 16, 20)
+    x, weight = draw_tensor("contiguous", 8, 16), draw_tensor("contiguous", 3, 16, 20)
     expected = torch.autograd.grad(grouped_gemm_triton(x, weight, ends).sum(), (x, weight))
     deferral = Deferral()
     with deferral:

@@ -13,7 +13,7 @@ from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.triton import linear_cross_entropy
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from support.cross_entropy import random_targets
-from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 
@@ -60,8 +60,8 @@ def test_triton_equals_eager(
     at_once: int,
 ) -> None:
     """Any shape and strides give losses and gradients of float64, with equal or different token factors."""
-    hidden = drawn(of_hidden, *shape, width, dtype=dtype)
-    weight = drawn(of_weight, words, width, dtype=dtype, scale=width**-0.5)
+    hidden = draw_tensor(of_hidden, *shape, width, dtype=dtype)
+    weight = draw_tensor(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     targets, wide = random_targets(tuple(shape), words), exact(hidden, weight)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_cross_entropy, "MAX_LOGITS", at_once)
@@ -80,7 +80,7 @@ def test_several_chunks_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one smaller, over more words than a block, give the result of all tokens."""
     monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", 1)
     monkeypatch.setattr(linear_cross_entropy, "BLOCK", 64)
-    hidden, weight = drawn("contiguous", 150, 8), drawn("contiguous", 200, 8)
+    hidden, weight = draw_tensor("contiguous", 150, 8), draw_tensor("contiguous", 200, 8)
     targets, wide = random_targets((150,), 200), exact(hidden, weight)
     actual = losses_of(hidden, weight, targets)
     expected = eager_losses(wide[0], wide[1], targets)
@@ -103,7 +103,7 @@ def test_chunks_cover_all_tokens(tokens: int, at_once: int) -> None:
 @pytest.mark.usefixtures("_way")
 def test_ignored_targets_give_0_and_impossible_ones_nan() -> None:
     """The loss of an ignored token is 0, also with an infinite gradient; a target that does not exist gives NaN."""
-    hidden, weight = drawn("contiguous", 3, 8), drawn("contiguous", 10, 8)
+    hidden, weight = draw_tensor("contiguous", 3, 8), draw_tensor("contiguous", 10, 8)
     losses = losses_of(hidden, weight, torch.tensor([1, -100, 10], device=DEVICE))
     assert losses[1] == 0
     assert losses.isnan().tolist() == [False, False, True]
@@ -114,7 +114,11 @@ def test_ignored_targets_give_0_and_impossible_ones_nan() -> None:
 
 def test_losses_alone_compute_no_gradients() -> None:
     """Losses alone need neither product."""
-    hidden, weight, targets = drawn("contiguous", 5, 8), drawn("contiguous", 10, 8), random_targets((5,), 10)
+    hidden, weight, targets = (
+        draw_tensor("contiguous", 5, 8),
+        draw_tensor("contiguous", 10, 8),
+        random_targets((5,), 10),
+    )
     with torch.no_grad():
         alone = losses_of(hidden, weight, targets)
     learned = losses_of(hidden, weight, targets)
@@ -127,8 +131,8 @@ def test_losses_alone_compute_no_gradients() -> None:
 
 def test_small_gradients_reach_the_weight_in_float16() -> None:
     """Token factors that are almost too small for float16 are exact in a sum over tokens."""
-    hidden = drawn("contiguous", 128, 8, dtype=torch.float16).detach().abs()
-    weight = drawn("contiguous", 10, 8, dtype=torch.float16)
+    hidden = draw_tensor("contiguous", 128, 8, dtype=torch.float16).detach().abs()
+    weight = draw_tensor("contiguous", 10, 8, dtype=torch.float16)
     targets, grad = torch.zeros(128, dtype=torch.int64, device=DEVICE), torch.full((128,), 8e-8, device=DEVICE)
     (actual,) = torch.autograd.grad(losses_of(hidden, weight, targets), weight, grad)
     wide = exact(hidden, weight)
@@ -140,7 +144,11 @@ def test_small_gradients_reach_the_weight_in_float16() -> None:
 @pytest.mark.parametrize("uniform", [True, False])
 def test_weight_gradient_can_be_deferred(uniform: bool) -> None:
     """A deferred gradient of the weight has the bits of an immediate one."""
-    hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), random_targets((7,), 20)
+    hidden, weight, targets = (
+        draw_tensor("contiguous", 7, 16),
+        draw_tensor("contiguous", 20, 16),
+        random_targets((7,), 20),
+    )
     grad = (torch.rand(()) if uniform else torch.rand(7)).to(DEVICE).expand(7)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets), (hidden, weight), grad)
     deferral = Deferral()
@@ -178,8 +186,8 @@ def test_gradients_flow_through_losses_and_lse(
     _seed: object, tokens: int, width: int, words: int, dtype: torch.dtype, outputs: str, max_logits: int, weigh: bool
 ) -> None:
     """With factors on losses and lse, weighted or not, in one chunk or several, gradients equal float64."""
-    hidden = drawn("contiguous", tokens, width, dtype=dtype)
-    weight = drawn("contiguous", words, width, dtype=dtype, scale=width**-0.5)
+    hidden = draw_tensor("contiguous", tokens, width, dtype=dtype)
+    weight = draw_tensor("contiguous", words, width, dtype=dtype, scale=width**-0.5)
     targets, wide = random_targets((tokens,), words), exact(hidden, weight)
     token_weights = torch.rand(tokens, device=DEVICE) if weigh else None
     factors = [torch.rand(tokens, device=DEVICE) for _ in range(2)]
@@ -204,7 +212,11 @@ def test_gradients_flow_through_losses_and_lse(
 @pytest.mark.usefixtures("_way")
 def test_weight_gradient_of_lse_can_be_deferred() -> None:
     """Deferred, the weight's gradient through losses and lse comes later, with the same bits."""
-    hidden, weight, targets = drawn("contiguous", 7, 16), drawn("contiguous", 20, 16), random_targets((7,), 20)
+    hidden, weight, targets = (
+        draw_tensor("contiguous", 7, 16),
+        draw_tensor("contiguous", 20, 16),
+        random_targets((7,), 20),
+    )
     factors = torch.rand(7, device=DEVICE), torch.rand(7, device=DEVICE)
     expected = torch.autograd.grad(linear_cross_entropy_triton(hidden, weight, targets), (hidden, weight), factors)
     deferral = Deferral()

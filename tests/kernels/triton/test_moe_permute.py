@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
-from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 cases = (st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 40))
@@ -28,12 +28,12 @@ def test_permuting_equals_eager(
     _seed: object, tokens: int, choices: int, experts: int, width: int, dtype: torch.dtype, layout: str, of_grad: str
 ) -> None:
     """Rows and probabilities are bitwise copies, also unused rows, and gradients agree with float64."""
-    x, probabilities = drawn(layout, tokens, width, dtype=dtype), drawn("contiguous", tokens, choices)
+    x, probabilities = draw_tensor(layout, tokens, width, dtype=dtype), draw_tensor("contiguous", tokens, choices)
     routes = routes_of(tokens, choices, experts)
     actual, expected = moe_permute_triton(x, probabilities, routes), moe_permute_eager(x, probabilities, routes)
     assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))
-    wide, grad = exact(x, probabilities), drawn(of_grad, len(routes.source_choice), width, dtype=dtype).detach()
-    grads = [grad, drawn("contiguous", len(routes.source_choice)).detach()]
+    wide, grad = exact(x, probabilities), draw_tensor(of_grad, len(routes.source_choice), width, dtype=dtype).detach()
+    grads = [grad, draw_tensor("contiguous", len(routes.source_choice)).detach()]
     result = torch.autograd.grad(actual, (x, probabilities), grads)
     in_float64 = moe_permute_eager(wide[0], wide[1], routes)
     assert_all_close(result, torch.autograd.grad(in_float64, wide, [grad.double() for grad in grads]), 2)
@@ -54,9 +54,9 @@ def test_unpermuting_equals_eager(
 ) -> None:
     """Sums by token, weighted or not, and their gradients agree with float64; gradients of unused rows are 0."""
     routes = routes_of(tokens, choices, experts)
-    rows = drawn(layout, len(routes.source_choice), width, dtype=dtype)
+    rows = draw_tensor(layout, len(routes.source_choice), width, dtype=dtype)
     wide = exact(rows)
-    probabilities = None if weights == "none" else drawn("contiguous", tokens, choices)
+    probabilities = None if weights == "none" else draw_tensor("contiguous", tokens, choices)
     wide_probabilities = None if probabilities is None else exact(probabilities)[0]
     if weights == "frozen" and probabilities is not None:
         probabilities.requires_grad_(False)
@@ -64,7 +64,7 @@ def test_unpermuting_equals_eager(
     expected = moe_unpermute_eager(wide[0], routes, wide_probabilities)
     assert actual.dtype == dtype
     assert_close(actual, expected, 2)
-    grad = drawn(of_grad, tokens, width, dtype=dtype).detach()
+    grad = draw_tensor(of_grad, tokens, width, dtype=dtype).detach()
     inputs: Any = (rows, probabilities) if weights == "learned" else (rows,)
     wide_inputs: Any = (wide[0], wide_probabilities) if weights == "learned" else wide
     result = torch.autograd.grad(actual, inputs, grad)
@@ -76,7 +76,7 @@ def test_unpermuting_equals_eager(
 def test_wide_rows_and_many_choices_are_complete() -> None:
     """Tokens of several tiles, with as many choices as experts, are permuted and summed completely."""
     routes = routes_of(3, 16, 16)
-    x, probabilities = drawn("contiguous", 3, 700), drawn("contiguous", 3, 16)
+    x, probabilities = draw_tensor("contiguous", 3, 700), draw_tensor("contiguous", 3, 16)
     rows, _ = moe_permute_triton(x, probabilities, routes)
     assert torch.equal(rows, moe_permute_eager(x, probabilities, routes)[0])
     actual = moe_unpermute_triton(rows, routes, probabilities)
@@ -89,7 +89,11 @@ def test_wide_rows_and_many_choices_are_complete() -> None:
 
 def test_results_are_deterministic() -> None:
     """Sums and gradients are bitwise the same in a second run."""
-    routes, x, p = routes_of(20, 4, 5), drawn("contiguous", 20, 33, dtype=torch.bfloat16), drawn("contiguous", 20, 4)
+    routes, x, p = (
+        routes_of(20, 4, 5),
+        draw_tensor("contiguous", 20, 33, dtype=torch.bfloat16),
+        draw_tensor("contiguous", 20, 4),
+    )
     runs = []
     for _ in range(2):
         actual = moe_unpermute_triton(moe_permute_triton(x, p, routes)[0], routes, p)

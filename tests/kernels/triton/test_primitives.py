@@ -21,7 +21,7 @@ from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_trito
 from drawloom.kernels.triton.rope import rope_triton
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
 from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
-from support.kernels import DEVICE, drawn, far_apart
+from support.kernels import DEVICE, draw_tensor, spread_apart
 
 TARGETS = torch.tensor([0, 3, -100, 5]).to(DEVICE)
 EXPERTS_OF = torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]]).to(DEVICE)
@@ -63,7 +63,7 @@ def experts(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
 def test_kernels_compile_without_breaks(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     """An operation that is traced as one graph, forward and backward, gives the bits of eager mode."""
-    x, weight = drawn("contiguous", 4, 16), drawn("contiguous", 16)
+    x, weight = draw_tensor("contiguous", 4, 16), draw_tensor("contiguous", 16)
     compiled: Any = torch.compile(compute, fullgraph=True, backend="aot_eager")
     runs = []
     for function in (compute, compiled):
@@ -122,15 +122,15 @@ DIMENSIONS = [(name, d) for name, (_, shapes) in STRIDED.items() for d in range(
 def test_strides_may_exceed_32_bits(name: str, dimension: int) -> None:
     """Inputs and incoming gradients whose elements are 2^31 apart, along any dimension, give the same results."""
     compute, shapes = STRIDED[name]
-    inputs = [drawn("contiguous", *shape, dtype=torch.bfloat16) for shape in shapes]
-    apart = [far_apart(x, dimension) if dimension < x.ndim else x for x in inputs]
+    inputs = [draw_tensor("contiguous", *shape, dtype=torch.bfloat16) for shape in shapes]
+    apart = [spread_apart(x, dimension) if dimension < x.ndim else x for x in inputs]
     runs = []
     for given in (inputs, apart):
         actual = compute(*given)
         results = list(actual) if isinstance(actual, tuple) else [actual]
         gradients = [torch.full_like(result, 0.5) for result in results]
         if given is apart:
-            gradients = [far_apart(g, dimension) if dimension < g.ndim else g for g in gradients]
+            gradients = [spread_apart(g, dimension) if dimension < g.ndim else g for g in gradients]
         runs.append((*results, *torch.autograd.grad(results, given, gradients)))
     torch.testing.assert_close(*runs)  # a GPU reads them in other layouts, and sums in another order
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.kernels.rope import qk_norm_rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
-from support.kernels import DEVICE, assert_all_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 
@@ -34,10 +34,10 @@ def test_triton_equals_eager(
     of_grad: str,
 ) -> None:
     """Any shape and strides, also with fewer key heads, give results and gradients of float64."""
-    inputs: Any = [drawn(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]
-    inputs += [drawn("contiguous", 2 * pairs) for _ in "qk"]
+    inputs: Any = [draw_tensor(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]
+    inputs += [draw_tensor("contiguous", 2 * pairs) for _ in "qk"]
     cos, sin = rope_angles(torch.randint(0, 5000, tokens, device=DEVICE), 2 * pairs, 1e4)
-    grads = [drawn(of_grad, *tokens, count, 2 * pairs, dtype=dtype).detach() for count in heads]
+    grads = [draw_tensor(of_grad, *tokens, count, 2 * pairs, dtype=dtype).detach() for count in heads]
     q, k, q_weight, k_weight = wide = exact(*inputs)
     actual = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 0.1, cos, sin)
     expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos.double(), sin.double())
@@ -54,8 +54,8 @@ def cubed(results: tuple[Tensor, Tensor]) -> Tensor:
 
 def test_programs_process_many_tiles() -> None:
     """More vectors than programs process at once give float64, and gradients are bitwise the same twice."""
-    inputs: Any = [drawn("contiguous", 2, 60, heads, 64) for heads in (6, 2)]
-    inputs += [drawn("contiguous", 64) for _ in "qk"]
+    inputs: Any = [draw_tensor("contiguous", 2, 60, heads, 64) for heads in (6, 2)]
+    inputs += [draw_tensor("contiguous", 64) for _ in "qk"]
     cos, sin = rope_angles(torch.randint(0, 5000, (2, 60), device=DEVICE), 64, 1e4)
     q, k, q_weight, k_weight = wide = exact(*inputs)
     expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 1e-6, cos.double(), sin.double())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
-from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 shapes = st.lists(st.integers(0, 9), max_size=2).flatmap(
@@ -27,8 +27,8 @@ def test_triton_equals_eager(
     zero_centered: bool,
 ) -> None:
     """Any shape, strides and dtypes, also without rows, give result and gradients of float64, rounded."""
-    x, weight = drawn(layout, *shape, dtype=dtype), drawn("contiguous", shape[-1], dtype=of_weight)
-    grad = drawn(of_grad, *shape, dtype=dtype).detach()
+    x, weight = draw_tensor(layout, *shape, dtype=dtype), draw_tensor("contiguous", shape[-1], dtype=of_weight)
+    grad = draw_tensor(of_grad, *shape, dtype=dtype).detach()
     actual = rms_norm_triton(x, weight, 0.1, zero_centered)
     wide = exact(x, weight)
     expected = rms_norm_eager(wide[0], wide[1], 0.1, zero_centered)
@@ -45,8 +45,11 @@ def test_fused_sum_equals_the_sum(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, of_residual: str
 ) -> None:
     """The fused sum and its norm are bitwise equal to separate ones, and gradients agree with float64."""
-    x, residual = drawn(layout, *shape, dtype=dtype), drawn(of_residual, *shape, dtype=dtype)
-    weight, grads = drawn("contiguous", shape[-1]), [drawn("contiguous", *shape, dtype=dtype).detach() for _ in "ab"]
+    x, residual = draw_tensor(layout, *shape, dtype=dtype), draw_tensor(of_residual, *shape, dtype=dtype)
+    weight, grads = (
+        draw_tensor("contiguous", shape[-1]),
+        [draw_tensor("contiguous", *shape, dtype=dtype).detach() for _ in "ab"],
+    )
     normed, summed = add_rms_norm_triton(x, residual, weight, 0.1)
     assert torch.equal(summed, x + residual)
     assert torch.equal(normed, rms_norm_triton(summed, weight, 0.1))
@@ -63,7 +66,7 @@ def test_fused_sum_equals_the_sum(
 def test_programs_process_many_rows() -> None:
     """More wide or narrow rows than programs process at once give the results of few rows."""
     for rows, width in ((300, 8), (37, 700)):
-        x, weight = drawn("contiguous", rows, width), drawn("contiguous", width)
+        x, weight = draw_tensor("contiguous", rows, width), draw_tensor("contiguous", width)
         wide = exact(x, weight)
         actual, expected = rms_norm_triton(x, weight, 1e-6), rms_norm_eager(wide[0], wide[1], 1e-6)
         assert_close(actual, expected, 4)
@@ -73,7 +76,7 @@ def test_programs_process_many_rows() -> None:
 
 def test_a_frozen_weight_leaves_the_other_gradient_unchanged() -> None:
     """A frozen weight gets no gradient, and the gradient of x does not change."""
-    x, weight = drawn("contiguous", 5, 12), drawn("contiguous", 12)
+    x, weight = draw_tensor("contiguous", 5, 12), draw_tensor("contiguous", 12)
     (both, _) = torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).sum(), (x, weight))
     (alone,) = torch.autograd.grad(rms_norm_triton(x, weight.detach(), 1e-6).sum(), (x,))
     assert torch.equal(both, alone)
@@ -81,7 +84,7 @@ def test_a_frozen_weight_leaves_the_other_gradient_unchanged() -> None:
 
 def test_gradients_are_deterministic() -> None:
     """Gradients are bitwise the same in a second run."""
-    x, weight = drawn("contiguous", 50, 33, dtype=torch.bfloat16), drawn("contiguous", 33)
+    x, weight = draw_tensor("contiguous", 50, 33, dtype=torch.bfloat16), draw_tensor("contiguous", 33)
     runs = [torch.autograd.grad(rms_norm_triton(x, weight, 1e-6).float().sum(), (x, weight)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 

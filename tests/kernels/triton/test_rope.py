@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.kernels.rope import rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.rope import rope_triton
-from support.kernels import DEVICE, assert_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 shapes = st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 5))
@@ -36,13 +36,13 @@ def test_triton_equals_eager(
     """Any shape and strides, with channels that are not rotated, give result and gradient of float64, rounded once."""
     pairs, rest = channels
     full = (*shape, 2 * pairs + rest)
-    x, (cos, sin) = drawn(layout, *full, dtype=dtype), angles_of(*shape[:2], pairs)
+    x, (cos, sin) = draw_tensor(layout, *full, dtype=dtype), angles_of(*shape[:2], pairs)
     (wide,) = exact(x)
     actual = rope_triton(x, cos, sin, interleaved)
     expected = rope_eager(wide, cos.double(), sin.double(), interleaved)
     assert actual.dtype == dtype
     assert_close(actual, expected)
-    grad = drawn(of_grad, *full, dtype=dtype).detach()
+    grad = draw_tensor(of_grad, *full, dtype=dtype).detach()
     (result,), (reference,) = torch.autograd.grad(actual, x, grad), torch.autograd.grad(expected, wide, grad.double())
     assert_close(result, reference)
 
@@ -53,7 +53,7 @@ def test_in_place_rotation_changes_the_tensor(
     _seed: object, shape: tuple[int, int, int], dtype: torch.dtype, layout: str
 ) -> None:
     """In place, the tensor changes to the same bits, and its gradient is the same."""
-    x, (cos, sin) = drawn(layout, *shape, 10, dtype=dtype), angles_of(*shape[:2], 3)
+    x, (cos, sin) = draw_tensor(layout, *shape, 10, dtype=dtype), angles_of(*shape[:2], 3)
     expected = rope_triton(x, cos, sin)
     x_copy = x * 1
     actual = rope_triton(x_copy, cos, sin, in_place=True)
@@ -65,7 +65,7 @@ def test_in_place_rotation_changes_the_tensor(
 
 def test_autograd_guards_what_is_changed_in_place() -> None:
     """Changing a tensor in place that an earlier operation saved is an error, not a wrong gradient."""
-    x, (cos, sin) = drawn("contiguous", 1, 2, 1, 4), angles_of(1, 2, 2)
+    x, (cos, sin) = draw_tensor("contiguous", 1, 2, 1, 4), angles_of(1, 2, 2)
     needed = x.exp()
     rotated = rope_triton(needed, cos, sin, in_place=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -74,21 +74,21 @@ def test_autograd_guards_what_is_changed_in_place() -> None:
 
 def test_more_vectors_than_a_tile_are_rotated() -> None:
     """More vectors than a program's tile, with a number of heads that divides no tile, are all rotated."""
-    x, (cos, sin) = drawn("contiguous", 2, 50, 6, 64, dtype=torch.bfloat16), angles_of(2, 50, 32)
+    x, (cos, sin) = draw_tensor("contiguous", 2, 50, 6, 64, dtype=torch.bfloat16), angles_of(2, 50, 32)
     assert_close(rope_triton(x, cos, sin), rope_eager(x.double(), cos.double(), sin.double()))
 
 
 def test_angles_can_be_expanded_over_rows() -> None:
     """Angles may be expanded over rows."""
-    x, (cos, sin) = drawn("contiguous", 3, 4, 2, 8), angles_of(1, 4, 4)
+    x, (cos, sin) = draw_tensor("contiguous", 3, 4, 2, 8), angles_of(1, 4, 4)
     actual = rope_triton(x, cos.expand(3, -1, -1), sin.expand(3, -1, -1))
     assert_close(actual, rope_eager(x.double(), cos.double(), sin.double()))
 
 
 def test_the_backward_pass_is_differentiable() -> None:
     """The gradient of a gradient is computed by another backward pass."""
-    x, (cos, sin) = drawn("contiguous", 1, 3, 2, 4), angles_of(1, 3, 2)
-    grad = drawn("contiguous", 1, 3, 2, 4)
+    x, (cos, sin) = draw_tensor("contiguous", 1, 3, 2, 4), angles_of(1, 3, 2)
+    grad = draw_tensor("contiguous", 1, 3, 2, 4)
     (first,) = torch.autograd.grad(rope_triton(x, cos, sin), x, grad, create_graph=True)
     (second,) = torch.autograd.grad(first, grad, x.detach())
     assert_close(second, rope_triton(x, cos, sin).detach().double())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drawloom.kernels.stochastic_copy import stochastic_copy_eager
 from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
-from support.kernels import BOUNDARIES, DEVICE, drawn, few, int64s, layouts
+from support.kernels import BOUNDARIES, DEVICE, draw_tensor, few, int64s, layouts
 from support.seeding import seeds
 
 
@@ -25,8 +25,8 @@ def test_triton_has_the_bits_of_eager(
     _seed: object, shape: list[int], key: int, counter: int, first: int, of_source: str, of_target: str
 ) -> None:
     """Any shape, layout, key, counter and first index give the bits of the eager implementation."""
-    source = drawn(of_source, *shape).detach()
-    actual, expected = (drawn(of_target, *shape, dtype=torch.bfloat16).detach() for _ in range(2))
+    source = draw_tensor(of_source, *shape).detach()
+    actual, expected = (draw_tensor(of_target, *shape, dtype=torch.bfloat16).detach() for _ in range(2))
     stochastic_copy_triton(actual, source, key, counter, first)
     stochastic_copy_eager(expected, source, key, counter, first)
     assert torch.equal(actual, expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
-from support.kernels import DEVICE, assert_all_close, assert_close, drawn, dtypes, exact, few, layouts
+from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
 shapes = st.lists(st.integers(0, 6), max_size=2).flatmap(
@@ -21,8 +21,8 @@ def test_triton_equals_eager(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_gate: str, of_up: str, of_grad: str
 ) -> None:
     """Any shape and strides, also without rows, give result and gradients of float64, rounded."""
-    gate, up = drawn(of_gate, *shape, dtype=dtype, scale=3), drawn(of_up, *shape, dtype=dtype)
-    grad, wide = drawn(of_grad, *shape, dtype=dtype).detach(), exact(gate, up)
+    gate, up = draw_tensor(of_gate, *shape, dtype=dtype, scale=3), draw_tensor(of_up, *shape, dtype=dtype)
+    grad, wide = draw_tensor(of_grad, *shape, dtype=dtype).detach(), exact(gate, up)
     actual, expected = swiglu_triton(gate, up), swiglu_eager(*wide)
     assert actual.dtype == dtype
     assert_close(actual, expected, 4)
@@ -36,8 +36,11 @@ def test_a_scale_multiplies_vectors(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, of_scale: torch.dtype, layout: str
 ) -> None:
     """A scale for each vector multiplies the result and the gradients, and gets a gradient."""
-    gate, up = drawn(layout, *shape, dtype=dtype), drawn("contiguous", *shape, dtype=dtype)
-    scale, grad = drawn("contiguous", *shape[:-1], dtype=of_scale), drawn("contiguous", *shape, dtype=dtype).detach()
+    gate, up = draw_tensor(layout, *shape, dtype=dtype), draw_tensor("contiguous", *shape, dtype=dtype)
+    scale, grad = (
+        draw_tensor("contiguous", *shape[:-1], dtype=of_scale),
+        draw_tensor("contiguous", *shape, dtype=dtype).detach(),
+    )
     wide = exact(gate, up, scale)
     actual, expected = swiglu_triton(gate, up, scale), swiglu_eager(*wide)
     assert_close(actual, expected, 4)
@@ -52,19 +55,19 @@ def test_halves_of_one_tensor_equal_two_tensors(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool
 ) -> None:
     """The halves of one tensor give the result of two tensors."""
-    both = drawn(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
-    inputs = (both, drawn("contiguous", *shape[:-1])) if scaled else (both,)
+    both = draw_tensor(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
+    inputs = (both, draw_tensor("contiguous", *shape[:-1])) if scaled else (both,)
     wide = exact(*inputs)
     actual, expected = swiglu_halves_triton(*inputs), swiglu_halves_eager(*wide)
     assert_close(actual, expected, 4)
-    grad = drawn("contiguous", *shape, dtype=dtype).detach()
+    grad = draw_tensor("contiguous", *shape, dtype=dtype).detach()
     grads = torch.autograd.grad(actual, inputs, grad)
     assert_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), 8)
 
 
 def test_rows_wider_than_a_program_are_complete() -> None:
     """Rows of several tiles, the last one incomplete, are computed completely, also gradients of their scales."""
-    gate, up, scale = drawn("sliced", 3, 5000), drawn("contiguous", 3, 5000), drawn("contiguous", 3)
+    gate, up, scale = draw_tensor("sliced", 3, 5000), draw_tensor("contiguous", 3, 5000), draw_tensor("contiguous", 3)
     wide = exact(gate, up, scale)
     for inputs, wide_inputs in (((gate, up), wide[:2]), ((gate, up, scale), wide)):
         actual, expected = swiglu_triton(*inputs), swiglu_eager(*wide_inputs)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from support.dcp import begin_save, loaded
+from support.dcp import begin_save, load_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
@@ -72,7 +72,7 @@ def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: bool) -> None:
-    """Two `async_save` with one stager while training continues: each file has the state of its step."""
+    """Two `async_save` with one stager while training continues: every file has its own step's state."""
     stager = Blocking(keep=keep)
     weight = torch.zeros(1000, 1000)
     futures: list[Any] = []
@@ -82,7 +82,7 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: 
     weight.fill_(-1)
     for step, future in enumerate(futures, 1):
         future.result()
-        found = loaded({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        found = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
         assert set(found["weight"].flatten().tolist()) == {step}
 
 

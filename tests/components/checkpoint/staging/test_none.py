@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from drawloom.components.checkpoint.staging.none import NoStaging
-from support.dcp import begin_save, loaded
+from support.dcp import begin_save, load_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
@@ -29,4 +29,4 @@ def test_async_save_works_without_a_copy(tmp_path: Path) -> None:
     state = {"a": torch.arange(9.0)}
     future = begin_save(state, tmp_path / "x", stager)
     future.result()
-    assert torch.equal(loaded({"a": torch.empty(9)}, tmp_path / "x")["a"], state["a"])
+    assert torch.equal(load_checkpoint({"a": torch.empty(9)}, tmp_path / "x")["a"], state["a"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from drawloom.components.checkpoint.staging.overlapped import SMALL, Overlapped
-from support.dcp import begin_save, loaded
+from support.dcp import begin_save, load_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
@@ -101,7 +101,7 @@ def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
 
 
 def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> None:
-    """Two `async_save` with one stager, the state changed when staging is complete: each file has its own step."""
+    """Two `async_save` with one stager, the state changed when staging is complete: every file has its own step."""
     stager = Overlapped()
     weight = torch.zeros(1000, 1000)
     responses: list[Any] = []
@@ -113,7 +113,7 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> Non
     weight.fill_(-1)
     for step, response in enumerate(responses, 1):
         response.upload_completion.result()
-        found = loaded({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        found = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
         assert set(found["weight"].flatten().tolist()) == {step}
 
 

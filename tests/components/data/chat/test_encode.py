@@ -8,13 +8,13 @@ import pytest
 from drawloom.components.data.chat.encode import encode_completion, encode_rendered
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import render_turns
-from support.chat import CHATML, opened, say, tokenizer_folder
+from support.chat import CHATML, open_tokenizer, say, tokenizer_folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer with control tokens."""
-    return opened(tokenizer_folder(tmp_path_factory.mktemp("tokenizer")))
+    return open_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
 def encoded(tokenizer: Any, messages: Any, template: str = CHATML, tools: Any = None) -> Any:

@@ -94,10 +94,10 @@ def test_other_shares_continue_each_source() -> None:
     for name, first, last in (("a", 0, 50), ("b", 50, 110), ("c", 110, 180)):
         own = [row - first for row in rows if first <= row < last]
         assert own == list(range(len(own)))
-        assert stream.taken(31)[name] == len(own)
+        assert stream.count_rows_before(31)[name] == len(own)
     counts = [Counter(np.searchsorted([50, 110], part, side="right").tolist()) for part in (rows[9:21], rows[21:])]
     assert counts == [{0: 3, 1: 6, 2: 3}, {0: 5, 2: 5}]
-    assert stream.taken(9) == {"a": 5, "b": 4, "c": 0}
+    assert stream.count_rows_before(9) == {"a": 5, "b": 4, "c": 0}
 
 
 def test_rows_of_a_source_that_is_gone_are_refused() -> None:

@@ -8,7 +8,7 @@ import fsspec
 import pyarrow
 import pytest
 
-from drawloom.components.data.sources.files import File, find, groups, opened
+from drawloom.components.data.sources.files import File, find, groups, open_file
 from drawloom.graph import UserError
 
 
@@ -63,7 +63,7 @@ def read(patterns: list[str]) -> list[bytes]:
     """The content of all files."""
     contents = []
     for file in find(patterns):
-        with opened(file) as stream:
+        with open_file(file) as stream:
             contents.append(stream.read())
     return contents
 
@@ -73,7 +73,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     found = find([f"{tmp_path}/a"])
     (tmp_path / "a").unlink()
-    with pytest.raises(UserError, match="a: can't be read"), opened(found[0]):
+    with pytest.raises(UserError, match="a: can't be read"), open_file(found[0]):
         pass
 
 

@@ -274,7 +274,7 @@ def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], 
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds no JSON object")])
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "does not contain a JSON object")])
 def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> None:
     """A file without a JSON object is refused, and the message says so."""
     (tmp_path / "config.json").write_text(text)

@@ -23,13 +23,13 @@ from support.qwen3 import (
     logits_of,
     losses_of,
     one_document,
-    packed,
+    pack_documents,
     sparse,
     to,
     weights_of,
     whole,
 )
-from support.split_passes import Products, grads_for, in_one, same, split_of, taken
+from support.split_passes import Products, assert_same_grads, grads_for, in_one, pop_grads, split_of
 from support.split_stages import Stage
 
 SPLITS = [
@@ -63,7 +63,7 @@ def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make
     modules = built(model, spans, module)
     tokens, targets = torch.randint(29, (2, 2, 10))
     for shared, last in (
-        (packed([[4, 6], [10]]), partial(losses_of, targets=targets)),
+        (pack_documents([[4, 6], [10]]), partial(losses_of, targets=targets)),
         (one_document(2, 10), logits_of),
     ):
         weighted = attrs.evolve(shared, weights=weights_of(targets) if last is not logits_of else None)
@@ -103,19 +103,19 @@ def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
     module, asked = with_flex(make)
     plain = make(num_hidden_layers=3).build(LayerRange(0, 3, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
-    tokens, shared = torch.randint(29, (2, 10)), packed([[4, 6], [10]])
+    tokens, shared = torch.randint(29, (2, 10)), pack_documents([[4, 6], [10]])
     for number in range(2):
         found = module(tokens, shared)
         torch.testing.assert_close(found, plain(tokens, shared), atol=1e-4, rtol=1e-4)
         assert len(asked) == number + 1
-        shared.document_ids.copy_(packed([[7, 3], [1, 9]]).document_ids)
+        shared.document_ids.copy_(pack_documents([[7, 3], [1, 9]]).document_ids)
 
 
 @both
 def test_masks_need_no_device(make: Make) -> None:
     """On the meta device the mask has shapes alone, and the output has its shape."""
     module, _ = with_flex(make)
-    shared = to(torch.device("meta"), packed([[4, 6], [10]]))
+    shared = to(torch.device("meta"), pack_documents([[4, 6], [10]]))
     assert logits_of(module.to("meta"), shared.positions, shared).shape == (2, 10, 29)
 
 
@@ -156,7 +156,7 @@ def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recomp
         found = split.backward_input(outputs, grads_for(outputs), inputs)
     with Products() as second:
         split.backward_weight()
-    same((found, taken(list(stage.parameters()))), expected)
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
     linear_layers = sum(parameter.ndim > 1 for parameter in module.parameters())
     assert second.count == linear_layers - ends[0] + (tied and all(ends))
     assert first.count > 0

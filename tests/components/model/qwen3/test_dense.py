@@ -23,7 +23,7 @@ from support.qwen3 import (
     logits_of,
     losses_of,
     one_document,
-    packed,
+    pack_documents,
     to,
     twin,
     whole,
@@ -118,7 +118,7 @@ def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
     lengths = [[7, 1, 8], [16], [3, 13]]
     module, (tokens, targets) = whole(model), random_rows(model, 3, 16)
     theirs = twin(model, dict(module.named_parameters()))
-    losses = losses_of(module, tokens, packed(lengths), targets)
+    losses = losses_of(module, tokens, pack_documents(lengths), targets)
     expected = torch.zeros_like(losses)
     for row, row_lengths in enumerate(lengths):
         ends = torch.tensor(row_lengths).cumsum(0).tolist()

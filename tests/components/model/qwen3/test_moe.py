@@ -15,7 +15,7 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.graph.types.port_match import find_mismatches
 from support.kernels import DEVICE
-from support.qwen3 import kernels_on, logits_of, losses_of, one_document, packed, sparse, to, twin, whole
+from support.qwen3 import kernels_on, logits_of, losses_of, one_document, pack_documents, sparse, to, twin, whole
 
 SHAPES: dict[str, dict[str, Any]] = {
     "two of five": {},
@@ -116,7 +116,7 @@ def test_packed_documents_equal_each_alone() -> None:
     model = sparse()
     module, (tokens, targets) = whole(model), random_rows(model, 2, 16)
     lengths = [[7, 1, 8], [16]]
-    losses = losses_of(module, tokens, packed(lengths), targets)
+    losses = losses_of(module, tokens, pack_documents(lengths), targets)
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:

@@ -50,7 +50,7 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
             executor = CircularExecutor(**parts, **common, delayed=delayed)
             executor.open()
             found.append(use(executor, mesh.indices.pipeline))
-            for _, parameter in stages.named():
+            for _, parameter in stages.named_parameters():
                 parameter.grad = None
         return found
 

@@ -20,7 +20,7 @@ from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.step_state import StepState
 from support import pipelines
-from support.split_passes import taken
+from support.split_passes import pop_grads
 from support.split_stages import STAGES, WIDTH, Parts
 from support.steps import train
 
@@ -170,9 +170,9 @@ def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], 
         for stage in executor.stages.local:
             output = stage.module(output, shared)
         torch.autograd.backward(executor.objective.loss(output, NO_HEAD, batch)[0])
-    expected = taken(leaves)
+    expected = pop_grads(leaves)
     train(executor, microbatches)
-    torch.testing.assert_close(taken(leaves), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(pop_grads(leaves), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_schedules_are_split() -> None:

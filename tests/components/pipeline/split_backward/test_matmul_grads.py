@@ -15,7 +15,7 @@ from drawloom.components.pipeline.split_backward.matmul_grads import defer_produ
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.recompute import Kept, unpack
-from support.split_passes import in_one, in_two, same, taken
+from support.split_passes import assert_same_grads, in_one, in_two, pop_grads
 from support.split_stages import Ops, Parts, Stage, inputs_of, weight
 
 Use = Callable[[Tensor, nn.Parameter], Tensor]
@@ -152,7 +152,7 @@ def test_weights_that_autocast_casts_are_deferred(layer: nn.Module) -> None:
 
     stage, inputs = Stage(forward, layer=layer), [torch.randn(2, 4, 6, dtype=torch.float32, requires_grad=True)]
     assert defer_products(users_of(stage(*inputs), inputs), Deferral())[0] == []
-    same(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
 
 
 def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
@@ -191,7 +191,7 @@ def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Op
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
     expected = in_one(stage, inputs)
-    same(in_two(stage, inputs), expected)
+    assert_same_grads(in_two(stage, inputs), expected)
     assert called[name] == 2
 
 
@@ -218,7 +218,7 @@ def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
     expected = in_one(stage, inputs)
-    same(in_two(stage, inputs), expected)
+    assert_same_grads(in_two(stage, inputs), expected)
     assert called[name] == 2
 
 
@@ -238,10 +238,10 @@ def test_gradients_of_what_is_made_of_a_weight(name: str, held: bool, retained: 
             return (x.to(made[-1].dtype) @ made[-1]).tanh() @ s.w.to(made[-1].dtype)  # type: ignore[no-any-return]
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
-    expected = in_one(stage, inputs), taken(kept)
-    found = in_two(stage, inputs), taken(kept)
-    same(found[0], expected[0])
-    same((found[1], []), (expected[1], []))
+    expected = in_one(stage, inputs), pop_grads(kept)
+    found = in_two(stage, inputs), pop_grads(kept)
+    assert_same_grads(found[0], expected[0])
+    assert_same_grads((found[1], []), (expected[1], []))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -250,7 +250,7 @@ def test_a_convolution_has_the_bits_of_a_full_pass(bias: bool) -> None:
     layers = {name: nn.Conv2d(8, 8, 3, padding=1, bias=bias).float() for name in "ab"}
     stage = Stage(lambda s, x: s.b(s.a(x).relu()), **layers)
     inputs = [torch.randn(3, 8, 9, 9, dtype=torch.float32, requires_grad=True)]
-    same(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
 
 
 def test_hooks_are_gone_after_the_first_pass() -> None:

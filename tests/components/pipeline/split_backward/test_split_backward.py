@@ -24,16 +24,16 @@ from support.split_passes import (
     Grads,
     Products,
     Watch,
+    assert_same_grads,
     go_backward,
     grads_for,
+    have_no_grads,
     in_one,
     in_two,
-    made,
-    ran,
-    same,
+    make_stage,
+    pop_grads,
+    run_forward,
     split_of,
-    taken,
-    untouched,
 )
 from support.split_stages import STAGES, Ops, Parts, Stage, inputs_of, re_entrant, weight
 
@@ -45,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 def test_split_backward_equals_full_backward(name: str, ops: Ops, dtype: torch.dtype) -> None:
     """Inputs and parameters get bitwise the gradients of a full backward pass."""
     torch.set_default_dtype(dtype)
-    stage, inputs = made(name, ops)
-    same(in_two(stage, inputs), in_one(stage, inputs))
+    stage, inputs = make_stage(name, ops)
+    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -56,32 +56,32 @@ def test_re_entrant_checkpoints_are_refused(ops: Ops) -> None:
     split, outputs = split_of(stage, inputs)
     with pytest.raises(UserError, match="use_reentrant=False"):
         split.backward_input(outputs, grads_for(outputs), inputs)
-    assert untouched([*inputs, *stage.parameters()])
+    assert have_no_grads([*inputs, *stage.parameters()])
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_several_microbatches_can_be_pending(name: str, ops: Ops) -> None:
     """With three first passes before any second pass, parameters get the sum of the gradients."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     several = [inputs, *(inputs_of(STAGES[name][1]) for _ in range(2))]
     expected, found, splits = [], [], []
     for each in several:
-        outputs = ran(stage, each)
+        outputs = run_forward(stage, each)
         go_backward(outputs, grads_for(outputs))
-        expected += taken(each)
-    sums = taken(list(stage.parameters()))
+        expected += pop_grads(each)
+    sums = pop_grads(list(stage.parameters()))
     for each in several:
         split, outputs = split_of(stage, each)
         found += split.backward_input(outputs, grads_for(outputs), each)
         splits.append(split)
     for split in splits:
         split.backward_weight()
-    same((found, taken(list(stage.parameters()))), (expected, sums))
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), (expected, sums))
 
 
 def test_backward_in_another_thread_defers_too() -> None:
     """A backward pass in another thread, as on an accelerator, finds the deferral of the forward pass."""
-    stage, inputs = made("mlp", "ours")
+    stage, inputs = make_stage("mlp", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
     found: Grads = []
@@ -91,36 +91,36 @@ def test_backward_in_another_thread_defers_too() -> None:
     thread.join()
     with Products() as products:
         split.backward_weight()
-    same((found, taken(list(stage.parameters()))), expected)
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
     assert products.count == 2
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_a_recorded_graph_can_have_a_full_backward(name: str, ops: Ops) -> None:
     """Before its first pass, a recorded graph is an ordinary one."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     expected = in_one(stage, inputs)
     split = SplitBackward()
     with split.forward():
-        same(in_one(stage, inputs), expected)
+        assert_same_grads(in_one(stage, inputs), expected)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_outputs_without_gradient_are_skipped(ops: Ops) -> None:
     """An output whose gradient is None contributes nothing; if all are None, there are no gradients."""
-    stage, inputs = made("two outputs", ops)
-    _, second = ran(stage, inputs)
+    stage, inputs = make_stage("two outputs", ops)
+    _, second = run_forward(stage, inputs)
     grad = torch.randn_like(second)
     second.backward(grad)
-    expected = taken(inputs), taken(list(stage.parameters()))
+    expected = pop_grads(inputs), pop_grads(list(stage.parameters()))
     split, outputs = split_of(stage, inputs)
     found = split.backward_input(outputs, [None, grad], inputs)
     split.backward_weight()
-    same((found, taken(list(stage.parameters()))), expected)
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
     split, outputs = split_of(stage, inputs)
     assert split.backward_input(outputs, [None, None], inputs) == [None]
     split.backward_weight()
-    assert untouched(list(stage.parameters()))
+    assert have_no_grads(list(stage.parameters()))
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -129,16 +129,16 @@ def test_losses_need_no_gradient(ops: Ops) -> None:
     parts = Parts(ops)
     stage, inputs = Stage(lambda s, x: s.a(x).square().sum(), a=parts.linear()), inputs_of(["x"])
     stage(*inputs)[0].backward()
-    expected = taken(inputs), taken(list(stage.parameters()))
+    expected = pop_grads(inputs), pop_grads(list(stage.parameters()))
     split, outputs = split_of(stage, inputs)
     found = split.backward_input(outputs, None, inputs)
     split.backward_weight()
-    same((found, taken(list(stage.parameters()))), expected)
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
 
 
 def test_passes_out_of_order_are_an_error() -> None:
     """Each pass runs once, and backward_input comes first."""
-    stage, inputs = made("affine", "ours")
+    stage, inputs = make_stage("affine", "ours")
     split, outputs = split_of(stage, inputs)
     with pytest.raises(RuntimeError, match="after each backward_input"):
         split.backward_weight()
@@ -180,7 +180,7 @@ def test_a_failed_first_pass_leaves_no_state(ops: Ops) -> None:
             split.backward_input(outputs, grads, inputs)
         del grads
         assert held() is None
-        assert untouched([*inputs, *stage.parameters()])
+        assert have_no_grads([*inputs, *stage.parameters()])
         with pytest.raises(RuntimeError, match="after each backward_input"):
             split.backward_weight()
         del outputs
@@ -188,7 +188,7 @@ def test_a_failed_first_pass_leaves_no_state(ops: Ops) -> None:
     failing.clear()
     expected = in_one(stage, inputs)
     hooked.clear()
-    same(in_two(stage, inputs), expected)
+    assert_same_grads(in_two(stage, inputs), expected)
     assert hooked == ["a"]
 
 
@@ -198,30 +198,32 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 @pytest.mark.parametrize("name", SPLIT_BY_TORCH)
 def test_equals_torch_where_torch_is_right(name: str) -> None:
     """Both passes give the gradients of torch.distributed.pipelining's split backward."""
-    stage, inputs = made(name, "torch")
+    stage, inputs = make_stage(name, "torch")
     found = in_two(stage, inputs)
-    outputs = [output.clone() for output in ran(stage, inputs)]  # torch detaches them in place, which views forbid
+    outputs = [
+        output.clone() for output in run_forward(stage, inputs)
+    ]  # torch detaches them in place, which views forbid
     (grad,) = grads_for(tuple(outputs))
     assert grad is not None
     grads, groups = stage_backward_input(outputs, [grad], inputs, stage.parameters())
-    taken(inputs)
+    pop_grads(inputs)
     stage_backward_weight(stage.parameters(), groups)
-    expected = list(grads), taken(list(stage.parameters()))
+    expected = list(grads), pop_grads(list(stage.parameters()))
     for one, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
 def test_an_input_may_be_used_as_a_weight() -> None:
     """A leaf that is an input gets its whole gradient in the first pass, also as the weight of our kernels."""
-    stage, _ = made("shared in series", "ours")
+    stage, _ = make_stage("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
     stage(*inputs)[0].backward(grad)
-    expected = taken(inputs)
+    expected = pop_grads(inputs)
     split, outputs = split_of(stage, inputs)
     torch.testing.assert_close(split.backward_input(outputs, [grad], inputs), expected)
     split.backward_weight()
-    assert untouched(inputs)
+    assert have_no_grads(inputs)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -233,12 +235,12 @@ def test_leaves_outside_of_modules_get_gradients(ops: Ops) -> None:
     stage = Stage(lambda s, x: (product(product(x * vector, s.w) * vector, matrix) - vector).square().sum(), w=known)
     inputs = inputs_of(["x"])
     stage(*inputs)[0].backward()
-    expected = taken(inputs), taken(leaves)
+    expected = pop_grads(inputs), pop_grads(leaves)
     split, outputs = split_of(stage, inputs)
     found = split.backward_input(outputs, None, inputs)
-    assert untouched(leaves)
+    assert have_no_grads(leaves)
     split.backward_weight()
-    same((found, taken(leaves)), expected)
+    assert_same_grads((found, pop_grads(leaves)), expected)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -253,21 +255,21 @@ def test_each_microbatch_can_use_other_weights(ops: Ops) -> None:
     for each in several:
         outputs = stage(*each)
         go_backward(outputs, grads_for(outputs))
-        expected += taken(each[:1])
-    sums = taken(leaves)
+        expected += pop_grads(each[:1])
+    sums = pop_grads(leaves)
     for each in several:
         split, outputs = split_of(stage, each)
         found += split.backward_input(outputs, grads_for(outputs), each[:1])
         splits.append(split)
     for split in splits:
         split.backward_weight()
-    same((found, taken(leaves)), (expected, sums))
+    assert_same_grads((found, pop_grads(leaves)), (expected, sums))
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_retained_gradients_of_activations(name: str, ops: Ops) -> None:
     """`retain_grad` keeps the gradients of a full pass, available after the first pass."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     kept: list[Tensor] = []
 
     def keep(*arguments: Any) -> None:
@@ -278,40 +280,40 @@ def test_retained_gradients_of_activations(name: str, ops: Ops) -> None:
 
     for module in stage.children():
         module.register_forward_hook(keep)
-    outputs = ran(stage, inputs)
+    outputs = run_forward(stage, inputs)
     keep(outputs[0])
     go_backward(outputs, grads_for(outputs))
-    expected = taken(kept)
+    expected = pop_grads(kept)
     kept.clear()
     split, outputs = split_of(stage, inputs)
     keep(outputs[0])
     split.backward_input(outputs, grads_for(outputs), inputs)
     split.backward_weight()
-    same((taken(kept), []), (expected, []))
+    assert_same_grads((pop_grads(kept), []), (expected, []))
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "two parameters at one node", "shared in series"])
 def test_a_multi_grad_hook_over_weights_is_called_once(name: str, ops: Ops) -> None:
     """A multi-grad hook over weights is called once with all gradients, as by a full pass."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     seen: list[Any] = []
     register_multi_grad_hook([*stage.parameters()], lambda grads: seen.append([*grads]))
     expected = in_one(stage, inputs)
-    same(in_two(stage, inputs), expected)
+    assert_same_grads(in_two(stage, inputs), expected)
     once, again = seen
-    same((again, []), (once, []))
+    assert_same_grads((again, []), (once, []))
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_a_hook_over_weights_and_activations_is_refused(ops: Ops) -> None:
     """A multi-grad hook over weights and activations would be called in both passes, and is an error."""
-    stage, inputs = made("mlp", ops)
+    stage, inputs = make_stage("mlp", ops)
     register_multi_grad_hook([*stage.parameters(), *inputs], lambda grads: None)
     split, outputs = split_of(stage, inputs)
     with pytest.raises(UserError, match="one for the activations and one for the weights"):
         split.backward_input(outputs, grads_for(outputs), inputs)
-    assert untouched([*inputs, *stage.parameters()])
+    assert have_no_grads([*inputs, *stage.parameters()])
 
 
 class InPlace(Function):
@@ -347,7 +349,7 @@ def test_changing_a_queued_gradient_in_place_is_an_error(name: str, ops: Ops) ->
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_changing_a_queued_activation_in_place_is_an_error(ops: Ops) -> None:
     """A stage that overwrites its activations for the next microbatch can't have a split backward."""
-    stage, inputs = made("mlp", ops)
+    stage, inputs = make_stage("mlp", ops)
     buffer = torch.randn(2, 4, 6)
     inputs[0] = buffer.detach().requires_grad_()
     split, outputs = split_of(stage, inputs)
@@ -363,12 +365,12 @@ def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
     inputs = inputs_of(["x"])
-    same(in_two(stage, inputs), in_one(stage, inputs))
+    assert_same_grads(in_two(stage, inputs), in_one(stage, inputs))
 
 
 def test_a_stage_without_tokens_gives_zero_gradients() -> None:
     """A stage that gets no tokens gives its weights gradients of zero."""
-    stage, _ = made("mlp", "ours")
+    stage, _ = make_stage("mlp", "ours")
     x = torch.randn(0, 4, 6, requires_grad=True)
     found, grads = in_two(stage, [x])
     assert [grad.shape for grad in found if grad is not None] == [x.shape]
@@ -395,30 +397,30 @@ def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool],
     vectors = {f"v{n}": nn.Parameter(torch.randn(4), trained[n + 4]) for n in range(2)}
 
     def forward(s: Any, x: Tensor) -> tuple[Tensor, ...]:
-        made = [x]
+        tensors = [x]
         for step, i, j, ours in steps:
-            one, other = made[i % len(made)], made[j % len(made)]
+            one, other = tensors[i % len(tensors)], tensors[j % len(tensors)]
             weight, vector = getattr(s, f"w{j % 4}"), getattr(s, f"v{j % 2}")
             product = Parts("ours" if ours else "torch").product
             match step:
                 case "product":
-                    made.append(product(one, weight))
+                    tensors.append(product(one, weight))
                 case "scale":
-                    made.append(one * vector)
+                    tensors.append(one * vector)
                 case "shift":
-                    made.append(one + vector)
+                    tensors.append(one + vector)
                 case "tanh":
-                    made.append(one.tanh())
+                    tensors.append(one.tanh())
                 case "add":
-                    made.append(one + other)
+                    tensors.append(one + other)
                 case "halves":
                     left, right = one.chunk(2, -1)
-                    made.append(torch.cat([right, left * right], -1))
+                    tensors.append(torch.cat([right, left * right], -1))
                 case "product of weights":
-                    made.append(product(one, getattr(s, f"w{i % 4}") @ weight))
+                    tensors.append(product(one, getattr(s, f"w{i % 4}") @ weight))
                 case "without x":
-                    made.append(product(torch.ones(3, 4), weight))
-        return tuple(made[-outputs:])
+                    tensors.append(product(torch.ones(3, 4), weight))
+        return tuple(tensors[-outputs:])
 
     stage = Stage(forward, **weights, **vectors)
     for found, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
@@ -455,7 +457,7 @@ def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
 @pytest.mark.parametrize("name", ["mlp", "transformer block", "tied around another", "recomputed", "rerun"])
 def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
     """The queue for the second pass holds data, and no autograd node."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
@@ -470,7 +472,7 @@ def test_the_first_pass_frees_the_graph(name: str, ops: Ops) -> None:
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_a_checkpoint_is_recomputed_once(ops: Ops, name: str) -> None:
     """A checkpointed region runs once forward and once for both passes."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     runs: Counter[str] = Counter()
     for name, module in stage.named_children():
         module.register_forward_hook(lambda *_, name=name: runs.update([name]))
@@ -496,8 +498,8 @@ PUT_OFF = {
 @pytest.mark.parametrize("name", PUT_OFF)
 def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
     """Both passes together compute as many matmuls as a full pass; the second has one for each use of a weight."""
-    stage, inputs = made(name, ops)
-    outputs = ran(stage, inputs)
+    stage, inputs = make_stage(name, ops)
+    outputs = run_forward(stage, inputs)
     with Products() as whole:
         torch.autograd.backward(outputs, grads_for(outputs))
     split, outputs = split_of(stage, inputs)
@@ -512,7 +514,7 @@ def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
     """Without an input that needs a gradient, all weight gradients are deferred but that of a first torch operation."""
-    stage, inputs = made("input without gradient", ops)
+    stage, inputs = make_stage("input without gradient", ops)
     split, outputs = split_of(stage, inputs)
     with Products() as first:
         split.backward_input(outputs, grads_for(outputs), inputs)

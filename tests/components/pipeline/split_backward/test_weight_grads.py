@@ -11,7 +11,19 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.split_backward import weight_grads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferred_grads import DeferredGrad
-from support.split_passes import KINDS, Watch, go_backward, grads_for, in_one, in_two, made, ran, same, split_of, taken
+from support.split_passes import (
+    KINDS,
+    Watch,
+    assert_same_grads,
+    go_backward,
+    grads_for,
+    in_one,
+    in_two,
+    make_stage,
+    pop_grads,
+    run_forward,
+    split_of,
+)
 from support.split_stages import Ops
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -20,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> None:
     """Hooks of a parameter see its whole gradient, may change it, and are called as often as by a full pass."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     called: Counter[str] = Counter()
 
     def hook(name: str, parameter: nn.Parameter) -> None:
@@ -37,7 +49,7 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
     found = split.backward_input(outputs, grads_for(outputs), inputs)
     assert not called
     split.backward_weight()
-    same((found, taken(list(stage.parameters()))), expected)
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
     assert called == once
     assert set(once.values()) <= {1}
 
@@ -45,7 +57,7 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
     """After it no tensor and no autograd node is alive, though the SplitBackward is, and no reference cycle is left."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     in_one(stage, inputs)  # the first recomputation of a process leaves frames behind
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
@@ -63,7 +75,7 @@ def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
 def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a hook raises an error, remaining gradients are dropped at once, and the next pair of passes is correct."""
     monkeypatch.setattr(weight_grads, "CHUNK_BYTES", 1)
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     expected = in_one(stage, inputs)
 
     def fail(_: Tensor) -> None:
@@ -85,14 +97,14 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
     for handle in handles:
         handle.remove()
     stage.zero_grad()
-    same(in_two(stage, inputs), expected)
+    assert_same_grads(in_two(stage, inputs), expected)
 
 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
 def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are computed in chunks of CHUNK_BYTES, each weight once, and no weight is split."""
     monkeypatch.setattr(weight_grads, "CHUNK_BYTES", at_once)
-    stage, inputs = made("transformer block", "ours")
+    stage, inputs = make_stage("transformer block", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
     found = split.backward_input(outputs, grads_for(outputs), inputs)
@@ -113,13 +125,13 @@ def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.Monk
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
     split.backward_weight()
-    same((found, taken(list(stage.parameters()))), expected)
+    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
     assert max(most) == {1: 1, 300: 2, 2**30: 4}[at_once]
 
 
 def test_a_new_gradient_is_not_copied() -> None:
     """A weight without `.grad` gets the computed tensor itself, and an existing `.grad` is added to in place."""
-    stage, inputs = made("affine", "ours")
+    stage, inputs = make_stage("affine", "ours")
     computed: list[int] = []
     compute = DeferredGrad.compute
 
@@ -143,14 +155,14 @@ def test_a_new_gradient_is_not_copied() -> None:
 @pytest.mark.parametrize(("name", "ops"), KINDS)
 def test_gradients_are_added_to_what_there_is(name: str, ops: Ops) -> None:
     """A second microbatch adds to the `.grad` of the first in place, with the bits of two full passes."""
-    stage, inputs = made(name, ops)
+    stage, inputs = make_stage(name, ops)
     parameters = [each for each in stage.parameters() if each.requires_grad]
     in_one(stage, inputs)
     for _ in range(2):
-        outputs = ran(stage, inputs)
+        outputs = run_forward(stage, inputs)
         go_backward(outputs, grads_for(outputs))
-    taken(inputs)
-    expected = taken(parameters)
+    pop_grads(inputs)
+    expected = pop_grads(parameters)
     held: list[Tensor | None] = []
     for number in range(2):
         split, outputs = split_of(stage, inputs)
@@ -158,7 +170,7 @@ def test_gradients_are_added_to_what_there_is(name: str, ops: Ops) -> None:
         split.backward_weight()
         assert number == 0 or all(each.grad is before for each, before in zip(parameters, held, strict=True))
         held = [each.grad for each in parameters]
-    same((taken(parameters), []), (expected, []))
+    assert_same_grads((pop_grads(parameters), []), (expected, []))
 
 
 def test_a_sparse_gradient_is_added_to() -> None:
@@ -189,7 +201,7 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
     sums = []
     for shared in (weight_grads.WeightGrads(), None):
         torch.manual_seed(1)
-        stage, inputs = made(name, ops)
+        stage, inputs = make_stage(name, ops)
         parameters = [each for each in stage.parameters() if each.requires_grad]
         called: list[Tensor] = []
         for number in range(2):
@@ -204,7 +216,7 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
                 split.backward_weight()
             for each in parameters[: 1 - number]:
                 each.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
-        sums.append((taken(parameters), len(called)))
+        sums.append((pop_grads(parameters), len(called)))
     (ours, times), (others, wanted) = sums
     assert times == wanted
     for one, other in zip(ours, others, strict=True):

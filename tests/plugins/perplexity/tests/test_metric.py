@@ -18,7 +18,9 @@ def test_it_is_e_to_the_loss(drawloom_build: Callable[..., Any]) -> None:
 
 def test_it_is_bounded(drawloom_build: Callable[..., Any]) -> None:
     """What no picture could show is cut off."""
-    assert drawloom_build(Perplexity, most=100.0).compute({}, Step(1, 1, state={"loss": 1e9})) == {"perplexity": 100.0}
+    assert drawloom_build(Perplexity, maximum=100.0).compute({}, Step(1, 1, state={"loss": 1e9})) == {
+        "perplexity": 100.0
+    }
 
 
 def test_it_keeps_the_contract_of_metrics(drawloom_check_port: Callable[..., None]) -> None:

@@ -12,19 +12,19 @@ from drawloom.ports import Accumulator, Step, Value
 
 @component(impact="safe")
 class Perplexity:
-    """The number of tokens among which the model is undecided, as `perplexity`."""
+    """The number of equally likely tokens that a model's uncertainty amounts to, as `perplexity`."""
 
-    most: float = setting(default=1e6, check=above(1), doc="what is written down for all that is greater")
+    maximum: float = setting(default=1e6, check=above(1), doc="upper limit of the written value")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Nothing to combine: the loss of a step is that of all ranks."""
+        """Return no sums: the loss of a step covers all ranks already."""
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """None in a step without a loss, such as one that was skipped."""
+        """Return the perplexity, or None in a step without a loss, such as a skipped step."""
         loss = step.state.get("loss")
         if loss is None:
             return {"perplexity": None}
-        return {"perplexity": min(math.exp(min(float(loss), 700.0)), self.most)}
+        return {"perplexity": min(math.exp(min(float(loss), 700.0)), self.maximum)}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, attention_varlen, causal_document_mask, document_offsets
+from drawloom.kernels.attention import attention_eager, causal_document_mask
+from drawloom.kernels.attention_flash import attention_flash, document_offsets
 
 
 def test_documents_begin_where_ids_or_rows_change() -> None:
@@ -25,7 +26,7 @@ def test_varlen_attention_equals_eager(kv_heads: int) -> None:
             torch.randn(2, 300, kv_heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
         )
         actual, expected = (
-            attention_varlen(q, k, v, document_offsets(document_ids)),
+            attention_flash(q, k, v, document_offsets(document_ids)),
             attention_eager(q, k, v, causal_document_mask(document_ids)),
         )
         torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)

@@ -1,0 +1,69 @@
+"""Causal self-attention of a decoder layer."""
+
+from torch import Tensor
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.context import LayerContext
+from drawloom.components.model.decoder.specs import AttentionSpec
+from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
+from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.model import Kernels
+
+
+class Attention(TensorParallel):
+    """
+    Causal self-attention inside each document, with the module names of Hugging Face's attention layers.
+
+    Tensor-parallel ranks partition the heads.
+    """
+
+    def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
+        super().__init__()
+        outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
+        query_width, key_width = spec.heads * unit, spec.kv_heads * unit
+        self.q_proj = Linear(outer, query_width, kernels, has_bias("q_proj"), unit=unit)
+        self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
+        self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
+        eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
+        if spec.qk_norm == "head":
+            self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
+            self.k_norm = RMSNorm(unit, eps, kernels, zero_centered)
+        elif spec.qk_norm == "projection":
+            self.q_norm = ProjectionNorm(query_width, eps, kernels, unit)
+            self.k_norm = ProjectionNorm(key_width, eps, kernels, unit)
+        self.o_proj = Linear(query_width, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
+        self.spec = spec
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        shape = context.documents.shape
+        hidden = self.ranks.gather_tokens(hidden, shape)
+        q, k, v = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        if self.spec.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
+        q, k = self._norm_and_rotate(q, k, context)
+        mixed = self.kernels.attention(q, k, v, context.mask, self.spec.options)
+        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
+
+    def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Norm queries (rows, length, heads, head_dim) and keys by head, and rotate them, as the specification says."""
+        rope, by_head = self.spec.rope, self.spec.qk_norm == "head"
+        if rope is None or context.angles is None:
+            return (self.q_norm(q), self.k_norm(k)) if by_head else (q, k)
+        cos, sin = context.angles
+        if not by_head:
+            return self.kernels.rope(q, cos, sin, rope.interleaved), self.kernels.rope(k, cos, sin, rope.interleaved)
+        # One kernel norms and rotates both, as it reads each vector once.
+        return self.kernels.qk_norm_rope(
+            q,
+            k,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            eps=self.q_norm.eps,
+            cos=cos,
+            sin=sin,
+            zero_centered=self.q_norm.zero_centered,
+            interleaved=rope.interleaved,
+        )

@@ -1,0 +1,34 @@
+"""Gated feed-forward network (Shazeer 2020, arXiv 2002.05202)."""
+
+from torch import Tensor
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.context import LayerContext
+from drawloom.components.model.decoder.specs import MlpSpec
+from drawloom.components.model.layers import Linear
+from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.model import Kernels
+
+
+class GatedMlp(TensorParallel):
+    """
+    down_proj(activation(gate_proj(x)) * up_proj(x)), with the module names of Hugging Face's MLP layers.
+
+    Tensor-parallel ranks partition the inner channels.
+    """
+
+    def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
+        super().__init__()
+        outer, inner, has_bias = architecture.hidden_size, spec.width, architecture.has_bias
+        self.gate_proj = Linear(outer, inner, kernels, has_bias("gate_proj"))
+        self.up_proj = Linear(outer, inner, kernels, has_bias("up_proj"))
+        self.down_proj = Linear(inner, outer, kernels, has_bias("down_proj"), "rowwise", is_residual=True)
+        self.activation = spec.activation
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
+        """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        hidden = self.ranks.gather_tokens(hidden)
+        gate = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
+        inside = gate(self.gate_proj(hidden), self.up_proj(hidden))
+        return self.ranks.reduce_scatter_tokens(self.down_proj(inside))

@@ -1,0 +1,141 @@
+"""
+Causal attention by torch's flash attention, for rows of one document or for contiguous documents in packed rows.
+
+The kernel takes one width for queries, keys and values, a multiple of 8 up to 256: other widths are padded with zeros.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drawloom.kernels.attention import AttentionImplementation
+from drawloom.kernels.attention_meta import attention_on_meta
+from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
+
+MAX_WIDTH = 256
+"""The widest head for torch's kernel."""
+
+WIDTH_STEP = 8
+"""The kernel's widths are multiples of this number."""
+
+
+class DocumentOffsets(NamedTuple):
+    """Starts of documents in the flattened tokens, int32 (documents + 1,), and the window or None."""
+
+    offsets: Tensor
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class FlashKernel:
+    """
+    The flash attention that torch contains, with its statistics.
+
+    Tensors are (rows, length, heads, head_dim), or with `offsets` (tokens, heads, head_dim), of documents of at most
+    `longest` tokens.
+    """
+
+    scale: float
+    longest: int
+    offsets: Tensor | None = None
+    window: int | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+        """Return the result (..., heads, head_dim), and the log-sum-exp (..., heads)."""
+        mixed, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *self._bounds, 0.0, self.window is None, False, **self._options
+        )
+        return mixed, Statistics(lse.transpose(-1, -2), (seed, offset))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = statistics.lse.transpose(-1, -2).contiguous()
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(),
+            *(q, k, v, mixed, lse),
+            *self._bounds,
+            *(0.0, self.window is None),
+            *statistics.random_state,
+            **self._options,
+        )
+        return grads
+
+    @property
+    def _bounds(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        return self.offsets, self.offsets, self.longest, self.longest
+
+    @property
+    def _options(self) -> dict[str, float | None]:
+        before = None if self.window is None else self.window - 1
+        return {"scale": self.scale, "window_size_left": before, "window_size_right": None if before is None else 0}
+
+
+def attention_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: DocumentOffsets | None,
+    options: AttentionOptions = PLAIN_ATTENTION,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """
+    Compute attention_eager on GPUs, for bfloat16 and float16, for contiguous documents; None for one document per row.
+
+    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
+    (rows, length, heads, v_dim), a meta tensor for meta tensors. Raises ValueError for a softcap or wide heads.
+    """
+    if problem := why_not_flash(q, v, options):
+        raise ValueError(f"torch's flash attention can't compute this: {problem}; choose the implementation 'flex'")
+    if q.is_meta:
+        return attention_on_meta(q, k, v, sinks=sinks)
+    width = _kernel_width(q, v)
+    scale, (rows, length, heads, _) = options.scale_for(q.shape[-1]), q.shape
+    v_dim = v.shape[-1]
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
+    if documents is None:
+        return attend_with_statistics(FlashKernel(scale, length), q, k, v, sinks)[..., :v_dim]
+    # No document is longer than a row; the longest one is known only to the device.
+    kernel = FlashKernel(scale, length, *documents)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return attend_with_statistics(kernel, q, k, v, sinks).view(rows, length, heads, width)[..., :v_dim]
+
+
+def why_not_flash(q: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    """Return why flash attention can't compute q and v (..., width) with these options, or an empty string."""
+    if options.softcap is not None:
+        return "it has no softcap"
+    if _kernel_width(q, v) > MAX_WIDTH:
+        return f"heads are {max(q.shape[-1], v.shape[-1])} wide, and it accepts at most {MAX_WIDTH}"
+    return ""
+
+
+def _kernel_width(q: Tensor, v: Tensor) -> int:
+    widest = max(q.shape[-1], v.shape[-1])
+    return -(-widest // WIDTH_STEP) * WIDTH_STEP
+
+
+def document_offsets(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> DocumentOffsets:
+    """
+    Return the documents' starts in the flattened tokens, then the number of tokens (cu_seqlens), and the window.
+
+    document_ids int64 (rows, length); `queries` must be None: all tokens of each row. Synchronizes with the device,
+    since the number of documents is the size of the result; on the meta device the size is 1.
+    """
+    if queries is not None:
+        raise ValueError("torch's flash attention does not accept queries of a part of a document")
+    if document_ids.is_meta:
+        return DocumentOffsets(document_ids.new_empty(1, dtype=torch.int32), window)
+    # The first token of a row always begins a document, also if the last row ended with the same id.
+    changes = torch.ones_like(document_ids, dtype=torch.bool)
+    changes[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = changes.flatten().nonzero().flatten()
+    offsets = torch.cat((starts, starts.new_tensor([document_ids.numel()]))).to(torch.int32)
+    return DocumentOffsets(offsets, window)
+
+
+VARLEN = AttentionImplementation(document_offsets, attention_flash)

@@ -1,0 +1,74 @@
+"""
+Attention by a kernel that returns statistics, with exact gradients of attention sinks.
+
+A sink is the score of one more key, whose value is 0 (Xiao et al. 2023, "Efficient Streaming Language Models with
+Attention Sinks", arXiv 2309.17453). It multiplies the result by sigmoid(lse - sink), where lse is the log-sum-exp of
+the scores, and changes lse to logaddexp(lse, sink). A backward pass that is given the new result and the new lse
+computes the gradients of queries, keys and values with the sink: it needs only the weights exp(score - lse), and the
+product of the result with its gradient.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from drawloom.kernels.operation import once_differentiable
+
+
+class Statistics(NamedTuple):
+    """Log-sum-exp of the scores, float32 (..., heads) in the order of the result, and the state of random numbers."""
+
+    lse: Tensor
+    random_state: tuple[Tensor, Tensor]
+
+
+class StatisticsKernel(Protocol):
+    """Attention of q, k and v (..., heads, dim) whose backward pass takes the result and the statistics."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+        """Return the result (..., heads, v_dim) and its statistics."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v from the gradient of the result, `mixed` (..., heads, v_dim)."""
+        ...
+
+
+def attend_with_statistics(
+    kernel: StatisticsKernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """Return attention (..., heads, v_dim) by a kernel, with sinks (heads,) if they are not None."""
+    return _Statistics.apply(q, k, v, sinks, kernel)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Statistics(Function):
+    """Attention by a kernel, whose result and statistics are corrected for sinks."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: StatisticsKernel) -> Tensor:
+        """Return (..., heads, v_dim) like q (..., heads, head_dim); sinks are (heads,)."""
+        mixed, (lse, random_state) = kernel.forward(q, k, v)
+        if sinks is not None:
+            mixed = mixed * (lse - sinks).sigmoid()[..., None].to(mixed.dtype)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+        ctx.kernel = kernel
+        ctx.save_for_backward(q, k, v, mixed, lse, *random_state, sinks)
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mixed, lse, seed, offset, sinks = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad, q, k, v, mixed, Statistics(lse, (seed, offset)))
+        grad_sinks = _sinks_gradient(grad, mixed, lse, sinks) if ctx.needs_input_grad[3] else None
+        return *grads, grad_sinks, None
+
+
+def _sinks_gradient(grad: Tensor, mixed: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks (heads,): minus each sink's weight times the result's product with its gradient."""
+    along = (grad.to(lse.dtype) * mixed).sum(-1)
+    return -((sinks - lse).exp() * along).flatten(0, -2).sum(0).to(sinks.dtype)

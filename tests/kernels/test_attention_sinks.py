@@ -1,0 +1,54 @@
+"""Sinks by corrected statistics of a kernel, against attention over all scores."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.attention import attention_eager, causal_mask
+from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention_sinks import Statistics, attend_with_statistics
+
+aten = torch.ops.aten
+
+
+class CpuFlash:
+    """Flash attention of torch for CPUs, which computes in float64."""
+
+    def __init__(self, scale: float | None) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
+        swapped = (x.transpose(1, 2) for x in (q, k, v))
+        mixed, lse = aten._scaled_dot_product_flash_attention_for_cpu(*swapped, 0.0, True, scale=self.scale)
+        return mixed.transpose(1, 2), Statistics(lse.transpose(1, 2), (q.new_empty(0), q.new_empty(0)))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: Statistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        swapped = (x.transpose(1, 2) for x in (grad, q, k, v, mixed, statistics.lse))
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*swapped, 0.0, True, scale=self.scale)
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+        return grad_q, grad_k, grad_v
+
+
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_given_statistics_make_gradients_exact(has_sinks: bool, scale: float | None) -> None:
+    """A kernel without sinks, given the new result and statistics, has all gradients of attention with sinks."""
+    q, k, v = (torch.randn(2, 11, 3, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    sinks = torch.tensor([-3.0, 0.5, 20.0], dtype=torch.float64, requires_grad=True) if has_sinks else None
+    actual = attend_with_statistics(CpuFlash(scale), q, k, v, sinks)
+    mask = causal_mask(11, 11, None, q.device)
+    expected = attention_eager(q, k, v, mask, AttentionOptions(scale), sinks)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    inputs = [x for x in (q, k, v, sinks) if x is not None]
+    seed = torch.randn_like(actual)
+    grads = (torch.autograd.grad(output, inputs, seed) for output in (actual, expected))
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-12)
+
+
+def test_frozen_sinks_get_no_gradient() -> None:
+    """Queries get a gradient if sinks do not require one."""
+    q = torch.randn(1, 4, 2, 8, dtype=torch.float64, requires_grad=True)
+    mixed = attend_with_statistics(CpuFlash(None), q, q, q, torch.zeros(2, dtype=torch.float64))
+    assert bool(torch.autograd.grad(mixed.sum(), q)[0].abs().sum() > 0)
