@@ -16,7 +16,7 @@ from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
+from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -116,9 +116,9 @@ def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: fl
 def _measure(recipe: Recipe, steps: int) -> Evidence:
     """Train for some steps in the compute dtype, and measure the effects on the next step's gradients."""
     phases = _training_phases(recipe)
-    names = [only(recipe.graph, port) for port in (Stages, Executor)]
+    names = [only(recipe.graph, port) for port in (Stages, Parameters, Executor)]
     with recipe.open([*names, *phases]) as objects:
-        stages, executor = (objects[name] for name in names)
+        stages, parameters, executor = (objects[name] for name in names)
         layers = {
             name: layer
             for stage in stages.local
@@ -132,7 +132,7 @@ def _measure(recipe: Recipe, steps: int) -> Evidence:
             step = Step(index, steps + 1)
             for name in phases if index <= steps else phases[:1]:
                 objects[name].run_phase(step)
-        return _Probe(stages, executor, step.state["batches"], layers).evidence()
+        return _Probe(parameters, executor, step.state["batches"], layers).evidence()
 
 
 def _training_phases(recipe: Recipe) -> list[str]:
@@ -156,7 +156,7 @@ def _set_format(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
 class _Probe:
     """Passes over the same microbatches, with float8 in different layers."""
 
-    stages: Stages
+    parameters: Parameters
     executor: Executor
     batches: Sequence[Batch]
     layers: Mapping[str, LinearLayer]
@@ -176,7 +176,7 @@ class _Probe:
 
     def _pass(self, layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
         """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
-        parameters = [parameter for _, parameter in self.stages.named_parameters()]
+        parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:
             parameter.grad = None
         _set_format(layers, True)

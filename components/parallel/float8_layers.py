@@ -20,7 +20,7 @@ from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
 
 def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
     """Return the layers of a stage's module, or of a whole model, that can use float8: no heads and no routers."""
-    heads = set(heads_of(module))
+    heads: set[object] = set(heads_of(module))
     return {
         name: layer
         for name, layer in module.named_modules()

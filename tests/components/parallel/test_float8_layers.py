@@ -9,7 +9,6 @@ import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.parallel import float8_layers as subject
 from drawloom.components.parallel.float8_layers import check_gpu, float8_layers, linear_layers, use_float8
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES
@@ -65,7 +64,6 @@ def test_gpus_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             check_gpu(torch.device("cuda"))
     check_gpu(torch.device("cpu"))
-    assert subject.MIN_CAPABILITY == (8, 9)
 
 
 def problems(*words: str) -> list[str]:
