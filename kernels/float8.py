@@ -1,19 +1,18 @@
 """
-Linear layers whose matrix products run in float8: e4m3 elements with a power-of-two scale for each row.
+Linear layers with matrix products in float8: e4m3 elements, and a power-of-two scale per row.
 
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, with a scale for each row instead of each
-tensor. x (tokens, inputs) and the weight (outputs, inputs) are rounded once, by rows, for y = x @ weight.T. The
-backward pass uses the same rounded elements, although a product can be scaled only along the dimensions that it keeps:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, but with row scales. x (tokens, inputs) and
+the weight (outputs, inputs) are rounded once, by rows, for y = x @ weight.T. The backward pass uses the same elements,
+although a product can be scaled only along the dimensions it keeps:
 
-- grad_x = (grad * weight_scale) @ weight_elements: the weight's scales multiply the gradient before it is rounded;
-- grad_weight = (grad * x_scale).T @ x_elements: the scales of x multiply the rounded gradient, whose columns get
-  scales of their own. Products with powers of two only shift exponents, so that the gradient is rounded once, too; only
-  elements 2^15 times smaller than the largest one of a column lose bits.
+- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before rounding;
+- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the rounded gradient, and its columns get their own
+  scales. A factor 2^n shifts exponents, so the gradient is rounded once, too; only elements 2^15 times
+  smaller than their column's largest lose bits.
 
-Tensor cores multiply float8 along contiguous dimensions, so the backward pass needs transposed copies of elements. The
-scale of a row with a number that is not finite is NaN, so that the gradient norm is NaN, and nothing is clamped. Only
-the forward pass accumulates fast: Hopper's tensor cores keep 14 bits of a sum, too few for sums over thousands of
-tokens.
+Tensor cores multiply float8 along contiguous dimensions, so the backward pass needs transposed copies. A row with a
+number that is not finite gets a NaN scale, so the gradient norm is NaN, and nothing is clamped. Only the forward pass
+accumulates fast: Hopper's tensor cores keep 14 bits, too few to sum 10,000 tokens.
 """
 
 from dataclasses import dataclass
@@ -29,27 +28,26 @@ from drawloom.kernels.recompute import cheap
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16
-"""Number by which both widths of a product's operands must be divisible."""
+"""Both widths in a product must be multiples."""
 
 MIN_CAPABILITY = (8, 9)
-"""Minimum compute capability of GPUs with float8 products: Ada, and Hopper (9.0)."""
+"""Minimum compute capability for float8 products: Ada; Hopper has 9.0."""
 
 SCALE_BIAS = 8
-"""Exponent of the largest e4m3 number: the scale of a row with the maximum m * 2^e is 2^(e - 8), or twice that."""
+"""Exponent in the largest e4m3 number: for a row maximum m * 2^e, the scale is 2^(e - 8) or 2^(e - 7)."""
 
 ROUND_UP = 0x1FFFFF
-"""Number that carries into a float32's exponent if its fraction is above the fraction of 1.75, that of 448."""
+"""Added to float32 bits, it carries into the exponent if the mantissa is above 1.75, as in 448."""
 
 MIN_SCALE_EXPONENT = 27
-"""Smallest biased exponent of a scale, 2^-100: the scale of zeros, whose inverse is finite."""
+"""Smallest biased exponent for a scale, 2^-100: a row with zeros gets it, and its inverse is finite."""
 
 
 class Rows(NamedTuple):
     """
     Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
 
-    `transposed` is data.T, e4m3 (width, padded rows), with zeros up to a number of rows divisible by 16; it is empty if
-    it was not requested.
+    `transposed` is data.T, e4m3 (width, padded rows), padded with zeros to a multiple; it is empty if not requested.
     """
 
     data: Tensor
@@ -77,7 +75,7 @@ class Float8Kernels(Protocol):
         ...
 
     def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Round x (rows, width) with the scales (rows,) that `quantize` returned: e4m3 (width, rows)."""
+        """Round x (rows, width) with the scales (rows,) from `quantize`: e4m3 (width, rows)."""
         ...
 
     def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
@@ -90,17 +88,17 @@ class Float8Kernels(Protocol):
 
     def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         """
-        Return a @ b.T, bfloat16 (rows, columns), of a (rows, inner) and b (columns, inner), times a_scale (rows,) and
-        b_scale (columns,).
+        Return a @ b.T, bfloat16 (rows, columns), times a_scale (rows,) and b_scale (columns,): a (rows, inner),
+        b (columns, inner).
         """
         ...
 
 
 def scale_of(largest: Tensor) -> Tensor:
     """
-    Return the power of two by which a row with this largest magnitude, float32 (rows,), is divided before rounding.
+    Return power-of-two divisors for rows with these largest magnitudes, float32 (rows,).
 
-    Quotients are at most 448, the largest number of e4m3, so that none is clamped. NaN if the magnitude is not finite.
+    Quotients are at most 448, e4m3's largest number, so none is clamped. NaN if the magnitude is not finite.
     """
     exponent = ((largest.view(torch.int32) + ROUND_UP) >> 23) - SCALE_BIAS
     scale = (exponent.clamp_min(MIN_SCALE_EXPONENT) << 23).view(torch.float32)
@@ -108,19 +106,19 @@ def scale_of(largest: Tensor) -> Tensor:
 
 
 def padded(rows: int) -> int:
-    """Return the number of rows of a transposed copy."""
+    """Return the padded row count for a transposed copy."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def _transposed(data: Tensor) -> Tensor:
-    """Return e4m3 (width, padded rows) of e4m3 (rows, width)."""
+    """Transpose e4m3 (rows, width) to (width, padded rows)."""
     result = data.new_zeros(data.shape[1], padded(len(data)))
     result[:, : len(data)] = data.t()
     return result
 
 
 class EagerFloat8:
-    """Casts and products in plain torch: products are those of float32 operands, accumulated in float32."""
+    """Casts and products in plain torch: operands are widened to float32."""
 
     def quantize(self, x: Tensor, transposed: bool) -> Rows:
         wide = x.float()
@@ -156,7 +154,7 @@ def linear_float8_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute linear_float8_eager with these kernels; the layers that use the same tensor x round it once."""
+    """Compute linear_float8_eager with these kernels; layers with the same tensor x round it once."""
     check_operands(x, weight)
     rows = _rows_of(kernels, x, transposed=weight.requires_grad and torch.is_grad_enabled())
     gradient = weight_gradient_of(weight)
@@ -165,7 +163,7 @@ def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tenso
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Raise TypeError for operands that are not bfloat16, and ValueError for widths that can't be multiplied."""
+    """Raise TypeError unless operands are bfloat16, and ValueError for unsuitable widths."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(f"products in float8 round bfloat16 operands, and these are {x.dtype} and {weight.dtype}")
     if any(width % ALIGNMENT for width in weight.shape):
@@ -174,15 +172,15 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Rounded:
-    """Rows of a tensor, and the version of the tensor that was rounded."""
+    """Rounded rows, and the version their tensor had."""
 
     rows: Rows
     version: int
 
 
 def _rows_of(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Rows:
-    """Return the rounded rows of x (..., width), which live as long as x does."""
-    if x.is_inference():  # without a version that tells whether it has changed
+    """Round x (..., width) by rows, and keep the result as long as x lives."""
+    if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
     if known is None or known.version != x._version or (transposed and not known.rows.transposed.numel()):
@@ -198,7 +196,7 @@ def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Rows:
 
 @deferring
 class _LinearFloat8(Function):
-    """Linear layer that saves its input in float8, and can defer the gradient of its weight."""
+    """Linear layer; it saves its input in float8, and can defer its weight gradient."""
 
     @staticmethod
     def forward(
@@ -212,7 +210,7 @@ class _LinearFloat8(Function):
         scale: Tensor,
         transposed: Tensor,
     ) -> Tensor:
-        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,); `Rows` of x follow."""
+        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,); x's `Rows` follow."""
         rounded = kernels.quantize(weight, transposed=False)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(weight if needs_x else None, rounded.scale, scale, transposed if needs_weight else None)
@@ -243,7 +241,7 @@ class _LinearFloat8(Function):
 
 @dataclass(frozen=True)
 class _WeightGradient(Addable):
-    """Gradient of a weight: a product of e4m3 (outputs, tokens) and (inputs, tokens), times a scale (outputs,)."""
+    """Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,)."""
 
     kernels: Float8Kernels
 
@@ -254,5 +252,5 @@ class _WeightGradient(Addable):
         return self(grad, scale, x).to(dtype)
 
     def add_to(self, summed: Tensor, grad: Tensor, scale: Tensor, x: Tensor) -> None:  # type: ignore[override]
-        # The fastest product in Triton that adds in its epilogue takes longer than both launches.
+        # In Triton, a fused product and addition took longer than both launches.
         summed += self(grad, scale, x)

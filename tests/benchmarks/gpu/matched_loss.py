@@ -1,10 +1,10 @@
 """
-The loss of training in float8 beside bfloat16, on one GPU in a few minutes: `make bench-loss-gpu`.
+Training losses in float8 beside bfloat16, on one GPU in a few minutes: `make bench-loss-gpu`.
 
-One recipe, a decoder of 14 million parameters over the bytes of the source of Python's standard library and of torch,
+One recipe, a decoder with 14 million parameters over the bytes in the sources for Python and torch,
 runs with three seeds in bfloat16, and with the first seed in float8: initial weights and the order of rows are those of
 the first run. For each tenth of the steps a line has the mean loss of the first run, the mean difference of float8 to
-it, and those of the other seeds. The last line compares the validation losses. After LIMIT seconds the runs end, and
+it, and for the other seeds. The last line compares the validation losses. After LIMIT seconds the runs end, and
 the steps that all of them have taken are compared.
 """
 

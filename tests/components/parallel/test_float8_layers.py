@@ -25,7 +25,7 @@ def whole(kind: Any, sizes: dict[str, Any]) -> Any:
 
 
 def test_projections_use_float8_and_nothing_else_does() -> None:
-    """All projections of blocks are chosen; the head, the embedding, norms and routers are not."""
+    """All projections in blocks are chosen; the head, the embedding, norms and routers are not."""
     module = whole(Qwen3Dense, DENSE | {"tie_word_embeddings": False})
     names = set(float8_layers(module, float8()))
     projections = {name for name, _ in module.named_modules() if name.endswith("_proj")}
@@ -94,7 +94,7 @@ def test_check_refuses_recipes_that_can_not_multiply_in_float8(words: tuple[str,
 
 
 def test_explain_counts_the_layers() -> None:
-    """`explain` says how many of the linear layers use float8."""
+    """`explain` counts the linear layers in float8."""
     recipe = drawloom.Recipe.load("first_run", "precision.compute='bfloat16'", FLOAT8)
     excluding = drawloom.Recipe.load(
         "first_run", "precision.compute='bfloat16'", FLOAT8, 'precision.linear_in_compute=["*.down_proj"]'
