@@ -17,7 +17,7 @@ PER_DRAW = 2
 """Elements per random draw of four words: one word rounds two weights, one their exp_avg, one their exp_avg_sq."""
 
 ALL = 2**62
-"""Width of a row longer than any weight."""
+"""Row width above all weights."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class ParamState:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the weight and the two or three tensors of its state."""
+        """Return the weight and its two or three state tensors."""
         maxima = [] if self.max_exp_avg_sq is None else [self.max_exp_avg_sq]
         return [self.weight, self.exp_avg, self.exp_avg_sq, *maxima]
 
     @property
     def is_contiguous(self) -> bool:
-        """Return whether the weight is one range of elements of the parameter."""
+        """Return whether the weight is one range of the parameter's elements."""
         return self.width >= self.weight.numel()
 
     @property
     def has_pairs(self) -> bool:
-        """Return whether both elements of every random draw are neighbours in the weight."""
+        """Return whether every random draw's two elements are neighbours in the weight."""
         return not any(number % PER_DRAW for number in (self.first, self.width, self.stride))
 
 
@@ -92,7 +92,7 @@ class AdamwEager:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
-        `grads` has the gradient of each weight (its shape, any float dtype); `scalars` comes from `step_scalars`;
+        `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `step_scalars`;
         `counter` selects the step's noise, and None rounds to the nearest.
         """
         rows = scalars.expand(len(self._params), -1)

@@ -17,7 +17,7 @@ from drawloom.kernels.operation import upcast
 
 
 class Attend(Protocol):
-    """Function that computes attention with a mask, as `AttentionImplementation` says."""
+    """Function for attention with a mask, as `AttentionImplementation` says."""
 
     def __call__(
         self,

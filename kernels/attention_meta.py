@@ -1,4 +1,4 @@
-"""Attention on the meta device, where a plan of a run counts its FLOPs and the memory that it keeps."""
+"""Attention on the meta device, where a plan of a run counts its FLOPs and the memory it keeps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GeGLU's gate: gelu(gate) * up with the tanh approximation of GELU (Shazeer 2020, arXiv 2002.05202)."""
+"""GeGLU's gate: gelu(gate) * up, where gelu is the tanh approximation (Shazeer 2020, arXiv 2002.05202)."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcas
 
 
 def geglu_eager(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gelu(gate) * up for gate and up (..., width) of one dtype, computed in at least float32, rounded once."""
+    """Return gelu(gate) * up, computed in at least float32 and rounded once: gate and up (..., width) in one dtype."""
     return _GeGlu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _GeGlu(Function):
-    """GeGLU that saves only gate and up, and recomputes gelu(gate) in the backward pass."""
+    """GeGLU for autograd: saves only gate and up, and recomputes gelu(gate) in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Return a tensor like gate, for gate and up (..., width) of one dtype."""
+        """Return a tensor like gate, for gate and up (..., width) in one dtype."""
         ctx.save_for_backward(gate, up)
         return as_new_tensor(F.gelu(upcast(gate), approximate="tanh").mul_(up).to(gate.dtype))
 

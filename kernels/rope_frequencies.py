@@ -24,7 +24,7 @@ class LinearScaling:
 @dataclass(frozen=True)
 class NtkScaling:
     """
-    NTK scaling, whose base grows so that the lowest frequency is divided by `factor` and the highest does not change.
+    NTK scaling, whose base grows so the lowest frequency is divided by `factor` and the highest does not change.
 
     Hugging Face's dynamic scaling by f, at s tokens for a model trained on m, is NTK scaling by f s / m - f + 1.
     """

@@ -112,6 +112,8 @@ class LoraLinear(Linear, AdaptedLayer):
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Split the factor with the weight's split dimension."""
         dims = super().split_dims()
+        if not dims:
+            return {}
         if self.style == "rowwise":
             return {**dims, "lora_A": dims["weight"]}
         return {**dims, **dict.fromkeys(self.adapter_names[1:], dims["weight"])}
@@ -216,6 +218,8 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         return [self.form.low_rank(name)]
 
 
+EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+
 FUSED = ("gate_up_proj", "down_proj")
 """Parameters of experts in PEFT's order, of shape (experts, outputs, inputs)."""
 
@@ -230,7 +234,9 @@ class LoraExperts(Experts, AdaptedLayer):
 
     def __init__(self, base: Experts, form: LoraForm, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)
-        self.num_experts, self.kernels = base.num_experts, base.kernels
+        self.num_experts, self.kernels, self.spec = base.num_experts, base.kernels, base.spec
+        for name in EXPERT_BIASES if base.spec.biases else ():
+            self.register_parameter(name, getattr(base, name))
         self.form = form
         self.adapted = [name for name in FUSED if name in adapted]
         for name in FUSED:

@@ -34,10 +34,11 @@ ALIGNMENT = 256
 @component(impact="safe")
 class SymmetricExperts:
     """
-    Dispatcher for experts partitioned over one host's ranks, which read tokens from other ranks' GPU memory. The host
-    waits once per layer for the row count, or never with a `capacity`. In evaluation and sampling, which have no
-    gradients, ranks agree on the token count in every layer and make room for all rows, so results do not depend on the
-    first microbatch.
+    Dispatcher for experts partitioned over one host's ranks, which read tokens from other ranks' GPU memory.
+
+    The host waits once per layer for the row count, or never with a `capacity`. In evaluation and sampling, which have
+    no gradients, ranks agree on the token count in every layer and make room for all rows, so results do not depend on
+    the first microbatch.
     """
 
     supports_expert_parallel: ClassVar[bool] = True

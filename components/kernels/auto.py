@@ -21,6 +21,7 @@ from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.recompute import cheap, note
 
 Choice = Literal["auto", "eager", "triton"]
@@ -228,6 +229,9 @@ class AutoKernels:
 
     def swiglu_halves(self, both: Tensor, scale: Tensor | None = None) -> Tensor:
         return cheap(self._functions["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
+
+    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+        return cheap(oss_swiglu_halves_eager, both, scale, alpha, limit)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]

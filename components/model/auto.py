@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import num_experts, tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
+from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.glm4_moe import Glm4Moe
+from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
@@ -37,10 +41,14 @@ from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
-    kind.family.model_type: kind
+    model_type: kind
     for kind in (
+        DeepseekV3,
         Dots1,
         Gemma3,
+        Glm4Moe,
+        Glm4MoeLite,
+        GptOss,
         Granite,
         Llama,
         Mistral,
@@ -51,6 +59,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Qwen3Moe,
         SmolLm3,
     )
+    for model_type in (kind.family.model_type, *kind.family.other_types)
 }
 """Model components by `model_type`."""
 

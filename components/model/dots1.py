@@ -1,83 +1,25 @@
 """The component `model.dots1`: dots.llm1 (Huo et al. 2025, arXiv 2506.05767)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import attrs
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, missing_size, size
+from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsBuilder, GroupedExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.router import Routing
-from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
+from drawloom.components.model.decoder.values import COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.components.ports.experts import ExpertKernels
-from drawloom.graph import above, at_least, component, setting
+from drawloom.graph import at_least, component, setting
 
 
 @attrs.frozen(kw_only=True)
-class Dots1Config(MoeConfig):
-    """Config of dots.llm1: routed and shared experts in all but the first layers, and windows in the last layers."""
+class Dots1Config(GroupedExpertsConfig):
+    """Config of dots.llm1: Qwen3's attention, DeepSeek-V3's experts, and windows in the last layers."""
 
     qk_norm = "head"
 
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
-    routed_scaling_factor: float = 1.0
-    n_shared_experts: int = 1
-    n_group: int = 1
-    topk_group: int = 1
-    first_k_dense_replace: int = config_key(COUNT, 0)
     sliding_window: int | None = None
     max_window_layers: int = config_key(COUNT, 62)
 
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores and a balancing bias."""
-        return Routing(
-            scoring_func="sigmoid",
-            bias=True,
-            norm_topk_prob=self.norm_topk_prob,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-        )
-
-    @property
-    def shared_width(self) -> int:
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    def has_experts(self, number: int) -> bool:
-        return number >= self.first_k_dense_replace
-
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if layer >= self.max_window_layers else None
-
-    @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of expert groups, and of a config without a layer with experts."""
-        yield from super().faults(given)
-        layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
-        if dense >= layers:
-            why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
-            yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
-        yield from missing_size(given, range(dense))
-        yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
-
-
-def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
-    if experts % groups or (groups > 1 and experts // groups < 2):
-        fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
-        why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
-        yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
-    elif used > groups:
-        yield InvalidSetting("topk_group", f"topk_group = {used} is more than n_group = {groups}", f"write {groups}")
-    elif choices > used * (experts // groups) and choices <= experts:
-        allowed = f"topk_group = {used} allows {used * experts // groups} experts"
-        why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
-        yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
 
 
 DOTS1 = Family(
@@ -96,12 +38,12 @@ DOTS1 = Family(
     },
     fixed={"attention_bias": False},
     nullable=("sliding_window",),
-    renamed={"num_experts": "n_routed_experts"},
+    renamed=RENAMED,
 )
 
 
 @component(impact="incompatible")
-class Dots1(DecoderBuilder):
+class Dots1(GroupedExpertsBuilder):
     """
     A dots.llm1 language model, with sizes from this table or a Hugging Face `config.json`.
 
@@ -112,59 +54,6 @@ class Dots1(DecoderBuilder):
 
     family = DOTS1
 
-    kernels: ExpertKernels
-    intermediate_size: int | None = setting(
-        default=None,
-        check=size("intermediate_size"),
-        doc="width of the feed-forward network in layers without experts",
-    )
-    num_experts: int | None = setting(default=None, check=size("num_experts"), doc="number of routed experts per layer")
-    num_experts_per_tok: int | None = setting(
-        default=None, check=size("num_experts_per_tok"), doc="number of routed experts per token"
-    )
-    moe_intermediate_size: int | None = setting(
-        default=None, check=size("moe_intermediate_size"), doc="width of an expert"
-    )
-    n_shared_experts: int | None = setting(
-        default=None,
-        check=size("n_shared_experts"),
-        doc="number of shared experts per layer, which process all tokens; default: 1",
-    )
-    first_k_dense_replace: int | None = setting(
-        default=None, check=at_least(0), doc="number of first layers without experts; default: 0"
-    )
-    norm_topk_prob: bool | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="normalise the scores of a token's experts to a sum of 1; default: true",
-    )
-    routed_scaling_factor: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="multiplier of the scores of a token's experts; default: 1",
-    )
-    n_group: int | None = setting(
-        default=None, check=at_least(1), impact="changes_training", doc="number of expert groups; default: 1"
-    )
-    topk_group: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="maximum number of expert groups per token; default: 1",
-    )
-    router_aux_loss_coef: float | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="load-balancing loss coefficient; default: the config's, or 0",
-    )
-    router_z_loss_coef: float | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="router z-loss coefficient, to keep the router's logits small; default: the config's, or 0",
-    )
     sliding_window: int | None = setting(
         default=None,
         check=at_least(1),

@@ -23,8 +23,9 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     Linear layer x @ weight.T + bias with weight (outputs, inputs) and an optional bias (outputs,).
 
     `style` is the tensor-parallel style of torch and transformers: `colwise` splits the outputs, `rowwise` the inputs,
-    in units of `unit` channels. Parts may differ in size if `uneven`. The outputs of a split rowwise layer are partial
-    sums; the first rank adds the bias. The outputs of a residual layer are added to the residual stream.
+    in units of `unit` channels; a `whole` layer is not split, and gets each rank's own tokens. Parts may differ in size
+    if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The outputs of a
+    residual layer are added to the residual stream.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         outputs: int,
         kernels: Kernels,
         bias: bool = False,
-        style: Literal["colwise", "rowwise"] = "colwise",
+        style: Literal["colwise", "rowwise", "whole"] = "colwise",
         unit: int = 1,
         uneven: bool = False,
         is_residual: bool = False,
@@ -41,7 +42,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         super().__init__(inputs, outputs, bias)
         self.is_residual = is_residual
         self.kernels = kernels
-        self.style: Literal["colwise", "rowwise"] = style
+        self.style: Literal["colwise", "rowwise", "whole"] = style
         self.unit = unit
         self.uneven = uneven
 
@@ -66,6 +67,8 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Return the split of outputs or inputs."""
+        if self.style == "whole":
+            return {}
         split = SplitDim(1 if self.style == "rowwise" else 0, self.unit, self.uneven)
         return {"weight": split} | ({} if self.bias is None or self.style == "rowwise" else {"bias": split})
 

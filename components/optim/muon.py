@@ -97,7 +97,7 @@ class Muon(TorchOptimizer):
 
     def _muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
-        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(part)]
+        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(name, part)]
         indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 

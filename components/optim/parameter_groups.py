@@ -9,6 +9,7 @@ from torch import nn
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import known_module
+from drawloom.components.ports.parameter_roles import default_role
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
@@ -58,9 +59,9 @@ class AdamGroup(ParameterGroup):
     )
 
 
-def decays(parameter: nn.Parameter) -> bool:
+def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter: to matrices, but not to norms and biases."""
-    return parameter.ndim >= 2
+    return default_role(name, parameter).is_matrix
 
 
 def param_groups(
@@ -78,9 +79,11 @@ def param_groups(
     indices = match_targets([name for name, _ in named], _targets(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):
-        members = [part for (_, part), index in zip(named, indices, strict=True) if index == number]
+        members = [pair for pair, index in zip(named, indices, strict=True) if index == number]
         options = {"lr_multiplier": 1.0} if group is None else group.options()
-        matrices, vectors = ([part for part in members if decays(part) == wanted] for wanted in (True, False))
+        matrices, vectors = (
+            [part for name, part in members if decays(name, part) == wanted] for wanted in (True, False)
+        )
         torch_groups.append({"params": matrices, "weight_decay": weight_decay} | options)
         torch_groups.append({"params": vectors, "weight_decay": 0.0} | options)
     return torch_groups
@@ -101,7 +104,7 @@ def check_patterns(node: NodeView) -> Iterator[Problem]:
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
     parameters = _model_parameters(stages) if stages else {}
     for kind, targets, paths in kinds:
-        names = [name for name, part in parameters.items() if kind == "parameter" or decays(part)]
+        names = [name for name, part in parameters.items() if kind == "parameter" or decays(name, part)]
         for index, pattern, text in _faults(_pair_with_index(names, targets), targets, kind):
             yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 

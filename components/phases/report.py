@@ -53,7 +53,9 @@ log = logging.getLogger("drawloom.run")
 )
 class Report:
     """
-    Reporter that passes every step's metrics to the trackers and logs step lines. It logs a line for `every`'s steps,
+    Reporter that passes every step's metrics to the trackers and logs step lines.
+
+    It logs a line for `every`'s steps,
     for a process's first step, and for steps with a validation loss. An evaluation before the first step is reported as
     step 0.
 

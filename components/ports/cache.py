@@ -28,14 +28,15 @@ class KeyValueCache:
         """
         Append new tokens' keys and values for the next layer, and return all its keys and values.
 
-        Both results are (rows, length + new, kv_heads, head_dim). Raises ValueError for more than `capacity` tokens.
+        The results are (rows, length + new, kv_heads, width of a key or value). Raises ValueError for more than
+        `capacity` tokens.
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit into a cache of {self.capacity}")
         if self._next == len(self._layers):
-            shape = (k.shape[0], self.capacity, *k.shape[2:])
-            self._layers.append((k.new_empty(shape), v.new_empty(shape)))
+            empty = [tensor.new_empty(tensor.shape[0], self.capacity, *tensor.shape[2:]) for tensor in (k, v)]
+            self._layers.append((empty[0], empty[1]))
         keys, values = self._layers[self._next]
         self._next += 1
         keys[:, self.length : end], values[:, self.length : end] = k, v

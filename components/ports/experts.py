@@ -25,6 +25,14 @@ class ExpertKernels(Kernels, Protocol):
         """Apply `swiglu` to both halves of (..., 2 * width); result (..., width)."""
         ...
 
+    def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+        """
+        Return (up + 1) * gate * sigmoid(alpha * gate) for the halves of (..., 2 * width), with `swiglu`'s scale.
+
+        The gate is at most `limit`, and up is between -limit and limit; the result is (..., width).
+        """
+        ...
+
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return routes for integers (tokens, top_k) from 0 to num_experts - 1, or -1 for dropped choices."""
         ...

@@ -46,9 +46,9 @@ class DeclaresRoles(Protocol):
 
 def default_role(name: str, parameter: Tensor) -> Role:
     """Return the role of a parameter (any shape) that no module declares, from its name and number of dimensions."""
-    if parameter.ndim >= 2:
-        return MATRIX
-    return BIAS if name.endswith("bias") else SCALE
+    if name.endswith("bias"):
+        return BIAS  # biases of stacked experts have two dimensions
+    return MATRIX if parameter.ndim >= 2 else SCALE
 
 
 def parameter_roles(module: nn.Module) -> Iterator[tuple[str, Role]]:

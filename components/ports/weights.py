@@ -38,9 +38,11 @@ class Mapper:
     Independent tensor conversions: no two groups share an input or an output.
 
     Groups have the same order in every process: a group may contain collectives, which all ranks must run in one order.
+    `ignored` are patterns (fnmatch) of tensors in files that are not read.
     """
 
     groups: tuple[TensorGroup, ...]
+    ignored: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> list[str]:
@@ -54,4 +56,4 @@ class Mapper:
 
     def inverse(self) -> "Mapper":
         """Return the mapper with the inverse groups. Raises ValueError if a group has no inverse."""
-        return Mapper(tuple(group.inverse() for group in self.groups))
+        return Mapper(tuple(group.inverse() for group in self.groups), self.ignored)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
+from drawloom.components.weights.dequantized import Dequantized
 from drawloom.components.weights.mapper import giving, parallel, sequential
 from drawloom.components.weights.mapper_ops import cut, identity, like
 from drawloom.graph import UserError
@@ -98,7 +100,7 @@ def fitting_folder(
     Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
     module.
     """
-    source = open_safetensors_folder(folder)
+    source = Dequantized(open_safetensors_folder(folder))
     if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source
@@ -168,7 +170,7 @@ def _find_mismatches(
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    extra = [name for name in specs if name not in used]
+    extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in mapper.ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
     shapes = {name: places[name].shape if name in places else tuple(p.shape) for name, p in parameters.items()}

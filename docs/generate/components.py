@@ -17,9 +17,9 @@ IMPACTS = {"safe": "safe", "changes_training": "changes training", "incompatible
 INDEX = """\
 # Components
 
-Everything that may be written after `use`. A setting without a default is required. The last column says what it means
-to resume a run with another value: *safe*, training computes the same; *changes training*, it takes `--accept-changes`;
-*incompatible*, the saved state does not fit. `drawloom list NAME` prints the same in a terminal.
+All components that `use` can name. A setting without a default is required. The last column says what happens if a run
+is resumed with another value: *safe*, training computes the same; *changes training*, the resume needs
+`--accept-changes`; *incompatible*, the saved state does not fit. `drawloom list NAME` prints the same in a terminal.
 
 | | |
 |---|---|

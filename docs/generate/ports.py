@@ -17,10 +17,10 @@ INDEX = """\
 
 A port is an interface between components: a Protocol in `components/ports/`, imported from `drawloom.ports`. A field of
 a component whose type is a port is an edge to another node, and a component implements a port by having its members;
-no class is inherited. `drawloom list --ports` shows each with its components, `drawloom list --fits PORT` those of
-one, and `drawloom.testing.check_port` tries a component against the contract of a port.
+no class is inherited. `drawloom list --ports` lists all ports with their components, `drawloom list --fits PORT` the
+components of one port, and `drawloom.testing.check_port` checks a component against the contract of a port.
 
-These pages are made of the Protocols when the site is built. Under each member is who uses it, and in which function:
+These pages are generated from the Protocols. Below each member are the functions that use it:
 `run_phase` is called in every step, `open` before the first, `on_event` for every [event](../step.md#events). Shipped
 components are found by the same comparison of members as in a recipe.
 """

@@ -17,8 +17,8 @@ WIDTH = "88"
 RECIPES_HEAD = """\
 # Recipes
 
-The recipes that ship with drawloom: they are run, extended and merged over others by their names. `with_...` are
-overlays, for `--overlay`.
+The recipes that ship with drawloom. Run, extend or overlay them by name; recipes named `with_...` are overlays, for
+`--overlay`.
 """
 
 PYTHON_HEAD = """\

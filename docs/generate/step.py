@@ -72,7 +72,8 @@ phases that come before `[report]`. `step.index` counts from 1, `step.total` is 
 
 ## Events
 
-Listeners (`[listeners.*]`) get events around phases. They observe: what they raise is logged, and training continues.
+Listeners (`[listeners.*]`) get events around phases. They only observe: their exceptions are logged, and training
+continues.
 
 | event | when | sent by |
 |---|---|---|

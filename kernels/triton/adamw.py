@@ -1,9 +1,9 @@
 """
-AdamW in Triton, rounded to the nearest or stochastically: one launch for all weights of the same dtypes.
+AdamW in Triton, rounded to the nearest or stochastically: one launch for all weights with the same dtypes.
 
 A table on the device holds the addresses of every weight, its gradient and its state. A second table assigns a weight
-and a part of it to every program. Two small tensors on the device hold the values that change from step to step, so
-that a launch can be captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division
+and a part of it to every program. Two small tensors on the device hold the values that change from step to step, so a
+launch can be captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division
 and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation.
 """
 
@@ -20,23 +20,23 @@ from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
 PART = 2**14
-"""Number of elements per program."""
+"""Elements per program."""
 
 BLOCK = 512
-"""Elements per iteration of a program: 4 per thread, 8 bytes of bfloat16; larger ones lower the occupancy."""
+"""Elements per iteration of a program: 4 per thread, 8 bytes in bfloat16; larger ones lower the occupancy."""
 
 ALIGNMENT = 16
-"""Bytes of a vectorized load; the kernel reads other tensors element by element."""
+"""Bytes per vectorized load; the kernel reads other tensors element by element."""
 
 TABLE_COLUMNS = 11
 """
-Numbers in a row of the table: four addresses, the number of elements, the index of the weight among all weights, the
+Numbers in a row of the table: four addresses, the element count, the weight's index among all weights, the
 noise's key, first index, row width and row stride, and the address of max_exp_avg_sq, or 0.
 """
 
 
 class AdamwTriton:
-    """Optimizer step with one launch for each combination of dtypes; bitwise equal to AdamwEager."""
+    """Optimizer step with one launch for each dtype combination; bitwise equal to AdamwEager."""
 
     def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
         filled = [index for index, param in enumerate(params) if param.weight.numel()]
@@ -55,7 +55,7 @@ class AdamwTriton:
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
-    """Return the dtypes, device and compile-time constants shared by the weights of a launch."""
+    """Return the dtypes, device and compile-time constants shared by a launch's weights."""
     kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
     return tuple(map(str, kind))
 
@@ -72,7 +72,7 @@ def _constants(param: ParamState) -> dict[str, bool]:
 
 
 class _FusedStep:
-    """Launch for non-empty weights of one kind, with the tables of their addresses."""
+    """Launch for non-empty weights with equal dtypes and constants, with their address tables."""
 
     def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
         if any(not tensor.is_contiguous() for param in params for tensor in param.tensors):
@@ -98,7 +98,7 @@ class _FusedStep:
         self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """
-        Launch the step with gradients (any shape) in the order of the weights, and the tensors of `on_device`.
+        Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
 
         The weights do not change if `found_inf` is not 0.
         """
@@ -211,7 +211,7 @@ def _update(
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
-    """Update elements by AdamW, with the noise of parameter indices `index` of all elements, or of the even ones."""
+    """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
     old = tl.load(weight + element, mask=mask).to(tl.float32)
     g = tl.load(grad + element, mask=mask).to(tl.float32)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)

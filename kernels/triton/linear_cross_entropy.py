@@ -29,12 +29,12 @@ from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_po
 from drawloom.kernels.vocab_parallel import local_targets
 
 MAX_LOGITS = 5 * 2**28
-"""Most logits that exist together: 2.5 GiB of bfloat16, or 8192 tokens by 160 thousand words."""
+"""Limit on logits in memory at once: 2.5 GiB in bfloat16, or 8192 tokens by 160 thousand words."""
 
 TINY = torch.finfo(torch.float32).tiny
 
 MULTIPLE = 128
-"""Number that divides the tokens of a chunk, for whole tiles of torch's matrix products."""
+"""Divisor of a chunk's token count, for whole tiles in torch's matrix products."""
 
 BLOCK, DEPTH = 4096, 2
 """Logits in a block, 8 per thread, and blocks that a program reads before it updates the maximum."""
@@ -215,7 +215,7 @@ def _scale_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
 def _recompute_weight_gradient(
     hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None = None
 ) -> Tensor:
-    """Compute the weight's gradient, with logits that are computed again."""
+    """Compute the weight's gradient from recomputed logits."""
     inputs = hidden, weight, targets, lse, grad, grad_lse
     _, grad_weight = TRITON.backward(*inputs, EXACT, Needs(False, True))
     return grad_weight  # type: ignore[return-value]

@@ -19,7 +19,7 @@ import tomli
 
 from drawloom.graph.project import Project
 from support.cpu_time import cpu_ms
-from support.layered import WIDTH, by_hand, by_recipe, recipe_text, serving
+from support.layered import WIDTH, by_hand, by_recipe, recipe_text, serve
 from support.shop.components.pages.plain import Plain
 from support.shop.components.servers.loop import Loop
 from support.shop.components.stores.memory import Memory
@@ -56,7 +56,7 @@ def by_dependency_injector(text: str) -> Any:
     for number, table in enumerate(tabled):
         below = {"fallback": pages[number - WIDTH]} if number >= WIDTH else {}
         pages.append(providers.Singleton(Plain, title=table["title"], store=store, **below))
-    return providers.Singleton(serving, store=store, pages=providers.List(*pages))()
+    return providers.Singleton(serve, store=store, pages=providers.List(*pages))()
 
 
 def by_fiddle(text: str) -> Any:
@@ -66,7 +66,7 @@ def by_fiddle(text: str) -> Any:
     for number, table in enumerate(tabled):
         below = {"fallback": pages[number - WIDTH]} if number >= WIDTH else {}
         pages.append(fiddle.Config(Plain, title=table["title"], store=store, **below))
-    return fiddle.build(fiddle.Config(serving, store=store, pages=pages))
+    return fiddle.build(fiddle.Config(serve, store=store, pages=pages))
 
 
 def by_dishka(text: str) -> Any:
@@ -79,7 +79,7 @@ def by_dishka(text: str) -> Any:
     for number, table in enumerate(tabled):
         provider.provide(_factory(table["title"], kinds, number))
     container = dishka.make_container(provider)
-    return serving(container.get(Memory), [container.get(kind) for kind in kinds])
+    return serve(container.get(Memory), [container.get(kind) for kind in kinds])
 
 
 def _factory(title: str, kinds: list[Any], number: int) -> Callable[..., Plain]:
@@ -105,7 +105,7 @@ def by_hydra(text: str) -> Any:
     kept, tabled = tables(text)
     store = {"_target_": _path(Memory), "size": kept["size"], "name": kept["name"]}
     pages = [{"_target_": _path(Plain), "title": table["title"], "store": "${store}"} for table in tabled]
-    server = {"_target_": _path(serving), "store": "${store}", "pages": pages}
+    server = {"_target_": _path(serve), "store": "${store}", "pages": pages}
     return instantiate(omegaconf.OmegaConf.create({"store": store, "server": server}).server, _convert_="all")
 
 
@@ -114,7 +114,7 @@ def _page(title: str, store: Any) -> Plain:
 
 
 def _served(store: Any, pages: dict[str, Any]) -> Loop:
-    return serving(store, [*pages.values()])
+    return serve(store, [*pages.values()])
 
 
 def by_confection(text: str) -> Any:

@@ -55,7 +55,7 @@ class Skips:
 
 
 class Wraps:
-    """A transform that hides a module in another."""
+    """A transform to hide a module in another."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module inside of another."""
@@ -63,7 +63,7 @@ class Wraps:
 
 
 class Materializes:
-    """A transform that makes a module real."""
+    """A transform to make a module real."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """The module on the CPU."""
@@ -79,7 +79,7 @@ class Frozen:
 
 
 class Aliases:
-    """A stager that says that it copies, and does not."""
+    """A stager without the copy it promises."""
 
     copies = True
     should_synchronize_after_execute = False
@@ -106,7 +106,7 @@ class Peeks:
 
 
 class NeverFinished:
-    """A task that does not know that it has run."""
+    """A task unaware of its completed run."""
 
     def is_finished(self, step: int) -> bool:
         """False."""
@@ -117,7 +117,7 @@ class NeverFinished:
 
 
 class ForgetsSteps:
-    """A checkpointer that always begins at the start."""
+    """A checkpointer which always begins at the start."""
 
     def restore(self) -> int:
         """Nothing."""
@@ -131,7 +131,7 @@ class ForgetsSteps:
 
 
 class OneThread:
-    """A log that only the thread that made it can flush."""
+    """A log whose flush fails outside its own thread."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -181,7 +181,7 @@ class _Span(nn.Module):
 
 
 class SaysThatItKeepsShapes:
-    """A model of three layers, the second of which gives another dtype than it takes."""
+    """A model of three layers; the second returns another dtype than its input's."""
 
     layers_keep_shapes = True
     num_hidden_layers = 3
@@ -199,7 +199,7 @@ def test_a_layer_that_changes_the_dtype_breaks_its_models_word() -> None:
 
 
 class Counter:
-    """A stateful node that is meant to be sharded over ranks."""
+    """A stateful node with undeclared sharding over ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""Every shipped component is put to the contracts of the ports that it fits, inside a recipe that uses it."""
+"""Every shipped component is put to the contracts of its ports, inside a recipe that uses it."""
 
 import importlib
 import json
@@ -54,13 +54,13 @@ LETTERS = "the quick brown fox jumps over the lazy dog\n" * 20
 
 
 def tokenizer_file(folder: Path) -> Mapping[str, Any]:
-    """A `tokenizer.json` of bytes."""
-    made = HuggingFace(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    """Write a `tokenizer.json` of bytes."""
+    tokenizer = HuggingFace(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([LETTERS], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator([LETTERS], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    tokenizer.save(str(folder / "tokenizer.json"))
     return {
         "tokenizer": {
             "use": "data.hugging_face_tokenizer",
@@ -81,8 +81,16 @@ def with_experts(use: str) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, **sizes}}
 
 
+def with_latent(use: str) -> Mapping[str, Any]:
+    """A small model with experts and latent attention."""
+    model: dict[str, Any] = dict(with_experts(use)["model"])
+    return {
+        "model": {**model, "num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
+    }
+
+
 def dispatching(use: str) -> Mapping[str, Any]:
-    """A small model with experts, and what brings tokens to them."""
+    """Return a small model with experts, and its dispatcher."""
     return {**with_experts("model.qwen3.moe"), "dispatcher": {"use": use}, "stages": {"dispatcher": "@dispatcher"}}
 
 
@@ -115,7 +123,7 @@ def conversations(folder: Path) -> Mapping[str, Any]:
 
 
 def preferences(folder: Path) -> Mapping[str, Any]:
-    """Pairs of answers, and what compares them."""
+    """Return pairs of answers, and the loss comparing them."""
     lines = [{"prompt": f"{n}?", "chosen": LETTERS[: 5 + n % 3], "rejected": LETTERS[:2]} for n in range(40)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
     return {
@@ -125,6 +133,11 @@ def preferences(folder: Path) -> Mapping[str, Any]:
         "packing": {"use": "data.packing.pairs", "length": 32},
         "loss": {"use": "loss.dpo"},
     }
+
+
+def preferences_by(loss: str) -> Callable[[Path], Mapping[str, Any]]:
+    """Pairs of answers, and another loss of the family."""
+    return lambda folder: {**preferences(folder), "loss": {"use": loss}}
 
 
 def store(folder: Path) -> Mapping[str, Any]:
@@ -147,13 +160,13 @@ def dataset(folder: Path) -> Mapping[str, Any]:
 
 
 def megatron(folder: Path) -> Mapping[str, Any]:
-    """Documents that Megatron-LM has tokenized."""
+    """Return documents tokenized by Megatron-LM."""
     write_megatron(folder / "data", [[*LETTERS[:60].encode(), number, 256] for number in range(40)])
     return {"tokens": {"use": "data.megatron", "path": str(folder / "data"), "vocab_size": 257, "eos_id": 256}}
 
 
 def examples(folder: Path) -> Mapping[str, Any]:
-    """Examples, and what makes rows of them."""
+    """Return examples, and their collator."""
     lines = [json.dumps({"input_ids": [number, 1, 2, number % 7] * (1 + number % 3)}) for number in range(40)]
     (folder / "examples.jsonl").write_text("\n".join(lines), "utf-8")
     paths = [str(folder / "examples.jsonl")]
@@ -181,6 +194,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
+    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.simpo")},
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,
@@ -233,6 +247,12 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
+    "model.gpt_oss": lambda folder: {
+        "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
+    },
+    "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
+    "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
+    "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {
         **with_experts("model.qwen3.moe"),
         "metrics": {"experts": {"use": "metrics.expert_load"}},
@@ -327,15 +347,15 @@ def texts(folder: Path) -> dict[str, Any]:
 
 
 def recipe_for(use: str, folder: Path) -> tuple[Recipe, str]:
-    """A small recipe in which a component is used, and the name of its node."""
+    """Return a small recipe with a component, and the name of its node."""
     corpus = {} if use == "data.standard_library" else {"corpus": texts(folder)}
     home = {"run": {"name": "contract", "folder": str(folder / "run")}}
     recipe = Recipe.load("first_run").with_values({**TINY, **corpus, **home})
     if use in SAMPLES:
         recipe = recipe.with_values(SAMPLES[use](folder))
-    found = [name for name, node in recipe.graph.nodes.items() if node.spec.use == use]
-    assert found, f"say in SAMPLES how a recipe uses {use!r}"
-    return recipe, found[0]
+    names = [name for name, node in recipe.graph.nodes.items() if node.spec.use == use]
+    assert names, f"say in SAMPLES how a recipe uses {use!r}"
+    return recipe, names[0]
 
 
 def all_ports() -> Iterator[type]:
@@ -359,15 +379,15 @@ WITH_CONTRACT = [port for port in all_ports() if has_contract(port)]
 
 
 def pairs() -> list[tuple[str, type]]:
-    """Each component with each port that it fits and that has a contract."""
+    """Return each component with each of its ports with a contract."""
     specs = [spec for spec in map(CATALOGUE.find, CATALOGUE.names()) if not isinstance(spec, Problem)]
-    found = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if implements(spec.cls, port)]
-    return [(use, port) for use, port in found if (use, port.__name__) not in EXCEPT]
+    implementations = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if implements(spec.cls, port)]
+    return [(use, port) for use, port in implementations if (use, port.__name__) not in EXCEPT]
 
 
 @pytest.mark.parametrize(("use", "port"), pairs(), ids=lambda item: item if isinstance(item, str) else item.__name__)
 def test_every_component_keeps_the_contracts_of_its_ports(use: str, port: type, tmp_path: Path) -> None:
-    """What a port's author promises of behaviour holds for whatever fits the port."""
+    """Every component has the behaviour promised by its ports."""
     if use.startswith("pipeline.schedules."):
         return check_port(use, port)
     numbers = count()

@@ -21,7 +21,7 @@ from support.blocks import (
     commands,
     run_source,
     run_words,
-    shorter,
+    shorten,
     split_redirection,
     write_recipes,
 )
@@ -99,9 +99,9 @@ class Reader:
             excerpt(block)
         elif block.title:
             assert any(block.title in later.text for later in blocks(block.page) if later.line > block.line), block
-            self._write(block, shorter(block.text))
+            self._write(block, shorten(block.text))
         elif block.kind != "not run":
-            (self.folder / "part.toml").write_text(shorter(block.text), "utf-8")
+            (self.folder / "part.toml").write_text(shorten(block.text), "utf-8")
             whole = ["part.toml"] if "extends" in data else ["first_run", "--overlay", "part.toml"]
             outcome = self._run(Command(shlex.join(["drawloom", "check", "--elsewhere", *whole]), []))
             assert outcome.code == 0, f"{block}\n{outcome.text}"
@@ -121,9 +121,6 @@ class Reader:
         if block.kind == "not run":
             return
         for each in commands(block):
-            if block.kind == "each anew" and " run " in each.words:
-                for path in (self.folder / "runs").glob("*/*.lock.toml"):
-                    shutil.rmtree(path.parent)
             outcome = self._run(each)
             assert outcome.code == int(block.value if block.kind == "exit" else 0), f"{block} {each.words}\n{outcome}"
             missing = unmatched(each.shown, outcome.text)

@@ -79,7 +79,7 @@ def test_every_command_has_an_example() -> None:
 
 
 def test_values_and_events_of_a_step_are_all_described() -> None:
-    """A value that a component reads or writes, and an event that is sent, has a row; the page fails otherwise."""
+    """Every value read or written by a component, and every event, has a row; the page fails otherwise."""
     page = step_page()
     assert all(f"| `{name}` |" in page for name in [*VALUES, *typing.get_args(EventKind)])
     row = next(line for line in page.splitlines() if line.startswith("| `gradients` |"))

@@ -1,4 +1,4 @@
-"""What good recipes mean, word for word: the grammar of values is frozen by them."""
+"""The meaning of good recipes, word for word: they freeze the grammar of values."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def test_a_good_recipe_resolves_as_in_the_golden_file(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in FROZEN], ids=lambda path: path.stem)
-def test_recipes_that_extend_what_ships_have_no_problems(recipe: Path) -> None:
-    """What people do with shipped recipes stays possible; how it resolves may change with what ships."""
+def test_recipes_extending_shipped_ones_have_no_problems(recipe: Path) -> None:
+    """Users' extensions of shipped recipes stay valid; how they resolve may change with the shipped recipes."""
     assert resolve_recipe(recipe).startswith("format = 1\n")
 
 

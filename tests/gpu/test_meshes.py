@@ -78,7 +78,7 @@ def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
     cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain")]
     (found,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", pipelines.MIXED, 1, timeout=120)
     meshed: list[Any] = run_ranks(pipelines.steps, 2, cases, {"data_shard": 2}, "cuda", pipelines.MIXED, 1, timeout=120)
-    grads = pipelines.assembled([each[0] for each in meshed], "grads")
+    grads = pipelines.assemble([each[0] for each in meshed], "grads")
     assert sum(each[0]["loss"] for each in meshed) == pytest.approx(found[0]["loss"], rel=1e-6)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, found[0]["grads"][name], rtol=1e-3, atol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support import pipelines
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import drawloom, run_and_strike, series, take_back, write_corpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
@@ -115,7 +115,7 @@ def test_a_rank_that_is_gone_or_stands_still_is_named(place: Path, number: int, 
     """Rank 0 ends by itself, at once if rank 1 is dead and at the limit if it hangs, and says that it was rank 1."""
     name = f"run.name={mesh[5:9]}{int(number)}"
     arguments = ["run", "tiny.toml", name, "model.num_hidden_layers=2", "batch.micro_size=1", mesh, *ENDLESS]
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(run_and_strike, 2, place, arguments, int(number), timeout=120, lost={1})
     run = place / "runs" / name.removeprefix("run.name=")
     took = time.time() - (run / "struck").stat().st_mtime

@@ -1,4 +1,4 @@
-"""Ports declare all that others read of a component: no attribute is read by a name that only its reader knows."""
+"""Ports declare every attribute read from a component; nobody reads a name known only to the reader."""
 
 import ast
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def test_no_component_is_read_by_an_undeclared_name() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_methods_that_the_graph_calls_are_declared() -> None:
+def test_graph_calls_only_declared_methods() -> None:
     """The graph asks classes and objects only for methods of graph/lifecycle.py, and for what Python itself defines."""
     asked = {name for path, _, name in _reads("graph") if "cli/" not in path and "types/" not in path}
     assert asked - LIFECYCLE == {"cls"}  # of what the registry finds, a component or a problem
@@ -52,7 +52,7 @@ def test_methods_that_the_graph_calls_are_declared() -> None:
 
 
 def test_exceptions_are_needed() -> None:
-    """An attribute that no file reads any more is no exception."""
+    """Each exception is an attribute still read by some file."""
     assert OF_OTHERS.keys() <= {(path, name) for path, _, name in _reads("components")}
 
 

@@ -20,14 +20,14 @@ from support import observers as parts
 from support import observers_of_runs as runs
 from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
-from support.setting_changes import ROWS, UNOBSERVED, Change, Observer
+from support.setting_changes import GROUPED_SIZES, ROWS, UNOBSERVED, Change, Observer
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
 REGISTRY = Registry.of("drawloom.components")
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    """Each setting of each component, and each key of those that are tables."""
+    """Yield each setting of each component, and each key of its tables."""
     for use in REGISTRY.names():
         spec = REGISTRY.find(use)
         assert not isinstance(spec, Problem), spec
@@ -37,14 +37,14 @@ def settings() -> Iterator[tuple[str, str]]:
 
 
 def _keys(kind: Any) -> list[str]:
-    """The keys of a table, or of the tables of a list."""
+    """Return the keys of a table, or of a list's tables."""
     own = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else []
     return own + [key for part in typing.get_args(kind) for key in _keys(part)]
 
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that settings name."""
+    """Return a folder with the files named by settings."""
     folder = tmp_path_factory.mktemp("samples")
     (folder / "texts").mkdir()
     for number in range(20):
@@ -69,6 +69,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
+        families += [(GROUPED_SIZES, family, f"_{family}") for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")]
+        families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]
         for sizes, use, suffix in families:
             config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)
@@ -126,7 +128,7 @@ def _observed_before(observer: Observer, use: str, given: dict[str, Any], folder
 def test_a_changed_setting_has_an_effect(
     use: str, name: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another value of one setting, what the component does or says is another."""
+    """With another value of one setting, the component behaves in another way."""
     assert use in ROWS and name in ROWS[use].changes, f"write in ROWS how a change of {name!r} of {use!r} is observed"
     monkeypatch.chdir(samples)
     row = ROWS[use]

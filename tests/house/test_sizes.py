@@ -1,4 +1,4 @@
-"""Integers that memory follows from have an upper bound, by which `check` refuses them before anything is made."""
+"""Integers that decide memory have an upper bound: `check` refuses greater values before anything is allocated."""
 
 import typing
 from collections.abc import Iterator

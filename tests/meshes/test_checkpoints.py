@@ -154,10 +154,10 @@ def test_every_optimizer_takes_the_same_steps_on_any_mesh(saved: tuple[Path, dic
     _, states = saved
     assert any(place is not None and not place.numel for each in states[6] for place in each["slices"].values())
     for kind in OPTIMIZERS:
-        whole = pipelines.assembled(states[0], kind)
+        whole = pipelines.assemble(states[0], kind)
         close = 0.0 if kind in ("muon", "stochastic") else 1e-6
         for number, parts in states.items():
-            for name, tensor in pipelines.assembled(parts, kind).items():
+            for name, tensor in pipelines.assemble(parts, kind).items():
                 torch.testing.assert_close(tensor, whole[name], rtol=0, atol=close, msg=f"{kind} {ALL[number]} {name}")
 
 
@@ -174,8 +174,8 @@ def test_weights_and_moments_are_bitwise_the_same_on_another_mesh(
         for place, (a, _) in enumerate(mine):
             loaded = [part[place] for part in parts]
             for what in ("weights", "exp_avg", "exp_avg_sq", "average"):
-                expected = pipelines.assembled(states[a], what)
-                for name, tensor in pipelines.assembled(loaded, what).items():
+                expected = pipelines.assemble(states[a], what)
+                for name, tensor in pipelines.assemble(loaded, what).items():
                     assert tensor is not None and torch.equal(tensor, expected[name]), (a, what, name)  # type: ignore[arg-type]
     assert len({_elements(folder / str(number) / "checkpoints/step-1") for number in range(len(ALL))}) == 1
 

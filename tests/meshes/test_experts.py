@@ -67,7 +67,7 @@ OF_EIGHT = [
 @cache
 def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
     """Three steps of a case in one process; its schedule makes no difference there."""
-    [found] = pipelines.steps([("gpipe", *case[1:])], taken=3, layers=LAYERS, lengths=lengths, experts=EXPERTS)
+    [found] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=LAYERS, lengths=lengths, experts=EXPERTS)
     return found
 
 
@@ -121,7 +121,7 @@ def test_mixed_precision_is_that_of_one_process() -> None:
     for number in range(len(sizes)):
         ranks = [found[number][0] for found in meshed]
         assert sum(each["loss"] for each in ranks) == pytest.approx(one["loss"], rel=1e-4)
-        for name, grad in pipelines.assembled(ranks, "grads").items():
+        for name, grad in pipelines.assemble(ranks, "grads").items():
             assert grad is not None and grad.dtype == one["grads"][name].dtype
             assert (grad - one["grads"][name]).norm() < 0.01 * one["grads"][name].norm(), name
 

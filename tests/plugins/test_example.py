@@ -53,7 +53,7 @@ def test_a_recipe_uses_it(installed: dict[str, str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "language.perplexity  drawloom-perplexity 1.2.0  drawloom_perplexity.metric:Perplexity" in done.stdout
     assert "maximum: number = 1000000.0  (upper limit of the written value)" in done.stdout
-    assert "drawloom-perplexity 1.2.0; " in done.stdout and "most = 1000.0" in done.stdout
+    assert "drawloom-perplexity 1.2.0; " in done.stdout and "maximum = 1000.0" in done.stdout
     lines = (tmp_path / "runs" / "first_run" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert [0 < json.loads(line)["perplexity"] <= 1000.0 for line in lines[1:]] == [True, True]
 

@@ -1,4 +1,4 @@
-"""What `check` finds that this machine lacks: in each of these cases a run would end at once."""
+"""Missing parts of this machine found by `check`: in each case a run would end at once."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from support.chat import tokenizer_folder
 
 
 def lacks(*words: str) -> list[str]:
-    """The text of each problem that `check` finds."""
+    """Return the text of each problem from `check`."""
     try:
         return [str(problem) for problem in Recipe.load(*words).check()]
     except RecipeError as error:
@@ -21,12 +21,12 @@ def lacks(*words: str) -> list[str]:
 
 
 def write_lines(path: Path, *rows: Any) -> str:
-    """Write JSON lines; return the setting of a corpus that reads them."""
+    """Write JSON lines; return the setting of a corpus over them."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
     return f'["{path}"]'
 
 
-def test_a_gpu_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only if the recipe asks for one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert lacks("first_run") == []
@@ -41,7 +41,7 @@ def test_a_corpus_without_files_is_found(use: str, tmp_path: Path) -> None:
     assert problem.startswith(f'command line: [corpus] paths: no file matches "{tmp_path}/*.txt"')
 
 
-def test_a_tokenizer_that_cannot_be_read_is_found_once(tmp_path: Path) -> None:
+def test_check_reports_unreadable_tokenizer_once(tmp_path: Path) -> None:
     """A missing file, and a file without an end token: neither the model nor the rows report it again."""
     words = "first_run", "tokenizer.use=data.hugging_face_tokenizer"
     [problem] = lacks(*words, f"tokenizer.path={tmp_path / 'none'}")
@@ -53,7 +53,7 @@ def test_a_tokenizer_that_cannot_be_read_is_found_once(tmp_path: Path) -> None:
     assert lacks(*words, f"tokenizer.path={folder}", "tokenizer.end_token=</s>") == []
 
 
-def test_a_vocabulary_that_is_too_small_is_found(tmp_path: Path) -> None:
+def test_check_reports_too_small_vocabulary(tmp_path: Path) -> None:
     """Whether the model has the tokenizer, or only the rows have it."""
     words = "model.vocab_size=100", "tokenizer.use=data.hugging_face_tokenizer", f"tokenizer.path={tmp_path}"
     tokenizer_folder(tmp_path)

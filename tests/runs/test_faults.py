@@ -18,7 +18,7 @@ import pytest
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Step
 from support.mutations import put
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -100,7 +100,7 @@ def test_thirty_stops(place: Path, seed: int) -> None:
     _stopped_again_and_again(place, 1 + seed % 2, 10, seed)
 
 
-def _output(failed: RanksFailed, place: Path, rank: int) -> str:
+def _output(failed: RanksFailedError, place: Path, rank: int) -> str:
     """All output of a rank: its log, and its terminal if it ended."""
     outcome = failed.values.get(rank)
     return (place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") + (outcome.text if outcome else "")
@@ -112,7 +112,7 @@ LIMITS = ("listeners.timeouts.step=2", "listeners.timeouts.first_step=30", "list
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named(place: Path, rank: int) -> None:
     """The other rank ends within the limit and some seconds, and its log names the rank that does not answer."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_struck, 2, place, (*LONG, *LIMITS), (rank,), 3, int(signal.SIGSTOP), timeout=20, lost={rank})
     output = _output(caught.value, place, 1 - rank)
     assert f"rank {rank} does not answer" in output
@@ -129,7 +129,7 @@ def test_a_rank_stopped_at_any_moment_is_named(tmp_path: Path) -> None:
         rank = number % 2
         saving = ("checkpoint.every=2", f"staging.use=checkpoint.staging.{['blocking', 'none'][number // 2 % 2]}")
         arguments = (*LONG, *LIMITS, "listeners.timeouts.saving=2", *saving)
-        with pytest.raises(RanksFailed) as caught:
+        with pytest.raises(RanksFailedError) as caught:
             run_ranks(_struck, 2, place, arguments, (rank,), 3 + number, int(signal.SIGSTOP), timeout=20, lost={rank})
         assert f"rank {rank} does not answer" in _output(caught.value, place, 1 - rank)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import run_and_strike
 
 
@@ -28,7 +28,7 @@ def test_the_surviving_rank_names_its_action(place: Path, number: int) -> None:
             "listeners.timeouts.first_step=20.0",
         ),
     ]
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(run_and_strike, 2, place, arguments, int(number), timeout=60, lost={1})
     output = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
     survivor = caught.value.values.get(0)

@@ -14,7 +14,7 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.sampling.generate import Sampler
 from support.mutations import put
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import Outcome, command, drawloom, rows, run_and_kill, run_and_strike, series
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -142,7 +142,7 @@ def test_a_kill_in_an_evaluation_an_export_or_a_sample_changes_nothing(place: Pa
     words = ("run", "tiny.toml")
     assert drawloom(place, *words, "run.name=straight")[0].code == 0
     for where in KILLED_IN:
-        with pytest.raises(RanksFailed, match="exit code -9"):
+        with pytest.raises(RanksFailedError, match="exit code -9"):
             run_ranks(_killed_in, 1, place, words, where, variables=False)
     assert drawloom(place, *words)[0].code == 0
     runs = place / "runs/tiny", place / "runs/straight"

@@ -20,7 +20,7 @@ from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.sampling.sample import Sample
 from support.crashes import is_valid
 from support.mutations import put
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import SOURCE, Outcome, command, drawloom, rows
 
 TWO = ("run", "tiny.toml", "batch.micro_size=2", "trainer.on_finish=[]", "evaluate.every='never'")
@@ -67,7 +67,7 @@ def test_a_run_that_does_not_stop_in_time_is_killed(
     """Both ranks exit after the grace period or at a second signal, with its code; the last commit is intact."""
     arguments = (*TWO, "trainer.steps=8", "checkpoint.every=3", f"stop.grace={grace}")
     began = time.monotonic()
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_stuck, 2, place, arguments, where, times, timeout=20)
     assert {*caught.value.failures.values()} == {"died with exit code 130"}
     assert time.monotonic() - began < 15
@@ -92,7 +92,7 @@ def test_a_component_that_hangs_in_open_or_close_is_named_and_ends_the_run(place
         "listeners.timeouts.opening=1",
         "trainer.steps=2",
     )
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_stuck_component, ranks, place, arguments, stage, timeout=40, variables=ranks > 1)
     assert caught.value.failures[ranks - 1] == "died with exit code 1"
     logs = [(place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") for rank in range(ranks)]
@@ -207,7 +207,7 @@ def test_a_save_that_hangs_ends_within_its_limit(place: Path, staging: str) -> N
     limits = ("listeners.timeouts.step=1", "listeners.timeouts.saving=1", "listeners.timeouts.first_step=30")
     words = (*TWO, *limits, "trainer.steps=9", "checkpoint.every=2", f"staging.use=checkpoint.staging.{staging}")
     began = time.monotonic()
-    with pytest.raises(RanksFailed):
+    with pytest.raises(RanksFailedError):
         run_ranks(_slow_to_save, 2, place, words, FOR_EVER, timeout=20)
     assert time.monotonic() - began < 15
     ours, theirs = ((place / f"runs/tiny/log/rank-{rank}.log").read_text("utf-8") for rank in (0, 1))

@@ -35,7 +35,7 @@ from support.crashes import is_valid
 from support.disk import Call, watch_calls
 from support.mutations import put
 from support.power import is_possible
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
@@ -214,7 +214,7 @@ def _in_little_memory(folder: Path, arguments: Sequence[str], group: Path) -> Ou
 def test_a_rank_without_memory_in_its_group_is_named(place: Path) -> None:
     """The kernel kills it, which no process can catch: another rank names it, and the run resumes."""
     words = (*TINY, "batch.micro_size=2", "checkpoint.every=2", "trainer.steps=4")
-    with cgroups.group("memory", limit_in_bytes=2**30) as group, pytest.raises(RanksFailed) as caught:
+    with cgroups.group("memory", limit_in_bytes=2**30) as group, pytest.raises(RanksFailedError) as caught:
         run_ranks(_in_little_memory, 2, place, words, group)
     assert caught.value.failures == {1: "died with exit code -9"}
     assert "is gone: it was killed, or it crashed" in caught.value.values[0].text

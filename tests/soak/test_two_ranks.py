@@ -18,7 +18,7 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, StateNode, checkpointer
 from support.disk import FailAt, kill_at, watch_calls
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def test_a_rank_killed_at_any_call_loses_no_committed_step(tmp_path: Path, rank:
         try:
             run_ranks(_killed, 2, folder, rank, number)
             break
-        except RanksFailed as failed:
+        except RanksFailedError as failed:
             assert "exit code -9" in failed.failures[rank]
         both = run_ranks(_restored, 2, folder)
         assert both[0] == both[1] and both[0][0] == both[0][1]

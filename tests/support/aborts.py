@@ -1,4 +1,4 @@
-"""Runs of which one rank fails in some way, and what all of them print."""
+"""Runs in which one rank fails in some way, and the output of all ranks."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.mutations import put
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.runs import Outcome, command
 
 LONG = ("run", "tiny.toml", "batch.global_size=6", "batch.micro_size=1", "trainer.steps=1000000")
@@ -30,17 +30,17 @@ FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
-"""What rank 1 does. `refuse and hang` also hangs while closing."""
+"""Rank 1's action. `refuse and hang` also hangs while closing."""
 
 
-def _one_fails(folder: Path, arguments: Sequence[str], fault: str) -> Outcome:
-    """A process of a run; in step 4 rank 1 fails or hangs."""
-    run, mine = ForwardBackward.run_phase, os.environ["RANK"] == "1"
-    if fault == "refuse and hang" and mine:
+def _run_until_rank_1_fails(folder: Path, arguments: Sequence[str], fault: str) -> Outcome:
+    """Run a process in which rank 1 fails or hangs at step 4."""
+    run, is_rank_1 = ForwardBackward.run_phase, os.environ["RANK"] == "1"
+    if fault == "refuse and hang" and is_rank_1:
         put(ForwardBackward, "close", lambda _: time.sleep(60))
 
     def failing(self: ForwardBackward, step: Step) -> None:
-        if step.index == 4 and mine:
+        if step.index == 4 and is_rank_1:
             (folder / "failed").touch()
             FAULTS[fault]()
         run(self, step)
@@ -52,18 +52,18 @@ def _one_fails(folder: Path, arguments: Sequence[str], fault: str) -> Outcome:
 def run_with_fault(
     folder: Path, ranks: int, fault: str, *words: str
 ) -> tuple[dict[int, str], dict[int, Outcome], float]:
-    """How ranks died, how they ended, and after how many seconds all but a stopped one had ended."""
+    """Return how ranks died, how they ended, and the seconds until all but a stopped one had ended."""
     lost = {1} if fault == "stop" else set()
     try:
-        found = run_ranks(_one_fails, ranks, folder, (*RUN, *words), fault, timeout=60, lost=lost)
-        failures, values = {}, dict(enumerate(found))
-    except RanksFailed as failed:
+        results = run_ranks(_run_until_rank_1_fails, ranks, folder, (*RUN, *words), fault, timeout=60, lost=lost)
+        failures, values = {}, dict(enumerate(results))
+    except RanksFailedError as failed:
         failures, values = failed.failures, failed.values
     return failures, values, time.time() - (folder / "failed").stat().st_mtime
 
 
 def output_lines(outcomes: dict[int, Outcome]) -> list[str]:
-    """The lines that all ranks printed, except the header, those of steps and memory, and warnings of the recipe."""
+    """Return the lines that all ranks printed, without the header, steps, memory, and warnings about the recipe."""
     lines = [line for outcome in outcomes.values() for line in outcome.text.splitlines()]
     return [
         line

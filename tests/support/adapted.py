@@ -30,20 +30,18 @@ class OneStage:
 
 
 def lora(*targets: str, **changes: Any) -> Lora:
-    """LoRA of rank 4 and scale 2."""
+    """Return LoRA of rank 4 and scale 2."""
     settings: dict[str, Any] = {"targets": list(targets), "rank": 4, "alpha": 8.0}
     return Lora(**(settings | changes))
 
 
 def fill_from_seed(seed: int) -> Fill:
-    """Initial values of adapters from a seed."""
+    """Return a fill that draws an adapter's initial values from a seed."""
     return lambda name, parameter, std: fill_normal(parameter.data, derive_seed(seed, name), std)
 
 
 def adapt(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
-    """
-    A whole model with random weights, the same ones whatever the adapters; what these train is not where it begins.
-    """
+    """Return a whole model with random weights, the same for all adapters; adapter weights are random, too."""
     torch.manual_seed(0)
     module = whole(model)
     before: dict[str, Any] = dict(module.named_parameters())

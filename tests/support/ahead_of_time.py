@@ -1,8 +1,8 @@
 """
 Triton's kernels compiled for a GPU that is not there.
 
-Launches go through Triton's own front, which finds out types and what numbers are divisible by; then they are compiled,
-and not run. Run as a program, it compiles all kernels, whole or up to their types, and prints what it found as JSON.
+Launches go through Triton's own front, which determines types and divisors of numbers; then they are compiled, and not
+run. Run as a program, it compiles all kernels, completely or up to their types, and prints the results as JSON.
 """
 
 import json
@@ -30,7 +30,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class NoGpu:
-    """What Triton asks of its driver before it launches."""
+    """The part of a driver that Triton uses before it launches."""
 
     def get_current_target(self) -> GPUTarget:
         return HOPPER
@@ -46,9 +46,9 @@ class NoGpu:
 
 
 class Compiler:
-    """Compiles what is launched, each variety once, and keeps it under the name of its kernel."""
+    """A compiler of launched kernels, each variety once, by the kernel's name."""
 
-    def __init__(self, whole: bool) -> None:
+    def __init__(self, complete: bool) -> None:
         self.compiled: list[tuple[str, Any]] = []
         driver.set_active(NoGpu())
         run, compile_ = JITFunction.run, JITFunction._do_compile
@@ -58,9 +58,9 @@ class Compiler:
             run(kernel, *arguments, grid=grid, warmup=True, **settings)
 
         def compile_whole(kernel: Any, *arguments: Any) -> Any:
-            made = compile_(kernel, *arguments)
-            self.compiled.append((kernel.fn.__name__, made))
-            return made
+            compiled_kernel = compile_(kernel, *arguments)
+            self.compiled.append((kernel.fn.__name__, compiled_kernel))
+            return compiled_kernel
 
         def find_types(
             kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, _: Any
@@ -75,19 +75,19 @@ class Compiler:
             kernel.device_caches[device][0][key] = source
             return source
 
-        JITFunction.run, JITFunction._do_compile = launch, compile_whole if whole else find_types
+        JITFunction.run, JITFunction._do_compile = launch, compile_whole if complete else find_types
 
 
 def usage(kernel: Any) -> dict[str, int]:
-    """Registers and spilled bytes of a thread, shared bytes of a program, warps, and instructions in all."""
+    """Return registers and spilled bytes of a thread, shared bytes of a program, warps, and the instruction count."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         resources = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
         code = subprocess.check_output([TOOLS / "nvdisasm", "-c", file.name], text=True)
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
+    resources_by_name = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
     return {
-        "registers": found["REG"],
-        "spilled": found["STACK"] + found["LOCAL"],
+        "registers": resources_by_name["REG"],
+        "spilled": resources_by_name["STACK"] + resources_by_name["LOCAL"],
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
@@ -96,33 +96,33 @@ def usage(kernel: Any) -> dict[str, int]:
 
 
 def report() -> dict[str, list[dict[str, Any]]]:
-    """All launches compiled whole: what each uses."""
+    """Compile all launches completely, and return their resource usage."""
     from support.kernel_launches import launches
 
-    compiler, found = Compiler(whole=True), {}
+    compiler, usages = Compiler(complete=True), {}
     for name, launch in launches():
         launch()
-        found[name] = [{"kernel": kernel, **usage(made)} for kernel, made in compiler.compiled]
+        usages[name] = [{"kernel": kernel, **usage(compiled_kernel)} for kernel, compiled_kernel in compiler.compiled]
         compiler.compiled.clear()
-    return found
+    return usages
 
 
 def failures() -> dict[str, str]:
-    """What goes wrong when the types of all launches are found out."""
+    """Return the errors of all launches when their types are determined."""
     from support.kernel_launches import launches
 
-    Compiler(whole=False)
-    found = {}
+    Compiler(complete=False)
+    errors = {}
     for name, launch in launches():
         try:
             launch()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def calls() -> dict[str, Callable[[int], object]]:
-    """Launches of operations at any size."""
+    """Return launches of operations at any size."""
     from drawloom.kernels.triton import grouped_gemm, moe_permute, moe_routes, rms_norm, rope, swiglu
 
     weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
@@ -145,18 +145,18 @@ def calls() -> dict[str, Callable[[int], object]]:
 
 
 def varieties() -> dict[str, int]:
-    """How many varieties of each operation's kernels a hundred random sizes take."""
-    compiler, found, sizes = Compiler(whole=False), {}, random.Random(0)
+    """Count the varieties of each operation's kernels that a hundred random sizes need."""
+    compiler, counts, sizes = Compiler(complete=False), {}, random.Random(0)
     for name, call in calls().items():
         for _ in range(100):
             call(sizes.randint(1, 400))
-        found[name] = len(compiler.compiled)
+        counts[name] = len(compiler.compiled)
         compiler.compiled.clear()
-    return found
+    return counts
 
 
 class Launched:
-    """In place of a compiled kernel: it writes down what it is launched with."""
+    """A stand-in for a compiled kernel that records its launches."""
 
     packed_metadata = function = "of no GPU"
 
@@ -169,17 +169,17 @@ class Launched:
 
 
 def _identity(argument: Any) -> Any:
-    """A value, or which tensor or descriptor it is."""
+    """Return a value, or which tensor or descriptor it is."""
     return id(argument) if isinstance(argument, torch.Tensor | TensorDescriptor) else argument
 
 
 def lean_launches() -> dict[str, Any]:
-    """How many launches went past the JIT, and those that differ from what the JIT would have launched."""
+    """Return how many launches bypassed the JIT, and those that differ from the JIT's own launches."""
     from drawloom.kernels.triton import rms_norm, swiglu
     from drawloom.kernels.triton.launch import LeanKernel
     from support.kernel_launches import launches
 
-    Compiler(whole=False)
+    Compiler(complete=False)
     launched: dict[int, Launched] = {}
     by_jit, past_jit, compile_ = JITFunction.run, LeanKernel._launch, LeanKernel._compile
     counts, wrong = {"lean": 0, "by the JIT": 0}, []
@@ -194,7 +194,7 @@ def lean_launches() -> dict[str, Any]:
 
     def launch(self: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
         past_jit(self, grid, *arguments, **constants)
-        hits = [each for each in launched.values() if each.arguments]
+        hits = [launch_record for launch_record in launched.values() if launch_record.arguments]
         if not hits:
             return
         counts["lean"] += 1
@@ -210,8 +210,8 @@ def lean_launches() -> dict[str, Any]:
 
     JITFunction.run, LeanKernel._launch, LeanKernel._compile = run, launch, compiled  # type: ignore[method-assign, assignment]
     for _ in range(2):
-        for _, each in launches():
-            each()
+        for _, launch_record in launches():
+            launch_record()
     sizes = random.Random(0)
     for call in calls().values():
         for _ in range(60):

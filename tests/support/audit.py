@@ -1,4 +1,4 @@
-"""What Python does, by its audit hooks: files that it opens, code that it runs, processes that it starts."""
+"""Python's actions, by its audit hooks: opened files, executed code, started processes."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ CODE = (
 
 @attrs.define
 class Audit:
-    """Records events from `start` to `stop`. A hook can't be removed: use it in a separate process."""
+    """A recorder of events from `start` to `stop`. A hook can't be removed: use it in a separate process."""
 
     inside: list[str]
     found: list[str] = attrs.field(factory=list)
@@ -42,18 +42,18 @@ class Audit:
 
 
 def _is_generated(event: str) -> bool:
-    """Whether this is code that attrs and cattrs generate for drawloom's classes."""
+    """Whether an event is code that attrs and cattrs generate for drawloom's classes."""
     frame = sys._getframe(2)
     return event in ("compile", "exec") and str(frame.f_globals.get("__name__")).split(".")[0] in ("attr", "cattrs")
 
 
 def _real(path: str, *, follow: bool) -> str:
-    """The file that is opened; a link at the end is not followed if the caller did not."""
+    """Return the file that is opened; follow a link at the end only if the caller did."""
     if follow:
         return os.path.realpath(path)
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def places(*folders: Path) -> list[str]:
-    """Folders by their real paths, each with a trailing slash."""
+    """Return folders by their real paths, each with a trailing slash."""
     return [os.path.realpath(folder) + os.sep for folder in folders]

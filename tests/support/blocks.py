@@ -1,4 +1,4 @@
-"""The code blocks of a Markdown page, and what it takes to run them as a reader would, on tiny recipes."""
+"""Code blocks of a Markdown page, run as a reader would run them, on tiny recipes."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from support.runs import Outcome, command
 ROOT = Path(__file__).parents[2]
 
 FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?$")
-MARKER = re.compile(r"^<!-- (?P<kind>not run|from|exit|each anew)(?:[: ]+(?P<value>.+?))? -->$")
+MARKER = re.compile(r"^<!-- (?P<kind>not run|from|exit)(?:[: ]+(?P<value>.+?))? -->$")
 
 # What a page trains takes seconds: models, batches and runs of the shipped recipes are made smaller. A row that no
 # longer fits its recipe fails.
@@ -52,7 +52,7 @@ SIZE = re.compile(rf"^({'|'.join(SIZES)}) = [\d_]+", re.MULTILINE)
 
 @attrs.frozen
 class Block:
-    """A fenced block: the page and line that it begins at, its language, title and text, and the marker before it."""
+    """A fenced block: its page and first line, its language, title and text, and the marker before it."""
 
     page: Path
     line: int
@@ -68,14 +68,14 @@ class Block:
 
 @attrs.frozen
 class Command:
-    """A command of a console block, and the lines that the page shows below it."""
+    """A command in a console block, and the lines that the page shows below it."""
 
     words: str
     shown: list[str]
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, in order."""
+    """Yield a page's fenced blocks in order."""
     lines = page.read_text("utf-8").splitlines()
     marker, begin, opening = None, 0, None
     for number, line in enumerate(lines, 1):
@@ -92,14 +92,14 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """The commands after `$ `, each with the lines up to the next one."""
+    """Yield the commands after `$ `, each with the lines up to the next one."""
     for part in re.split(r"^\$ ", block.text.replace("\\\n", ""), flags=re.MULTILINE)[1:]:
         first, *shown = part.splitlines()
         yield Command(first, shown)
 
 
 def write_recipes(folder: Path) -> None:
-    """The shipped recipes, of which those that train are smaller."""
+    """Write the shipped recipes, with smaller training runs."""
     folder.mkdir()
     for path in (ROOT / "recipes").glob("*.toml"):
         text = path.read_text("utf-8")
@@ -109,9 +109,9 @@ def write_recipes(folder: Path) -> None:
         (folder / path.name).write_text(text, "utf-8")
 
 
-def shorter(recipe: str) -> str:
-    """A recipe of a page with a few steps and a small model."""
-    return SIZE.sub(lambda found: f"{found[1]} = {SIZES[found[1]]}", recipe)
+def shorten(recipe: str) -> str:
+    """Return a page's recipe with a few steps and a small model."""
+    return SIZE.sub(lambda match: f"{match[1]} = {SIZES[match[1]]}", recipe)
 
 
 def run_words(folder: Path, words: Sequence[str], recipes: Path, path: str) -> Outcome:
@@ -131,7 +131,7 @@ def run_source(folder: Path, source: str, recipes: Path) -> Outcome:
     """Run a Python block, and then its test functions; in a process of its own, by `run_ranks`."""
     _use_recipes(recipes)
     os.chdir(folder)
-    with _printed(folder) as text:
+    with _capture_output(folder) as text:
         names = {"__name__": "__main__"}
         exec(compile(source, "block", "exec"), names)
         for name in [name for name in names if name.startswith("test_")]:
@@ -146,7 +146,7 @@ def _use_recipes(recipes: Path) -> None:
 
 def _python(folder: Path, words: Sequence[str]) -> Outcome:
     os.chdir(folder)
-    with _printed(folder) as text:
+    with _capture_output(folder) as text:
         if words[0] == "python":
             runpy.run_path(words[1], run_name="__main__")
             code = 0
@@ -158,8 +158,8 @@ def _python(folder: Path, words: Sequence[str]) -> Outcome:
 
 
 @contextlib.contextmanager
-def _printed(folder: Path) -> Iterator[list[str]]:
-    """What is printed to standard output, once it is over."""
+def _capture_output(folder: Path) -> Iterator[list[str]]:
+    """Yield a list that receives standard output in the end."""
     text = [""]
     with (folder / f"printed-{os.getpid()}").open("w+", encoding="utf-8") as file:
         with contextlib.redirect_stdout(file):
@@ -169,6 +169,6 @@ def _printed(folder: Path) -> Iterator[list[str]]:
 
 
 def split_redirection(words: str) -> tuple[list[str], str]:
-    """The words of a command without its comment, and the file that its output goes to."""
+    """Return a command's words without its comment, and the file that its output goes to."""
     parts = shlex.split(words, comments=True)
     return (parts[: parts.index(">")], parts[parts.index(">") + 1]) if ">" in parts else (parts, "")

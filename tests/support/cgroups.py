@@ -15,7 +15,9 @@ def is_possible(controller: str) -> bool:
 
 @contextmanager
 def group(controller: str, **limits: int) -> Iterator[Path]:
-    """A new group with limits, named as its files are but with `_` for `.`; its processes have ended when it closes."""
+    """
+    Yield a new group with limits, named as its files are but with `_` for `.`; its processes have ended when it closes.
+    """
     path = ROOT / controller / f"drawloom-test-{os.getpid()}"
     path.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Chat templates that write conversations in the ways of published families, and a tokenizer for them."""
+"""Chat templates that write conversations as published families do, and a tokenizer for them."""
 
 import json
 from pathlib import Path
@@ -62,16 +62,16 @@ CONTROL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", 
 
 
 def tokenizer_folder(folder: Path, template: str | None = CHATML) -> Path:
-    """A folder with a byte-level tokenizer that has control tokens, and a chat template."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    """Write a folder with a byte-level tokenizer that has control tokens, and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     text = ["user assistant system hello there\n\n\n good day"] * 20
-    made.train_from_iterator(text, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
-    made.add_special_tokens([AddedToken(token, special=True) for token in CONTROL])
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CONTROL])
     folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     if template is not None:
@@ -80,13 +80,13 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML) -> Path:
 
 
 def open_tokenizer(folder: Path) -> HuggingFaceTokenizer:
-    """The tokenizer of a folder, open."""
+    """Open the tokenizer of a folder."""
     tokenizer = HuggingFaceTokenizer(path=folder)
     tokenizer.open()
     return tokenizer
 
 
 def say(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation of a user and an assistant in turns."""
+    """Return a conversation in turns between a user and an assistant."""
     turns = [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]

@@ -1,4 +1,4 @@
-"""Stateful nodes and a checkpointer of them, for tests in this process and in subprocesses."""
+"""Stateful nodes and a checkpointer for them, for tests in this process and in subprocesses."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,11 +24,9 @@ class StateNode:
     state: dict[str, Any] = attrs.field(factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it was set."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the state."""
         self.state = state
 
 
@@ -45,7 +43,7 @@ class ShardedNode(StateNode):
     names: list[str] | None = None
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        """The entries of the state, or `names` if set; none is a slice."""
+        """Return no slice for each entry of the state, or for `names` if set."""
         return dict.fromkeys(self.state if self.names is None else self.names)
 
 
@@ -58,27 +56,27 @@ class FixedFolder:
 
 @attrs.define
 class SingleRankMesh(MeshView):
-    """One rank in every dimension."""
+    """A mesh of one rank in every dimension."""
 
     world: Group = attrs.field(factory=SingleProcess)
     replicas: Group = attrs.field(factory=SingleProcess)
 
     def group(self, *dimensions: str) -> Group:
-        """A group of one rank; with replicas these."""
+        """Return a group of one rank, or with replicas the given group."""
         return self.replicas if "data_replicate" in dimensions else SingleProcess()
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
-        """Nothing is sharded."""
+        """Return None: nothing is sharded."""
         raise AssertionError
 
     @property
     def sizes(self) -> PerDimension:
-        """1 along every dimension."""
+        """Return size 1 along every dimension."""
         return PerDimension()
 
     @property
     def indices(self) -> PerDimension:
-        """Index 0 along every dimension."""
+        """Return index 0 along every dimension."""
         return PerDimension.of_first_rank()
 
 
@@ -89,16 +87,16 @@ class SingleRankProcesses:
     world_size = local_world_size = node_count = 1
 
     def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
-        """A group of one rank."""
+        """Return a group of one rank."""
         return SingleProcess()
 
     def control_group(self, name: str) -> Group:
-        """A group of one rank."""
+        """Return a group of one rank."""
         return SingleProcess()
 
 
 def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None, **settings: Any) -> Checkpointer:
-    """An open checkpointer of these nodes."""
+    """Return an open checkpointer of these nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = settings.pop("recipe", ResolvedRecipe("format = 1\n", "hash"))
     grown: Any = states
@@ -118,13 +116,13 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A small state that differs at every step."""
+    """Return a small state that differs at every step."""
     generator = torch.Generator().manual_seed(step)
     return {"weight": torch.randn(3, 4, generator=generator), "step": step, "loss": 1 / 3 + step}
 
 
 def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | None = None, **outputs: float) -> None:
-    """Commit a checkpoint of `state_of(step)` for each of these steps, which have these outputs."""
+    """Commit a checkpoint of `state_of(step)` for each step, with these outputs."""
     memory = StateNode()
     node = checkpointer(folder, {"memory": memory}, keep=keep, staging=staging)
     for index in indices:
@@ -133,7 +131,7 @@ def save_steps(folder: Path, *indices: int, keep: int = 100, staging: Stager | N
 
 
 def restore_step(folder: Path) -> int:
-    """Restore, and compare with `state_of(step)`; the step, 0 if there is no checkpoint."""
+    """Restore, compare with `state_of(step)`, and return the step, 0 if there is no checkpoint."""
     memory = StateNode()
     step = checkpointer(folder, {"memory": memory}).restore()
     if step:

@@ -1,4 +1,4 @@
-"""Rows that are not rows of tokens: clips of frames, with leaves of every kind."""
+"""Rows without tokens: clips of frames, with leaves of every kind."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from drawloom.graph import component
 
 
 class Clips(Batch):
-    """Rows of frames with a label, and what all rows share."""
+    """Rows of frames with a label, and a leaf that all rows share."""
 
     frames: dict[str, Tensor] = leaf("tokens")
     labels: Tensor = leaf("rows")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -> float:
-    """The median of a few rounds in milliseconds; no round starts after `at_most` seconds."""
+    """Return the median of a few rounds in milliseconds; no round starts after `at_most` seconds."""
     times: list[float] = []
     while len(times) < rounds and sum(times) < at_most:
         gc.collect()
@@ -21,16 +21,16 @@ def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -
 
 
 def by_turns_ms(*functions: Callable[[], Any], rounds: int = 9) -> list[float]:
-    """The medians of functions that run by turns: what else the machine does slows all of them alike."""
+    """Return medians of functions that run by turns: other work on the machine slows all of them alike."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        for function, taken in zip(functions, times, strict=True):
-            taken.append(cpu_ms(function, rounds=1))
-    return [statistics.median(taken) for taken in times]
+        for function, milliseconds in zip(functions, times, strict=True):
+            milliseconds.append(cpu_ms(function, rounds=1))
+    return [statistics.median(milliseconds) for milliseconds in times]
 
 
 def program_ms(command: Sequence[str], rounds: int = 3) -> tuple[float, float]:
-    """The median wall and CPU time of a program, in milliseconds; its output is discarded."""
+    """Return a program's median wall and CPU time in milliseconds; its output is discarded."""
     walls, cpus = [], []
     for _ in range(rounds):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The remains of a crash at any system call of some saves, and what is restored from them."""
+"""The folders left by a crash at any system call of some saves, and the step that is restored from them."""
 
 import os
 import shutil
@@ -21,8 +21,9 @@ LOST = -1  # a checkpoint that can't be restored, or that has the state of anoth
 @attrs.frozen
 class Remains:
     """
-    After a crash: the committed step, the restored step, and the folder's names then. `torn` is whether an invalid
-    folder had the name of a step.
+    The committed step, the restored step, and the folder's names after a crash.
+
+    `torn` is whether an invalid folder had the name of a step.
     """
 
     committed: int
@@ -39,49 +40,49 @@ def save_two(folder: Path, staging: bool, committed: Callable[[int], None]) -> N
 
 
 def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> list[Remains]:
-    """Two saves with retention in a process that is killed at each of its calls in turn; runs in a separate process."""
+    """Kill a process with two saves and retention at each of its calls in turn; runs in a separate process."""
     MUTATIONS[mutation]()
     save_steps(base / "good", 1, 2, keep=2)
-    found: list[Remains] = []
+    remains_by_call: list[Remains] = []
     while True:
         folder, note = base / "run", base / "committed"
         shutil.copytree(base / "good", folder)
         note.write_bytes(b"\x02")
         child = os.fork()
         if child == 0:
-            with watch_calls(kill_at(len(found) + 1, half=len(found) % 2 == 1)):
+            with watch_calls(kill_at(len(remains_by_call) + 1, half=len(remains_by_call) % 2 == 1)):
                 save_two(folder, staging, partial(_note, note))
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        found.append(remains(folder, note.read_bytes()[0]))
+        remains_by_call.append(remains(folder, note.read_bytes()[0]))
         shutil.rmtree(folder)
         if not os.WIFSIGNALED(status):
-            return found
+            return remains_by_call
 
 
 def cut_everywhere(base: Path, mutation: str = "nothing") -> list[Remains]:
-    """The same with a power cut after each call, for each folder that it could leave; runs in a separate process."""
+    """Cut the power after each call, for each folder that a cut could leave; runs in a separate process."""
     MUTATIONS[mutation]()
     save_steps(base / "good", 1, 2, keep=2)
     folder = base / "run"
     shutil.copytree(base / "good", folder)
-    shadow, found, committed = Shadow(folder), list[Remains](), [2]
+    shadow, remains_by_cut, committed = Shadow(folder), list[Remains](), [2]
 
     def done(call: object) -> None:
         shadow.done(call)  # type: ignore[arg-type]
         for number in range(shadow.cuts()):
-            places.append(base / f"cut-{len(places)}")
-            shadow.leave(places[-1], number)
+            left_folders.append(base / f"cut-{len(left_folders)}")
+            shadow.leave(left_folders[-1], number)
             commits.append(committed[0])
 
-    places: list[Path] = []
+    left_folders: list[Path] = []
     commits: list[int] = []
     with watch_calls(lambda _: None, done):
         save_two(folder, False, lambda step: committed.__setitem__(0, step))
-    for place, step in zip(places, commits, strict=True):
-        found.append(remains(place, step))
-        shutil.rmtree(place)
-    return found
+    for left_folder, step in zip(left_folders, commits, strict=True):
+        remains_by_cut.append(remains(left_folder, step))
+        shutil.rmtree(left_folder)
+    return remains_by_cut
 
 
 def _note(path: Path, step: int) -> None:
@@ -91,7 +92,7 @@ def _note(path: Path, step: int) -> None:
 
 
 def remains(folder: Path, committed: int) -> Remains:
-    """The remains of a folder in which this step had been committed."""
+    """Return the remains of a folder in which this step was committed."""
     torn = not all(map(is_valid, (folder / "checkpoints").glob("step-*")))
     try:
         step = restore_step(folder)

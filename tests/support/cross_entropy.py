@@ -14,7 +14,7 @@ def exact_losses(hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int =
 
 
 def random_targets(shape: tuple[int, ...], words: int) -> Tensor:
-    """Return random targets of a shape, of which every fourth is ignored."""
+    """Return random targets of a shape; every fourth target is ignored."""
     targets = torch.randint(words, shape)
     targets.view(-1)[::4] = -100
     return targets.to(DEVICE)

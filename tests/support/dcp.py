@@ -9,11 +9,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 
 def begin_save(state: dict[str, Any], path: Path, stager: Any = None) -> Any:
-    """The result of torch's `async_save`: a future, or two of them if the stager returns one."""
+    """Return the result of torch's `async_save`: a future, or two of them if the stager returns one."""
     return async_save(state, checkpoint_id=path, async_stager=stager, no_dist=True)
 
 
 def load_checkpoint(like: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The content of a torch checkpoint, loaded into tensors like these."""
+    """Load a torch checkpoint into tensors like these."""
     load(like, checkpoint_id=path, no_dist=True)
     return like

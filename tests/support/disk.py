@@ -26,9 +26,9 @@ Seen = Callable[[Call], None]
 
 
 @contextmanager
-def watch_calls(seen: Seen, done: Seen | None = None) -> Iterator[None]:
-    """Call `seen` before and `done` after each system call that changes files, in any thread."""
-    before = {name: getattr(os, name) for name in CALLS}
+def watch_calls(before: Seen, after: Seen | None = None) -> Iterator[None]:
+    """Call `before` and `after` around each system call that changes files, in any thread."""
+    originals = {name: getattr(os, name) for name in CALLS}
     lock = threading.RLock()
     busy = [False]  # with a call that was seen: what is done about it is not watched itself
 
@@ -36,14 +36,14 @@ def watch_calls(seen: Seen, done: Seen | None = None) -> Iterator[None]:
         def call(*arguments: Any, **named: Any) -> Any:
             with lock:  # one after another, so that their order is that in which they are seen
                 if busy[0] or (name == "open" and not arguments[1] & os.O_CREAT):
-                    return before[name](*arguments, **named)
-                found = Call(name, _path(arguments[0], named.get("dir_fd")), arguments)
+                    return originals[name](*arguments, **named)
+                call_made = Call(name, _path(arguments[0], named.get("dir_fd")), arguments)
                 busy[0] = True
                 try:
-                    seen(found)
-                    result = before[name](*arguments, **named)
-                    if done is not None:
-                        done(found)
+                    before(call_made)
+                    result = originals[name](*arguments, **named)
+                    if after is not None:
+                        after(call_made)
                 finally:
                     busy[0] = False
                 return result
@@ -55,12 +55,12 @@ def watch_calls(seen: Seen, done: Seen | None = None) -> Iterator[None]:
             setattr(os, name, wrap(name))
         yield
     finally:
-        for name, call in before.items():
+        for name, call in originals.items():
             setattr(os, name, call)
 
 
 def kill_at(number: int, *, half: bool = False) -> Seen:
-    """Kills this process at its n-th call; with `half`, after half of a write."""
+    """Return a watcher that kills this process at its n-th call; with `half`, after half of a write."""
     count = 0
 
     def seen(call: Call) -> None:
@@ -77,7 +77,7 @@ def kill_at(number: int, *, half: bool = False) -> Seen:
 
 @attrs.define
 class FailAt:
-    """Makes the n-th call fail once with this errno; `hit` is the call that failed."""
+    """A watcher that makes the n-th call fail once with this errno; `hit` is the call that failed."""
 
     number: int
     code: int
@@ -101,7 +101,7 @@ def _path(first: Any, folder: int | None) -> str:
 
 @attrs.define(eq=False)
 class File:
-    """The content of a file for programs, and its content on disk."""
+    """A file's content for programs, and its content on disk."""
 
     seen: bytes = b""
     lasting: bytes = b""
@@ -109,7 +109,7 @@ class File:
 
 @attrs.define(eq=False)
 class Folder:
-    """The entries of a folder for programs, and each state since the last one that is on disk for certain."""
+    """A folder's entries for programs, and each state since the last one that is certainly on disk."""
 
     seen: dict[str, "File | Folder"] = attrs.field(factory=dict)
     lasting: list[dict[str, "File | Folder"]] = attrs.field(factory=lambda: [{}])
@@ -128,7 +128,7 @@ class Shadow:
     """
     A model of a folder after a power cut.
 
-    Data written to a file and not fsynced since is lost. Of changes to a folder since its last fsync, any number may
+    Data written to a file and not fsynced since is lost. Any number of changes to a folder since its last fsync may
     have reached the disk, in the order in which they were made.
     """
 
@@ -137,7 +137,7 @@ class Shadow:
         self.root = _as_lasting(root)
 
     def done(self, call: Call) -> None:
-        """Record a call that was made."""
+        """Record a call that returned."""
         where = os.path.relpath(call.path, self._place)
         if where.startswith(".."):
             return
@@ -162,27 +162,27 @@ class Shadow:
                 self._sync(self._folder(where) if where == "." else folder.seen[name])
 
     def cuts(self) -> int:
-        """The number of different folders that a power cut could leave now, as far as they are tried."""
+        """Return the number of different folders that a power cut could leave now, as far as they are tried."""
         return max(len(folder.lasting) for folder in _folders(self.root))
 
     def leave(self, where: Path, number: int) -> None:
-        """Write the folder that a power cut leaves: each folder in the state of this number, or its newest."""
+        """Write the folder that a power cut leaves: each folder in the state with this number, or its newest."""
         _leave(self.root, where, number)
 
     def _folder(self, path: str) -> Folder:
-        found = self.root
+        folder = self.root
         for name in path.split(os.sep) if path not in ("", ".") else []:
-            part = found.seen[name]
+            part = folder.seen[name]
             if not isinstance(part, Folder):
                 raise NotADirectoryError(path)
-            found = part
-        return found
+            folder = part
+        return folder
 
-    def _sync(self, what: File | Folder) -> None:
-        if isinstance(what, Folder):
-            what.sync()
+    def _sync(self, entry: File | Folder) -> None:
+        if isinstance(entry, Folder):
+            entry.sync()
         else:
-            what.lasting = what.seen
+            entry.lasting = entry.seen
 
 
 def _as_lasting(root: Path) -> Folder:

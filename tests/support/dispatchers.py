@@ -1,4 +1,4 @@
-"""Experts that several ranks share out, beside one rank with all experts and tokens."""
+"""Experts partitioned over several ranks, beside one rank with all experts and tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ CHOICES: dict[str, list[list[list[int]]]] = {
 
 
 def experts_of(**changes: Any) -> Experts:
-    """The experts of a layer in float64, on the meta device."""
+    """Build a layer's experts in float64 on the meta device."""
     model = sparse(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=5, **changes)
     with torch.device("meta"):
         spec: Any = model.architecture.mlp_of(0)
@@ -37,13 +37,13 @@ def experts_of(**changes: Any) -> Experts:
 
 
 def weight(name: str) -> Tensor:
-    """A whole parameter."""
+    """Return a whole parameter."""
     shape = experts_of().get_parameter(name).shape
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
 
 
 def inputs(chosen: list[list[list[int]]], rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden states, choices and probabilities of a rank's tokens."""
+    """Return the hidden states, choices and probabilities of a rank's tokens."""
     generator = torch.Generator().manual_seed(rank)
     count = len(chosen[rank])
     hidden = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
@@ -52,25 +52,25 @@ def inputs(chosen: list[list[list[int]]], rank: int) -> tuple[Tensor, Tensor, Te
 
 
 def run_experts(module: Experts, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
-    """What experts give, and the gradients of all that it is made of."""
+    """Return the experts' result and the gradients of their inputs and parameters."""
     result = module(hidden, chosen, probabilities)
     result.backward(result.detach().cos())
     grads = {name: part.grad for name, part in module.named_parameters()}
-    found = {"result": result.detach(), "hidden": hidden.grad, "probabilities": probabilities.grad, **grads}
-    assert all(each is not None for each in found.values())
-    return found
+    tensors = {"result": result.detach(), "hidden": hidden.grad, "probabilities": probabilities.grad, **grads}
+    assert all(tensor is not None for tensor in tensors.values())
+    return tensors
 
 
 Results = dict[str, list[dict[str, Tensor]]]
 
 
 def run_on_ranks(dispatcher: Callable[..., Dispatcher]) -> Results:
-    """What each of three ranks, with two experts each, finds for each entry of CHOICES, one after another."""
-    each = run_ranks(_of_rank, RANKS, dispatcher)
-    return {name: [found[place] for found in each] for place, name in enumerate(CHOICES)}
+    """Return, by name of an entry in CHOICES, the results of three ranks with two experts each."""
+    results_by_rank = run_ranks(_run_choices, RANKS, dispatcher)
+    return {name: [results[index] for results in results_by_rank] for index, name in enumerate(CHOICES)}
 
 
-def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
+def _run_choices(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -79,7 +79,7 @@ def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
         brings = dispatcher(kernels=cpu_kernels(), mesh=mesh)
         with torch.inference_mode():  # an evaluation may come before the first step
             brings.dispatch(*inputs(CHOICES["every expert"], mesh.world.rank), EXPERTS)
-        found = []
+        results = []
         for chosen in CHOICES.values():
             module = experts_of()
             use_dispatcher(module, brings)
@@ -87,19 +87,19 @@ def _of_rank(dispatcher: Callable[..., Dispatcher]) -> list[dict[str, Tensor]]:
             module.to_empty(device="cpu")
             for name, split in splits.items():
                 module.get_parameter(name).data.copy_(weight(name)[split.tensor_slice.index()])
-            found.append(run_experts(module, *inputs(chosen, mesh.world.rank)))
-        return found
+            results.append(run_experts(module, *inputs(chosen, mesh.world.rank)))
+        return results
     finally:
         processes.close()
 
 
 def assert_equal_to_one_rank(name: str, parts: list[dict[str, Tensor]]) -> None:
-    """The parts of an entry of CHOICES, joined, are the results and gradients of one rank."""
-    given = [inputs(CHOICES[name], rank) for rank in range(RANKS)]
+    """Assert that the joined parts of an entry in CHOICES equal the results and gradients on one rank."""
+    inputs_by_rank = [inputs(CHOICES[name], rank) for rank in range(RANKS)]
     module = experts_of().to_empty(device="cpu")
     for key, parameter in module.named_parameters():
         parameter.data.copy_(weight(key))
-    joined = [torch.cat([each[place].detach() for each in given]) for place in range(3)]
+    joined = [torch.cat([tensors[index].detach() for tensors in inputs_by_rank]) for index in range(3)]
     whole = run_experts(module, joined[0].requires_grad_(), joined[1], joined[2].requires_grad_())
     for key, expected in whole.items():
         torch.testing.assert_close(torch.cat([part[key] for part in parts]), expected, rtol=1e-13, atol=1e-14)

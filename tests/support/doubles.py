@@ -13,7 +13,7 @@ from drawloom.components.ports.stages import Stage
 
 @attrs.frozen
 class Machine:
-    """A device, of which `used` bytes were in use at most."""
+    """A device with a peak of `used` bytes in use."""
 
     device: torch.device = torch.device("cpu")
     used: int = 0
@@ -25,7 +25,7 @@ class Machine:
 
 @attrs.frozen
 class FixedStages:
-    """Stages of these modules, into which adapters may have been injected."""
+    """Stages with these modules, into which adapters may have been injected."""
 
     modules: Sequence[nn.Module]
     adapters: Sequence[Any] = ()

@@ -1,4 +1,4 @@
-"""Recipes of small models, and meshes for them, drawn at random from all that components offer."""
+"""Random recipes of small models, and meshes for them, drawn from all settings that components offer."""
 
 import math
 from random import Random
@@ -12,13 +12,13 @@ SCHEDULES = (
     *("zero_bubble_v", "v_half", "v_min", "dual_pipe_v", "circular", "auto"),
 )
 OPTIMIZERS = {"adamw": "1e-2", "adam": "1e-2", "sgd": "0.1", "muon": "1e-2"}
-"""The learning rate of each."""
+"""Learning rates by optimizer."""
 OF_EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=8")
 
 
 @attrs.frozen
 class Drawn:
-    """What is computed, as words of a command line, and of which kind of model and optimizer."""
+    """A recipe as words of a command line, with its kind of model and optimizer."""
 
     family: str
     optimizer: str
@@ -30,7 +30,7 @@ class Drawn:
 
 
 def recipe(draw: Random) -> Drawn:
-    """A model with its optimizer, loss, clipping, packing, recomputation and adapters, in float64."""
+    """Draw a model with its optimizer, loss, clipping, packing, recomputation and adapters, in float64."""
     family, optimizer = draw.choice(FAMILIES), draw.choice(list(OPTIMIZERS))
     words = [
         f"model.use=model.{family}",
@@ -50,10 +50,10 @@ def recipe(draw: Random) -> Drawn:
         words += [f"optimizer.groups=[{groups}]"]
     words += draw.choice(([], [], _clip_value(), _clip_norm(draw)))
     words += draw.choice(([], [], ["loss.use=loss.dft"], ["loss.z_loss=0.01"], ["loss.label_smoothing=0.1"]))
-    words += draw.choice(([], [], *([f"stages.recompute={what}"] for what in ("blocks", "selective", "2"))))
+    words += draw.choice(([], [], *([f"stages.recompute={policy}"] for policy in ("blocks", "selective", "2"))))
     if draw.random() < 0.3:
-        how = draw.choice(("best_fit", "first_fit", "padded"))
-        words += [f"packing.use=data.packing.{how}", f"packing.length={LENGTH}"]
+        packing = draw.choice(("best_fit", "first_fit", "padded"))
+        words += [f"packing.use=data.packing.{packing}", f"packing.length={LENGTH}"]
     if frozen:
         words += ['stages.adapters=["@adapters.*"]', "adapters.lora.use=adapters.lora"]
         words += ['adapters.lora.targets=["q_proj", "v_proj", "o_proj"]']
@@ -63,7 +63,7 @@ def recipe(draw: Random) -> Drawn:
 
 
 def _sizes(draw: Random, family: str) -> list[str]:
-    """What only models of this family have."""
+    """Draw the sizes that only models of this family have."""
     width = f"model.intermediate_size={draw.choice((24, 24, 30))}"
     match family:
         case "qwen3.moe":
@@ -89,7 +89,7 @@ def _clip_norm(draw: Random) -> list[str]:
 
 
 def mesh(draw: Random, drawn: Drawn) -> tuple[int, tuple[str, ...]]:
-    """Ranks, and how they share a recipe; most of these meshes fit it."""
+    """Draw ranks and mesh sizes for a recipe; most of these meshes fit it."""
     factors = draw.choice(((2,), (3,), (2, 2), (2, 2)))
     sizes = dict.fromkeys(("pipeline", "data_replicate", "data_shard", "context", "tensor"), 1)
     for factor in factors:

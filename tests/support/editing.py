@@ -1,4 +1,4 @@
-"""A recipe is typed letter by letter, as a person would, and what the editor shows is written down."""
+"""A recipe typed letter by letter, as a user would, with a record of what the editor shows."""
 
 import tempfile
 from pathlib import Path
@@ -18,17 +18,17 @@ class Session:
         self.editor, self.text, self.lines = editor, "", list[str]()
 
     def type(self, text: str) -> None:
-        """Type letters at the end; records the problems after the last one, and how many there were at most."""
-        most = 0
+        """Type letters at the end; record the problems after the last letter, and the highest count of problems."""
+        peak = 0
         for letter in text:
             self.text += letter
-            most = max(most, len(self.editor.type(NAME, self.text)))
+            peak = max(peak, len(self.editor.type(NAME, self.text)))
         self.lines += [f"| {line}" for line in text.splitlines()]
         self._show("problem", self.editor.problems(NAME))
-        self.lines.append(f"  (at most {most} at once)")
+        self.lines.append(f"  (at most {peak} at once)")
 
     def complete(self, accept: str) -> None:
-        """Ask what may come at the end, and take one of it."""
+        """Ask for completions at the end, and accept one."""
         items = sorted(self._ask("completion").items, key=lambda item: item.sort_text)
         self._show("offered", [f"{item.label}  {item.detail}".rstrip() for item in items if item.sort_text[0] == "0"])
         edit: Any = next(item.text_edit for item in items if item.label == accept)
@@ -43,25 +43,29 @@ class Session:
 
     def define(self, at: str) -> None:
         """Go to a definition."""
-        places = self.editor.ask("definition", NAME, at)
-        self._show(f"definition {at}", [f"{Path(place.uri).name}:{place.range.start.line + 1}" for place in places])
+        locations = self.editor.ask("definition", NAME, at)
+        self._show(
+            f"definition {at}", [f"{Path(location.uri).name}:{location.range.start.line + 1}" for location in locations]
+        )
 
     def rename(self, at: str, new: str) -> None:
         """Rename something, in this document and in others."""
         edits = self.editor.ask("rename", NAME, at, new_name=new).changes
-        found = [f"{Path(uri).name}:{edit.range}" for uri, all_of in edits.items() for edit in all_of]
-        self._show(f"rename {at} to {new}", found)
+        edits_shown = [
+            f"{Path(uri).name}:{edit.range}" for uri, edits_of_file in edits.items() for edit in edits_of_file
+        ]
+        self._show(f"rename {at} to {new}", edits_shown)
 
     def _ask(self, method: str) -> Any:
         line, column = self.text.count("\n"), len(self.text) - self.text.rfind("\n") - 1
         return self.editor.ask_at(method, NAME, lsp.Position(line, column))
 
-    def _show(self, what: str, lines: list[str]) -> None:
-        self.lines += [f"  {what}: {line}" for line in lines or ["none"]]
+    def _show(self, request: str, lines: list[str]) -> None:
+        self.lines += [f"  {request}: {line}" for line in lines or ["none"]]
 
 
 def record() -> str:
-    """A recipe of the shop from its first letter on, with a base beside it."""
+    """Type a recipe of the shop from its first letter on, with a base beside it; return the record."""
     with tempfile.TemporaryDirectory() as folder, Editor(Path(folder).resolve()) as editor:
         base = 'extends = "small"\n\n[kiosk]\nuse = "pages.plain"\ntitle = "Kiosk"\n'
         (Path(folder) / "base.toml").write_text(base, "utf-8")

@@ -1,4 +1,4 @@
-"""An editor without a screen: a client of the language server, which talks to it over pipes."""
+"""An editor without a screen: a client that talks to the language server over pipes."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ Write = Callable[[str, str], Path]
 """Types a text into a document; returns its path."""
 
 Point = Callable[[str], Meaning]
-"""Types a text with a bar into `mine.toml`; returns what is at the bar."""
+"""Types a text with a bar into `mine.toml`; returns the answer at the bar."""
 
 ROOT = Path(__file__).parents[2]
 SHOP = "from drawloom.graph.project import Project; from drawloom.graph.lsp.server import serve;"
@@ -30,7 +30,7 @@ SECONDS = 60
 
 class Editor:
     """
-    Opens a folder, and documents in it by name. The server is `drawloom lsp`, or the shop's.
+    A folder in which documents are opened by name. The server is `drawloom lsp`, or the shop's.
 
     Positions are given by a text with a bar where the cursor is: `lr|`, which must be in the document once.
     """
@@ -75,7 +75,9 @@ class Editor:
         self.diagnostics[Path(params.uri).name] = params.diagnostics
 
     def type(self, name: str, text: str) -> list[str]:
-        """Replace the whole text of a document, which is opened first; the problems that the server marks then."""
+        """
+        Replace the whole text of a document, which is opened first; return the problems that the server then marks.
+        """
         uri, self._version = self._uri(name), self._version + 1
         if name in self.texts:
             document = lsp.VersionedTextDocumentIdentifier(self._version, uri)
@@ -94,27 +96,29 @@ class Editor:
         self.client.text_document_did_close(lsp.DidCloseTextDocumentParams(identifier))
 
     def save_elsewhere(self, name: str, text: str) -> None:
-        """Write a file as another program does, and tell the server of it."""
+        """Write a file as another program does, and notify the server."""
         (self.folder / name).write_text(text, "utf-8")
         event = lsp.FileEvent(self._uri(name), lsp.FileChangeType.Changed)
         self.client.workspace_did_change_watched_files(lsp.DidChangeWatchedFilesParams([event]))
 
     def problems(self, name: str) -> list[str]:
-        """What is marked in a document after all that was sent: `line:column-line:column message`, from 0."""
-        self._run(self._answered())
-        return [f"{_shown(one.range)} {one.message}" for one in self.diagnostics.get(name, ())]
+        """Return the problems marked in a document after all messages: `line:column-line:column message`, from 0."""
+        self._run(self._wait_for_answer())
+        return [
+            f"{_format_range(diagnostic.range)} {diagnostic.message}" for diagnostic in self.diagnostics.get(name, ())
+        ]
 
-    async def _answered(self) -> None:
+    async def _wait_for_answer(self) -> None:
         """Wait for an answer to a request, even if it is a refusal: the server answers in order."""
         with suppress(JsonRpcMethodNotFound):
             await self.client.protocol.send_request_async("drawloom/nothing", None)
 
     def ask(self, method: str, name: str, at: str, **more: Any) -> Any:
-        """The answer to a request that has a position, such as `hover`."""
+        """Return the answer to a request that has a position, such as `hover`."""
         return self.ask_at(method, name, self._position(name, at), **more)
 
     def ask_at(self, method: str, name: str, position: lsp.Position, **more: Any) -> Any:
-        """The same at a line and column, from 0."""
+        """Return the answer to a request at a line and column, from 0."""
         identifier = lsp.TextDocumentIdentifier(self._uri(name))
         kind = {"references": lsp.ReferenceParams}.get(method)
         kind = kind or getattr(lsp, f"{method.title().replace('_', '')}Params")
@@ -132,5 +136,5 @@ class Editor:
         return (self.folder / name).as_uri()
 
 
-def _shown(at: lsp.Range) -> str:
+def _format_range(at: lsp.Range) -> str:
     return f"{at.start.line}:{at.start.character}-{at.end.line}:{at.end.character}"

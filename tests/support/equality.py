@@ -1,4 +1,4 @@
-"""Equality to the bit."""
+"""Bitwise equality."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """Trees with the same tensors, to the bit, and the same numbers."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_equal(value, other[key])
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other)
+def assert_equal(first: Any, second: Any) -> None:
+    """Assert that two trees have bitwise the same tensors, and the same numbers."""
+    if isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert_equal(value, second[key])
+    elif isinstance(first, Tensor):
+        assert first.dtype == second.dtype and torch.equal(first, second)
     else:
-        assert one == other
+        assert first == second

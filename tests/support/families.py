@@ -1,4 +1,4 @@
-"""Families of models beside transformers: numbers, and files in both directions."""
+"""Model families beside transformers: numbers, and files in both directions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,31 +34,33 @@ CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def small(kind: type[DecoderBuilder], **changes: Any) -> DecoderBuilder:
-    """A small model of a family, with other sizes if given."""
+    """Return a small model of a family, with changed sizes."""
     return kind(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
 def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> None:
-    """Logits, losses of packed documents, and the gradient of every parameter are those of transformers."""
+    """Assert that logits, losses over packed documents, and every parameter's gradient equal those of transformers."""
     torch.manual_seed(0)
     module = whole(model)
-    theirs = twin(model, persistent_tensors(module))
+    reference = twin(model, persistent_tensors(module))
     tokens, targets = torch.randint(model.vocab_size, (2, 2, length))
     targets[0, 3] = IGNORE_INDEX
     logits = logits_of(module, tokens, one_document(2, length))
-    torch.testing.assert_close(logits, theirs(tokens).logits, **CLOSE)
+    torch.testing.assert_close(logits, reference(tokens).logits, **CLOSE)
     lengths = [[length], [7, length - 7]]
-    rows = [theirs(part[None]).logits[0] for row, ends in zip(tokens, lengths, strict=True) for part in row.split(ends)]
+    rows = [
+        reference(part[None]).logits[0] for row, ends in zip(tokens, lengths, strict=True) for part in row.split(ends)
+    ]
     wanted = F.cross_entropy(torch.cat(rows), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     losses = losses_of(module, tokens, pack_documents(lengths), targets)
     torch.testing.assert_close(losses.flatten(), wanted, **CLOSE)
-    ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
-    grads = as_in_transformers(model, dict(zip(ours, gradients(losses.sum(), ours), strict=True)), others)
-    assert grads.keys() == others.keys()
-    for name, other in zip(others, gradients(wanted.sum(), others), strict=True):
-        assert bool(other.any()), name
-        size = max(1.0, float(other.abs().max()))  # sums of many terms round by their size
-        torch.testing.assert_close(grads[name] / size, other / size, **CLOSE)
+    ours, reference_parameters = dict(module.named_parameters()), dict(reference.named_parameters())
+    grads = as_in_transformers(model, dict(zip(ours, gradients(losses.sum(), ours), strict=True)), reference_parameters)
+    assert grads.keys() == reference_parameters.keys()
+    for name, expected in zip(reference_parameters, gradients(wanted.sum(), reference_parameters), strict=True):
+        assert bool(expected.any()), name
+        size = max(1.0, float(expected.abs().max()))  # sums of many terms round by their size
+        torch.testing.assert_close(grads[name] / size, expected / size, **CLOSE)
 
 
 def gradients(total: Tensor, parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
@@ -96,23 +98,23 @@ def assert_operations_are_those_that_torch_counts(model: DecoderBuilder, experts
 
 
 def assert_all_projections_are_adapted(model: DecoderBuilder) -> None:
-    """LoRA on `*_proj` adapts exactly the linear layers of layers that have these names in transformers."""
+    """LoRA adapts the linear layers inside of layers by their names in transformers."""
     module = whole(model)
     theirs = twin(model, persistent_tensors(module))
-    names = {name for name, layer in theirs.named_modules() if isinstance(layer, nn.Linear) and name.endswith("_proj")}
-    trained = {name for name, part in adapt(model, lora("*_proj")).named_parameters() if part.requires_grad}
+    names = {name for name, layer in theirs.named_modules() if isinstance(layer, nn.Linear) and "_proj" in name}
+    trained = {name for name, part in adapt(model, lora(*sorted(names))).named_parameters() if part.requires_grad}
     assert trained >= {f"{name}.lora_{factor}" for name in names for factor in "AB"}
 
 
 def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:
-    """What transformers saves is read as the same model, and what is exported transformers loads as the same."""
+    """Assert that files saved by transformers load as the same model, and that transformers loads our exports."""
     from transformers import AutoModelForCausalLM
 
     kinds: Any = AutoModelForCausalLM
     torch.manual_seed(0)
     module = whole(model)
-    theirs = twin(model, persistent_tensors(module))
-    theirs.save_pretrained(folder / "theirs")
+    reference = twin(model, persistent_tensors(module))
+    reference.save_pretrained(folder / "theirs")
     read = type(model)(kernels=cpu_kernels(), config=folder / "theirs")
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())
     again = read.build(LayerRange(0, read.num_hidden_layers, embedding=True, head=True))

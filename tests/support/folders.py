@@ -1,4 +1,4 @@
-"""Run folders of tests."""
+"""Run folders for tests."""
 
 from pathlib import Path
 
@@ -7,6 +7,6 @@ import attrs
 
 @attrs.frozen
 class Folder:
-    """A run folder, as the port has it."""
+    """A run folder that implements the port."""
 
     folder: Path

@@ -1,4 +1,4 @@
-"""What `drawloom check` prints for a recipe, as a person would see it."""
+"""The output of `drawloom check` for a recipe, as a user sees it."""
 
 import contextlib
 import io
@@ -18,10 +18,10 @@ FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"
 
 def run_check(recipe: Path) -> str:
     """
-    The exit code, what went to stderr, and what went to stdout.
+    Return the exit code, and the text written to stderr and stdout.
 
-    First lines such as `# project: shop` and `# arguments: clip.max_norm=0` name another project than drawloom's
-    and give the rest of the command line.
+    First lines such as `# project: shop` and `# arguments: clip.max_norm=0` name another project than drawloom's and
+    give the rest of the command line.
     """
     stdout, stderr = io.StringIO(), io.StringIO()
     with _beside(recipe), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
@@ -33,7 +33,7 @@ def run_check(recipe: Path) -> str:
 
 
 def resolve_recipe(recipe: Path) -> str:
-    """The resolved recipe of one that is good."""
+    """Return the resolved text of a valid recipe."""
     project, words = project_of(recipe), split_words(_directive(recipe, "arguments").split())[1]
     with _beside(recipe):
         graph = project.graph(project.load(recipe.name, words=words))
@@ -43,13 +43,13 @@ def resolve_recipe(recipe: Path) -> str:
 
 
 def project_of(recipe: Path) -> Project:
-    """The project that a recipe is for."""
+    """Return the project that a recipe is for."""
     return Project.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "project")])
 
 
 def _directive(recipe: Path, name: str) -> str:
-    found = re.search(f"^# {name}: (.*)", recipe.read_bytes()[:200].decode("utf-8", "replace"), re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(f"^# {name}: (.*)", recipe.read_bytes()[:200].decode("utf-8", "replace"), re.MULTILINE)
+    return match[1] if match else ""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Runs on GPUs, by the commands that a person types, each in processes of its own."""
+"""Runs on GPUs, by the commands that a user types, each in processes of its own."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ LIMIT = 300.0  # seconds; the first run on a machine compiles
 
 
 @attrs.frozen
-class Ended:
-    """How a command ended: the exit code of its first process, what all printed, and after how many seconds."""
+class EndedCommand:
+    """A command's result: the exit code of its first process, the output of all, and its seconds."""
 
     code: int
     text: str
@@ -26,12 +26,12 @@ class Ended:
 
 def drawloom_run(
     folder: Path, *words: str, processes: int = 1, command: str = "run", kill_after: int | None = None
-) -> Ended:
+) -> EndedCommand:
     """
     Run `drawloom COMMAND WORDS` in a folder, by torchrun if in several processes.
 
-    With `kill_after` all its processes are killed (SIGKILL) once its run, whose name stands in `run.name=NAME`, has
-    written down so many steps. AssertionError if it ended before that, or does not end in time.
+    With `kill_after` all its processes are killed (SIGKILL) once its run, named by `run.name=NAME`, has tracked this
+    many steps. AssertionError if it ends before that, or does not end in time.
     """
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     arguments = [sys.executable, "-m", *(torchrun if processes > 1 else []), "drawloom", command, *words]
@@ -50,7 +50,7 @@ def drawloom_run(
             finally:
                 _kill(process.pid)
         printed.seek(0)
-        return Ended(code, printed.read().decode("utf-8", "replace"), time.monotonic() - began)
+        return EndedCommand(code, printed.read().decode("utf-8", "replace"), time.monotonic() - began)
 
 
 def _name(words: tuple[str, ...]) -> str:
@@ -66,7 +66,7 @@ def _await_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _kill(process: int) -> None:
-    """Kill a process and all that it has started, in whatever session: torchrun's workers have one each."""
+    """Kill a process and all that it has started, in whatever session: each of torchrun's workers has its own."""
     for pid in [*_descendants(process), process]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

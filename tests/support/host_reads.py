@@ -1,4 +1,4 @@
-"""What makes the host wait for a GPU, found on a CPU: every read of a tensor's value."""
+"""Detects on a CPU what would make the host wait for a GPU: every read of a tensor's value."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.d
 
 
 class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, `.item()`, `.tolist()`, `bool(tensor)` and shapes that depend on values are errors."""
+    """A mode in which `.item()`, `.tolist()`, `bool(tensor)` and shapes that depend on values are errors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

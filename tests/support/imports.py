@@ -15,7 +15,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(text: str) -> set[str]:
-    """Return the modules, and members of modules, that a module imports, at its top or inside of a function."""
+    """Return the modules, and their members, that a module imports, at its top or inside a function."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -26,7 +26,7 @@ def imports(text: str) -> set[str]:
 
 
 def find_circle(texts: Mapping[str, str]) -> list[str]:
-    """Return modules of which each imports the next, and the last is the first; empty if there are none."""
+    """Return modules that each import the next, the last one the first; empty if there are none."""
     graph = {name: (imports(text) & texts.keys()) - {name} for name, text in texts.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -36,7 +36,7 @@ def find_circle(texts: Mapping[str, str]) -> list[str]:
 
 
 def count_circles(texts: Mapping[str, str]) -> int:
-    """Return how many modules have to be taken away until no circle is left, taking the first of each."""
+    """Return how many modules have to be removed until no circle is left, always taking a circle's first."""
     rest, count = dict(texts), 0
     while circle := find_circle(rest):
         del rest[circle[0]]

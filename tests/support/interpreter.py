@@ -16,14 +16,14 @@ BF16, FLOAT, E4M3 = tl.bfloat16, tl.float32, tl.float8e4nv
 
 
 def round_to_bfloat16(numbers: Any) -> Any:
-    """float32 as the bits of bfloat16, to the nearest, ties to even; NaN as GPUs write it."""
+    """Return the bits of bfloat16 for float32, rounded to the nearest, ties to even; NaN as GPUs write it."""
     bits = numbers.view(np.uint32)
     nearest = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(numbers), np.uint16(0x7FFF), nearest)
 
 
 def widen_bfloat16(bits: Any) -> Any:
-    """The bits of bfloat16 as float32."""
+    """Return the bits of bfloat16 as float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

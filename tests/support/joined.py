@@ -11,7 +11,7 @@ from drawloom.components.distributed.processes import TorchProcesses
 
 @contextmanager
 def join_processes(kind: Any = "cpu", timeout: float = 30.0) -> Iterator[tuple[TorchProcesses, ComputeDevice]]:
-    """The processes of the launch and this one's device; GPUs are shared where there are too few."""
+    """Yield the launch's processes and this one's device; GPUs are shared where there are too few."""
     device = ComputeDevice(kind=kind, share=True)
     device.open()
     processes = TorchProcesses(device=device, timeout=timeout)
@@ -24,7 +24,7 @@ def join_processes(kind: Any = "cpu", timeout: float = 30.0) -> Iterator[tuple[T
 
 @contextmanager
 def mesh_along(dimension: str) -> Iterator[tuple[RankMesh, ComputeDevice]]:
-    """A mesh with all processes along one dimension, and this one's device, a CPU."""
+    """Yield a mesh with all processes along one dimension, and this one's device, a CPU."""
     with join_processes() as (processes, device):
         mesh = RankMesh(processes=processes, **{"data_replicate": 1, dimension: processes.world_size})
         mesh.open()

@@ -1,4 +1,4 @@
-"""Every Triton kernel, in the sizes and dtypes that models use, for compilers that have no GPU to run them on."""
+"""Every Triton kernel, in the sizes and dtypes that models use, for compilers without a GPU to run them on."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -31,12 +31,12 @@ BF16, FLOAT = torch.bfloat16, torch.float32
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Memory that nobody touches costs nothing."""
+    """Return uninitialized memory, which costs nothing until it is touched."""
     return torch.empty(shape, dtype=dtype)
 
 
 def launches() -> Iterator[tuple[str, Launch]]:
-    """Names, and calls that launch the kernels of one operation in one direction."""
+    """Yield names, and calls that launch the kernels of one operation in one direction."""
     for part in (norms, gates, rotations, steps, losses, experts, great_numbers):
         yield from part()
 
@@ -55,13 +55,13 @@ def norms() -> Iterator[tuple[str, Launch]]:
 
 def gates() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, FLOAT):
-        gate, both, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
+        gate, gate_and_up, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
         yield f"swiglu {dtype}", lambda g=gate: swiglu._forward(g, g, None)
         yield f"swiglu backward {dtype}", lambda g=gate: swiglu._backward(g, g, g, None)
-        yield f"swiglu scaled {dtype}", lambda b=both, s=scale: swiglu._forward(*b.chunk(2, -1), s)
+        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: swiglu._forward(*b.chunk(2, -1), s)
         yield (
             f"swiglu of halves backward {dtype}",
-            lambda g=gate, b=both, s=scale: swiglu._halves_backward(g, b, s),
+            lambda g=gate, b=gate_and_up, s=scale: swiglu._halves_backward(g, b, s),
         )
 
 
@@ -83,15 +83,19 @@ def steps() -> Iterator[tuple[str, Launch]]:
     yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
     for dtype in (BF16, torch.float16, FLOAT):
 
-        def scaled(of: torch.dtype = dtype) -> None:
+        def scaled(dtype_of_values: torch.dtype = dtype) -> None:
             for counted in (False, True):
-                scale_triton([empty(4096, dtype=of)], empty(dtype=torch.float64), (counted,))
+                scale_triton([empty(4096, dtype=dtype_of_values)], empty(dtype=torch.float64), (counted,))
 
         yield f"scale {dtype}", scaled
     for dtype in (BF16, torch.float16):
 
-        def summed(of: torch.dtype = dtype) -> None:
-            sum_parts_triton(empty(4096, dtype=of), empty(8, 4096, dtype=of), empty(4096, dtype=of))
+        def summed(dtype_of_values: torch.dtype = dtype) -> None:
+            sum_parts_triton(
+                empty(4096, dtype=dtype_of_values),
+                empty(8, 4096, dtype=dtype_of_values),
+                empty(4096, dtype=dtype_of_values),
+            )
 
         yield f"sum_parts {dtype}", summed
     for of_weight, of_gradient, of_means in product((BF16, FLOAT), repeat=3):
@@ -113,8 +117,8 @@ def steps() -> Iterator[tuple[str, Launch]]:
         yield f"adamw of columns from {first} on", step_of_columns
 
 
-def _multiplied(tf32: bool, launch: Launch) -> Launch:
-    """A launch where torch multiplies float32 by TF32, or does not."""
+def _with_tf32(tf32: bool, launch: Launch) -> Launch:
+    """Let torch multiply float32 by TF32, or not, during a launch."""
 
     def run() -> None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -125,7 +129,7 @@ def _multiplied(tf32: bool, launch: Launch) -> Launch:
 
 
 def _with_tma(launch: Launch) -> Launch:
-    """A launch as on a GPU that has TMA."""
+    """Launch as on a GPU that has TMA."""
 
     def run() -> None:
         with mock.patch.object(tma, "is_supported", return_value=True):
@@ -135,18 +139,18 @@ def _with_tma(launch: Launch) -> Launch:
 
 
 def great_numbers() -> Iterator[tuple[str, Launch]]:
-    """Scalars of 64 bits, signed or not, where small ones have 32."""
-    for place, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
-        key, counter, first = (great if number == place else 8 for number in range(3))
+    """Yield launches with 64-bit scalars, signed or not, in place of small 32-bit ones."""
+    for position, great in product(range(3), (2**31, 2**32, 2**63 - 8)):
+        key, counter, first = (great if number == position else 8 for number in range(3))
         yield (
             f"stochastic_copy {key} {counter} {first}",
             lambda k=key, c=counter, f=first: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), k, c, f),
         )
-    held, norm, targets = empty(2**31 + 2**12), empty(128), torch.zeros(2, dtype=torch.int64)
-    rows, numbers, ends = held.as_strided((2, 128), (2**31, 1)), empty(2, dtype=FLOAT), targets.to(torch.int32)
-    matrices = held.as_strided((2, 128, 2), (1, 8, 2**31))
+    storage, norm, targets = empty(2**31 + 2**12), empty(128), torch.zeros(2, dtype=torch.int64)
+    rows, numbers, ends = storage.as_strided((2, 128), (2**31, 1)), empty(2, dtype=FLOAT), targets.to(torch.int32)
+    matrices = storage.as_strided((2, 128, 2), (1, 8, 2**31))
     for name, shape in (("rows", (2, 1, 1)), ("positions", (1, 2, 1)), ("heads", (1, 1, 2))):
-        vectors = held.as_strided((*shape, 128), (2**31, 2**31, 2**31, 1))
+        vectors = storage.as_strided((*shape, 128), (2**31, 2**31, 2**31, 1))
         cos, inverses = empty(*shape[:2], 64, dtype=FLOAT), empty(*shape, dtype=FLOAT)
         yield f"rope of far {name}", lambda x=vectors, c=cos: rope._rotate(x, c, c, False, False)
         yield (
@@ -161,7 +165,7 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
     yield "swiglu of far rows", lambda: swiglu._forward(rows, rows, numbers)
     yield "swiglu backward of far rows", lambda: swiglu._backward(rows, rows, rows, numbers)
-    yield "swiglu of many elements", lambda: swiglu._forward(held, held, None)
+    yield "swiglu of many elements", lambda: swiglu._forward(storage, storage, None)
     yield (
         "cut_cross_entropy of far rows",
         lambda: cut_cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),
@@ -235,10 +239,10 @@ def experts() -> Iterator[tuple[str, Launch]]:
     a, b, weight = (x.float() for x in (empty(64, 512), empty(64, 256), empty(16, 512, 256)))
     for tf32 in (False, True):
         name = f"grouped_gemm float32{' by TF32' if tf32 else ''}"
-        yield name, _multiplied(tf32, lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16]))
-        yield f"{name} of weights", _multiplied(tf32, lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16]))
-    a, b, made = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
+        yield name, _with_tf32(tf32, lambda a=a, w=weight: grouped_gemm._rows(a, w, ends[:16]))
+        yield f"{name} of weights", _with_tf32(tf32, lambda a=a, b=b: grouped_gemm._matrices(a, b, ends[:16]))
+    a, b, product = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
     few, by_blocks = ends[:16], grouped_gemm_blocks.rows_by_blocks
-    yield "grouped_gemm by blocks", lambda: by_blocks(a, made, few, b)
-    yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, made.transpose(1, 2), few, a)
-    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.matrices_by_blocks(a, b, few, made)
+    yield "grouped_gemm by blocks", lambda: by_blocks(a, product, few, b)
+    yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, product.transpose(1, 2), few, a)
+    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.matrices_by_blocks(a, b, few, product)

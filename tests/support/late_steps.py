@@ -1,4 +1,4 @@
-"""A small model trained by the trainer and the phases of a run, with steps whose gradients are not finite."""
+"""A small model trained by the trainer and a run's phases, with steps whose gradients are not finite."""
 
 import math
 from collections.abc import Callable, Collection
@@ -96,7 +96,9 @@ class Small:
             step.state["batches"] = microbatches
             executor.train(step.state)
             if step.index in self.bad:
-                gradient = next(each.grad for _, each in stages.named_parameters() if each.grad is not None)
+                gradient = next(
+                    parameter.grad for _, parameter in stages.named_parameters() if parameter.grad is not None
+                )
                 gradient.view(-1)[0] = math.inf
 
         phases = [
@@ -126,7 +128,7 @@ class Small:
         return self
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters by name."""
+        """Return the parameters by name."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.stages.named_parameters()}
 
     def _begin(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""A recipe of any number of nodes: a store, pages that fall back on pages of the layer below, and what serves them."""
+"""A recipe with any number of nodes: a store, pages that fall back on pages of the layer below, and their server."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ WIDTH = 10
 
 
 def recipe_text(nodes: int) -> str:
-    """The recipe of so many nodes."""
+    """Return a recipe with this many nodes."""
     pages = range(nodes - 2)
     lines = ['[store]\nuse = "stores.memory"\nsize = 100\nname = "all"\n']
     for number in pages:
@@ -26,23 +26,23 @@ def recipe_text(nodes: int) -> str:
 
 
 def by_recipe(project: Project, text: str) -> int:
-    """Read, check and build; how many objects there are."""
+    """Read, check and build a recipe; return its object count."""
     container = project.container(project.graph(MergedRecipe.of(parse(text))))
     container.build()
     return len(container)
 
 
 def by_hand(nodes: int) -> Loop:
-    """The same objects, as one would write it without a recipe."""
+    """Build the same objects without a recipe."""
     store = Memory(size=100, name="all")
     pages: list[Plain] = []
     for number in range(nodes - 2):
         fallback = pages[number - WIDTH] if number >= WIDTH else None
         pages.append(Plain(title=f"page {number}", store=store, fallback=fallback))
-    return serving(store, pages)
+    return serve(store, pages)
 
 
-def serving(store: Any, pages: list[Any]) -> Loop:
-    """What serves pages, with nothing for what the container fills in."""
+def serve(store: Any, pages: list[Any]) -> Loop:
+    """Return the server of pages, without what the container fills in."""
     nothing: Any = None
     return Loop(store=store, pages=pages, counted=nothing, recipe=nothing)

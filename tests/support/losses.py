@@ -1,4 +1,4 @@
-"""A small head with a batch for it, and what a loss makes of them."""
+"""A small head with a batch for it, and the losses over them."""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ class Sample:
     batch: TokenBatch
 
     def head(self, device: torch.device = CPU, **choices: Any) -> LinearHead:
-        """The head, with these kernels."""
+        """Return the head with these kernels."""
         return LinearHead(self.weight, len(self.weight), kernels_on(device, **choices))
 
     def logits(self) -> Tensor:
-        """All logits (3, 5, 11)."""
+        """Return all logits (3, 5, 11)."""
         return self.hidden @ self.weight.T
 
 
 def sample(dtype: torch.dtype = torch.float64, device: torch.device = CPU) -> Sample:
-    """The same numbers each time; some tokens have no target, and others have weights other than 1."""
+    """Return always the same numbers; some tokens have no target, and others have weights other than 1."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
     weight = torch.randn(11, 8, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()

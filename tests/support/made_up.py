@@ -1,4 +1,4 @@
-"""Recipes of the small shop that no person would write."""
+"""Recipes of the small shop that nobody would write."""
 
 from datetime import UTC
 from typing import Any
@@ -15,7 +15,7 @@ PARTS = st.floats(min_value=1e-300, max_value=1e300) | st.integers(1, 2**53)
 
 
 def escape(text: str) -> str:
-    """A text as a recipe writes it."""
+    """Return a text as a recipe writes it."""
     return text[0] + text if text[:1] in ("@", "$") else text
 
 
@@ -55,7 +55,7 @@ VARIED = st.fixed_dictionaries({"use": st.just("stores.varied")}, optional=SETTI
 
 @st.composite
 def recipes(draw: st.DrawFn) -> dict[str, Any]:
-    """A shop with stores told all kinds of things, some pages in place, some falling back on others, and groups."""
+    """Draw a shop: stores with arbitrary settings, pages that are inline or fall back on others, and groups."""
     stores = draw(st.dictionaries(NAMES, VARIED, max_size=3))
     group = draw(st.dictionaries(NAMES, VARIED, max_size=2))
     names = ["store", *stores, *(f"group.{name}" for name in group)]

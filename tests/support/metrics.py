@@ -1,4 +1,4 @@
-"""Metrics on one rank, or on ranks whose parts a test combines by itself."""
+"""Metrics on one rank, or on ranks whose parts a test combines."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,21 +10,21 @@ from drawloom.components.ports.run import Accumulator, Metric, Step, Value
 from support.checkpoints import SingleRankMesh
 
 MESH = SingleRankMesh()
-"""Of a single process."""
+"""The mesh of a single process."""
 
 OPS: Mapping[str, Any] = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "min": torch.Tensor.amin}
 
 
 def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Totals of what several ranks gave, each with a part of its own."""
+    """Return totals over ranks that each have their own part."""
     return {
-        name: OPS[each.op](torch.stack([part.get(name, each.identity()).double() for part in parts]), 0)
-        for name, each in accumulators.items()
+        name: OPS[accumulator.op](torch.stack([part.get(name, accumulator.identity()).double() for part in parts]), 0)
+        for name, accumulator in accumulators.items()
     }
 
 
 def measure(metric: Metric, *steps: Step) -> Mapping[str, Value]:
-    """What a metric says of a step, of which each rank has its own view."""
+    """Return a metric's values for a step that every rank sees in its own way."""
     parts = [metric.update(step) for step in steps]
     return metric.compute(combine(metric.accumulators, parts), steps[0])
 
@@ -32,16 +32,16 @@ def measure(metric: Metric, *steps: Step) -> Mapping[str, Value]:
 def step_of(
     losses: Sequence[float], weights: Sequence[float], sums: Mapping[str, Any] | None = None, **values: Any
 ) -> Step:
-    """A step as the last stage's rank sees it: losses, weights and named sums, also tensors, by microbatch."""
+    """Return a step as the last stage's rank sees it: losses, weights and named sums, also tensors, by microbatch."""
     losses_by_microbatch: Any = {
         "loss": torch.tensor(losses, dtype=torch.float64),
         "weight": torch.tensor(weights),
-        "sums": {name: torch.tensor(each, dtype=torch.float64) for name, each in (sums or {}).items()},
+        "sums": {name: torch.tensor(value, dtype=torch.float64) for name, value in (sums or {}).items()},
     }
     return Step(1, 9, {"losses": losses_by_microbatch, **values})
 
 
 def step_without_loss() -> Step:
-    """The same step on a rank without the last stage."""
+    """Return the same step on a rank without the last stage."""
     none = torch.zeros(0, dtype=torch.float64)
     return Step(1, 9, {"losses": {"loss": none, "weight": none, "sums": {}}})

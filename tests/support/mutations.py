@@ -1,4 +1,4 @@
-"""Mutations that the fault harnesses must find: each removes something that only these tests check."""
+"""Mutations that the fault harnesses must detect: each removes a safeguard that only these tests check."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ def put(owner: Any, name: str, value: Any) -> None:
 
 
 def no_fsync() -> None:
-    """Nothing is fsynced."""
+    """Skip every fsync."""
 
     def nothing(_file: int, _path: Path) -> None:
         return
@@ -28,7 +28,7 @@ def no_fsync() -> None:
 
 
 def no_fsync_of_folders() -> None:
-    """Files are fsynced, folders are not."""
+    """Fsync files, but not folders."""
 
     def nothing(_path: Path) -> None:
         return
@@ -37,7 +37,7 @@ def no_fsync_of_folders() -> None:
 
 
 def no_rename() -> None:
-    """A checkpoint is written in place."""
+    """Write a checkpoint in place."""
 
     def begin(checkpoint: Path) -> None:
         durable_files.remove_folder(checkpoint)
@@ -57,7 +57,7 @@ def no_rename() -> None:
 
 
 def expire_before_commit() -> None:
-    """Old checkpoints are removed before the new one is committed."""
+    """Remove old checkpoints before the new one is committed."""
     save = writing.CommitProtocol.save
 
     def early(protocol: writing.CommitProtocol, checkpoint: Path, snapshot: Snapshot) -> None:
@@ -69,7 +69,7 @@ def expire_before_commit() -> None:
 
 
 def manifest_first() -> None:
-    """A checkpoint is renamed before its folder is fsynced."""
+    """Rename a checkpoint before its folder is fsynced."""
     sync = durable_files.sync
 
     def late(path: Path) -> None:
@@ -80,7 +80,7 @@ def manifest_first() -> None:
 
 
 def no_moments() -> None:
-    """An optimizer's state is not restored."""
+    """Do not restore the optimizer state."""
 
     def nothing(self: TorchOptimizer, state: dict[str, Any]) -> None:
         return
@@ -89,7 +89,7 @@ def no_moments() -> None:
 
 
 def no_randomness() -> None:
-    """Random generators are not restored."""
+    """Do not restore random generators."""
 
     def nothing(self: ProcessRandomness, state: dict[str, Any]) -> None:
         return
@@ -98,7 +98,7 @@ def no_randomness() -> None:
 
 
 def no_waiting_for_copies() -> None:
-    """Weights change while they are copied."""
+    """Let weights change while they are copied."""
 
     def nothing(self: Checkpointer) -> None:
         return

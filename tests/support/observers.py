@@ -1,4 +1,4 @@
-"""What a component does with its settings, as a value to compare: programs, weights, losses, rows, files, messages."""
+"""Effects of a component's settings, as values to compare: programs, weights, losses, rows, files, messages."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -47,14 +47,16 @@ JOB = {"name": "test", "seed": 7, "path": Path("runs/test")}
 
 
 def program(use: str, values: Values, _place: Path) -> Any:
-    """The program of a schedule for 4 ranks and 8 microbatches, what its stages recompute, and layers in stages."""
+    """
+    Return a schedule's program for 4 ranks and 8 microbatches, its stages' recompute policies, and layers in stages.
+    """
     schedule = build(use, **values)
-    made, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
-    return write_csv(made), made.recompute, schedule.layers_in_stages(4, 99) if outer else 99
+    actions, outer = schedule.program(4, 8), isinstance(schedule, OuterLayersSchedule)
+    return write_csv(actions), actions.recompute, schedule.layers_in_stages(4, 99) if outer else 99
 
 
 def model_of(use: str, values: Values, _place: Path) -> Any:
-    """Shapes of parameters, logits, and gradients, among which the router's show its auxiliary loss."""
+    """Return shapes of parameters, logits, and gradients, where the router's gradients show its auxiliary loss."""
     model = build(use, kernels=cpu_kernels(), **values)
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
@@ -75,26 +77,26 @@ def _number(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().abs().sum())
 
 
-def conversations_of(use: str, values: Values, place: Path) -> Any:
-    """Ids and weights of the conversations of both splits."""
-    made = build(use, tokenizer=chat.open_tokenizer(chat.tokenizer_folder(place / "tokenizer")), **values)
-    made.open()
-    splits = [made.documents(split) for split in ("train", "validation")]
-    return [(each.ids.tolist(), each.own_weights.tolist(), each.ends.tolist()) for each in splits]
+def conversations_of(use: str, values: Values, folder: Path) -> Any:
+    """Return ids and weights of the conversations of both splits."""
+    conversations = build(use, tokenizer=chat.open_tokenizer(chat.tokenizer_folder(folder / "tokenizer")), **values)
+    conversations.open()
+    splits = [conversations.documents(split) for split in ("train", "validation")]
+    return [(encoded.ids.tolist(), encoded.own_weights.tolist(), encoded.ends.tolist()) for encoded in splits]
 
 
 def initial_weights_of(use: str, values: Values, _place: Path) -> Any:
-    """The folder from which stages load their first weights."""
+    """Return the folder from which stages load their first weights."""
     return build(use, kernels=cpu_kernels(), **values).initial_weights
 
 
 def config_of(use: str, values: Values, _place: Path) -> Any:
-    """The `config.json` that an export has."""
+    """Return the `config.json` of an export."""
     return build(use, kernels=cpu_kernels(), **values).hugging_face_config()
 
 
 def choose_kernels(use: str, values: Values, _place: Path) -> Any:
-    """The implementation of each operation, or why it can't run; on a CPU those of `auto` are eager, for a reason."""
+    """Return each operation's implementation, or why it can't run; on a CPU `auto` has reasons to choose eager ones."""
     kernels: AutoKernels = build(use, device=ComputeDevice(kind="cpu"), **values)
     try:
         return {operation: kernels.chosen(operation) for operation in OPERATIONS}
@@ -103,7 +105,7 @@ def choose_kernels(use: str, values: Values, _place: Path) -> Any:
 
 
 def rows_of_peers(use: str, values: Values, _place: Path) -> Any:
-    """How many rows the first of two ranks makes, whose tokens are all its own, as the second never writes."""
+    """Return the row count on the first of two ranks. Its tokens are all its own, as the second never writes."""
     made = build(use, kernels=cpu_kernels(), mesh=fake(Mesh, expert_group=_Pair()), **values)
     return made.dispatch(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2), 2).rows.shape
 
@@ -116,15 +118,15 @@ class _Pair:
     size: int = 2
 
     def max(self, tensor: Tensor) -> None:
-        """This rank has the most."""
+        """Keep this rank's value, which is the maximum."""
 
     def symmetric_memory(self, size: int) -> HostMemory:
-        """Memory of both."""
+        """Return memory of both ranks."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8) for _ in range(2)], SingleProcess())
 
 
 def filter_of(use: str, values: Values, _place: Path) -> Any:
-    """The options that a loss over the vocabulary is called with."""
+    """Return the options that a loss over the vocabulary is called with."""
     calls: list[Any] = []
 
     def load(operation: str, implementation: str) -> Any:
@@ -168,39 +170,39 @@ class _TwoParameters:
     def sum_gradients(self) -> None: ...
 
     def differentiate(self, factor: float) -> None:
-        """Gradients of different sizes."""
+        """Set gradients of different sizes."""
         for _, parameter in self.named_parameters():
             numbers = torch.arange(1, parameter.numel() + 1).reshape(parameter.shape)
             parameter.grad = (factor * numbers).to(self.dtype)
 
 
 def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
-    """The weights after three steps of an optimizer, and its state."""
-    held = _TwoParameters(torch.bfloat16 if "stochastic" in use else torch.float32)
-    edges: dict[str, Any] = {"parameters": held, "mesh": SingleRankMesh()}
+    """Return the weights after three steps of an optimizer, and its state."""
+    parameters = _TwoParameters(torch.bfloat16 if "stochastic" in use else torch.float32)
+    edges: dict[str, Any] = {"parameters": parameters, "mesh": SingleRankMesh()}
     if "stochastic" in use:
         edges |= {"job": fake(RunInfo, **JOB), "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
     optimizer = build(use, **edges, **values)
     optimizer.open()
     for index in (1, 2, 3):
-        held.differentiate(1e-4 * index * (-1) ** index)
+        parameters.differentiate(1e-4 * index * (-1) ** index)
         optimizer.run_phase(Step(index, 3, state={"lr_factor": 1.0}))
-    return [parameter.tolist() for _, parameter in held.named_parameters()], str(optimizer.state_dict())
+    return [parameter.tolist() for _, parameter in parameters.named_parameters()], str(optimizer.state_dict())
 
 
 def average_weights(use: str, values: Values, _place: Path) -> Any:
-    """The averages of weights that move."""
-    held = _TwoParameters()
-    average = build(use, parameters=held, **values)
+    """Return the averages of changing weights."""
+    parameters = _TwoParameters()
+    average = build(use, parameters=parameters, **values)
     for index in (1, 2):
         average.run_phase(Step(index, 2))
         with torch.no_grad():
-            held.matrix.add_(1.0)
-    return {name: each.tolist() for name, each in average.averages().items()}
+            parameters.matrix.add_(1.0)
+    return {name: weight.tolist() for name, weight in average.averages().items()}
 
 
 def detect_spikes(use: str, values: Values, _place: Path) -> Any:
-    """The steps that are skipped, and whether the run goes back after them."""
+    """Return the steps that are skipped, and whether the run goes back after them."""
     phase = build(use, data=fake(MovableData, position=40), **values)
     steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
     for step in steps:
@@ -209,7 +211,7 @@ def detect_spikes(use: str, values: Values, _place: Path) -> Any:
 
 
 def end_after_lost_steps(use: str, values: Values, _place: Path) -> Any:
-    """The step after which a run ends, and why."""
+    """Return the step after which a run ends, and why."""
     phase = build(use, **values)
     try:
         for index, loss in enumerate((2.0, 5.0, 5.0, 9.0, 9.0, 9.0), 1):
@@ -220,38 +222,42 @@ def end_after_lost_steps(use: str, values: Values, _place: Path) -> Any:
 
 
 def clip_gradients(use: str, values: Values, _place: Path) -> Any:
-    """Gradients after clipping."""
-    held = _TwoParameters()
-    held.differentiate(1.0)
-    edges: dict[str, Any] = {"parameters": held}
+    """Return gradients after clipping."""
+    parameters = _TwoParameters()
+    parameters.differentiate(1.0)
+    edges: dict[str, Any] = {"parameters": parameters}
     if "group" in use:
         reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
         edges |= {"reduce": reduce, "device": fake(Device, device=torch.device("cpu"), backend="gloo")}
     build(use, **edges, **values).run_phase(Step(1, 1, state={"grad_norm": torch.tensor(40.0)}))
-    return [parameter.grad.tolist() for _, parameter in held.named_parameters() if parameter.grad is not None]
+    return [parameter.grad.tolist() for _, parameter in parameters.named_parameters() if parameter.grad is not None]
 
 
 def divide_gradients(use: str, values: Values, _place: Path) -> Any:
-    """Whether the norm of gradients is added up exactly."""
-    held = _TwoParameters()
-    held.differentiate(1.0)
+    """Whether the gradient norm is added up exactly."""
+    parameters = _TwoParameters()
+    parameters.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0], batches=[])
     with mock.patch.object(synchronize, "exact_norm", side_effect=exact_norm) as exact:
-        build(use, parameters=held, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
+        build(use, parameters=parameters, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
     return exact.call_count
 
 
 def loss_of(use: str, values: Values, _place: Path) -> Any:
-    """The loss and its named sums."""
-    given = sample()
-    batch = given.batch.evolve(reference=torch.zeros_like(given.batch.weights))
-    total, weight, sums = build(use, **values).loss(given.hidden, given.head(), batch)
-    return total.item(), weight.item(), {name: each.item() for name, each in sums.items()}
+    """Return the loss and its named sums."""
+    inputs = sample()
+    # Rows of one pair each whose chosen answer begins with a prompt of one token.
+    pairs = (torch.arange(5) > 1).long().expand(3, 5)
+    weights = inputs.batch.weights.clone()
+    weights[:, 0] = 0
+    batch = inputs.batch.evolve(reference=torch.zeros_like(weights), document_ids=pairs, weights=weights)
+    total, weight, sums = build(use, **values).loss(inputs.hidden, inputs.head(), batch)
+    return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 
 
 def measure_microbatches(use: str, values: Values, _place: Path) -> Any:
-    """The values of a metric over three microbatches, and its accumulators."""
+    """Return a metric's values over three microbatches, and its accumulators."""
     edges: Values = {} if use == "metrics.perplexity" else {"mesh": MESH}
     if use == "metrics.group":
         edges = {"members": [build("metrics.mean", mesh=MESH, of="loss")]}
@@ -261,31 +267,31 @@ def measure_microbatches(use: str, values: Values, _place: Path) -> Any:
 
 
 def distributions_of(use: str, values: Values, _place: Path) -> Any:
-    """The histograms of two steps of a metric."""
-    held = _TwoParameters()
-    metric = build(use, parameters=held, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
+    """Return the histograms of two steps of a metric."""
+    parameters = _TwoParameters()
+    metric = build(use, parameters=parameters, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
     metric.open()
-    found = []
+    histograms = []
     for index in (1, 2):
-        held.differentiate(1e-4)
+        parameters.differentiate(1e-4)
         step = Step(index, 3)
         metric.run_phase(step)
         totals = combine(metric.accumulators, [metric.update(step)])
-        found.append(metric.distributions(totals, step))
-    return found
+        histograms.append(metric.distributions(totals, step))
+    return histograms
 
 
 def count_sums(use: str, values: Values, _place: Path) -> Any:
-    """The values of a metric of counts over one microbatch, from two named sums of its shape."""
+    """Return a count metric's values over one microbatch, from two named sums of its shape."""
     metric = build(use, **values)
-    [each] = metric.accumulators.values()
-    first = torch.arange(1.0, 1 + torch.Size(each.shape).numel()).view(each.shape)
+    [accumulator] = metric.accumulators.values()
+    first = torch.arange(1.0, 1 + torch.Size(accumulator.shape).numel()).view(accumulator.shape)
     sums = {"confusion": first, "score_histogram": first, "labels": first, "other": first.flip(0).square()}
     return measure(metric, step_of([1.0], [1.0], {name: [part.tolist()] for name, part in sums.items()}))
 
 
 def measure_bytes(use: str, values: Values, _place: Path) -> Any:
-    """The values of a metric over one microbatch of bytes."""
+    """Return a metric's values over one microbatch of bytes."""
     metric = build(use, tokenizer=Bytes(), **values)
     metric.open()
     row = torch.tensor([[65, 66, 67]])
@@ -295,29 +301,29 @@ def measure_bytes(use: str, values: Values, _place: Path) -> Any:
 
 
 def metric_names(use: str, values: Values, _place: Path) -> Any:
-    """The names of a metric's values."""
+    """Return the names of a metric's values."""
     metric = build(use, device=ComputeDevice(kind="cpu"), users=Every(), **values)
     return sorted(measure(metric, Step(1, 1)))
 
 
 def route_microbatch(use: str, values: Values, _place: Path) -> Any:
-    """After a microbatch through a model with experts: the biases of its routers, and a metric's values."""
+    """Return the routers' biases and a metric's values after a microbatch through a model with experts."""
     model = build("model.dots1", kernels=cpu_kernels(), **SPARSE_SIZES)
     module = model.build(LayerRange(0, 2, True, True))
     for name, parameter in module.named_parameters():
         model.initialise(name, parameter.data, 1)
-    held = fake(Stages, local=[Stage(0, 1, LayerRange(0, 2, True, True), module)])
-    node = build(use, stages=held, mesh=SingleRankMesh(), device=ComputeDevice(kind="cpu"), **values)
+    stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 2, True, True), module)])
+    node = build(use, stages=stages, mesh=SingleRankMesh(), device=ComputeDevice(kind="cpu"), **values)
     node.open()
     tokens = torch.arange(40).reshape(2, 20) % 29
     shared = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
     module(tokens, shared, lambda hidden, head: head.logits(hidden))
-    found = measure(node, Step(1, 1)) if use.startswith("metrics") else node.run_phase(Step(1, 1))
-    return found, [buffer.tolist() for buffer in module.buffers()]
+    values_or_result = measure(node, Step(1, 1)) if use.startswith("metrics") else node.run_phase(Step(1, 1))
+    return values_or_result, [buffer.tolist() for buffer in module.buffers()]
 
 
 def utilization_of(use: str, values: Values, _place: Path) -> Any:
-    """The names and sizes of what is measured of a step of one second."""
+    """Return the names and sizes of a step's metrics; the step takes one second."""
     model = build("model.qwen3.dense", kernels=cpu_kernels(), **SIZES)
     edges: Values = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu"), "models": Every({"model": model})}
     node = build(use, precision=fake(Precision), stages=fake(Stages, local=[]), **edges, **values)
@@ -329,40 +335,40 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def documents(use: str, values: Values, _place: Path) -> Any:
-    """The first documents of each split; those of a corpus are in the current directory."""
+    """Return the first documents of each split; a corpus reads them from the current directory."""
     corpus = build(use, **values)
     return [list(islice(corpus.documents(split), 3)) for split in ("train", "validation")]
 
 
 def tokens_of(use: str, values: Values, _place: Path) -> Any:
-    """The ids of a text, and of its end."""
+    """Return the ids of a text, and of its end."""
     tokenizer = build(use, **values)
     tokenizer.open()
     return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
 
 
 def first_tokens(use: str, values: Values, _place: Path) -> Any:
-    """The tokens of the first document of each split; stores are in the current directory."""
+    """Return the tokens of the first document of each split; stores are in the current directory."""
     corpus = build(use, **values)
     corpus.check_machine()
     splits = [corpus.documents(split) for split in ("train", "validation")]
-    found = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
-    return found, corpus.vocab_size, corpus.eos_id
+    tokens_by_split = [split.read(0, 0, 99).ids.tolist() if len(split.lengths) else [] for split in splits]
+    return tokens_by_split, corpus.vocab_size, corpus.eos_id
 
 
-def find_caches(use: str, values: Values, place: Path) -> Any:
-    """Where the stores are, below the current directory or the place."""
-    (place / "a.txt").write_text("text")
-    corpus = TextFiles(paths=[str(place / "a.txt")])
-    job = fake(RunInfo, **JOB | {"path": place / "runs" / "test"})
+def find_caches(use: str, values: Values, folder: Path) -> Any:
+    """Return the folders of the stores, below the current directory or `folder`."""
+    (folder / "a.txt").write_text("text")
+    corpus = TextFiles(paths=[str(folder / "a.txt")])
+    job = fake(RunInfo, **JOB | {"path": folder / "runs" / "test"})
     tokens = build(use, corpus=corpus, tokenizer=Bytes(), job=job, **values)
     tokens.open()
     tokens.close()
-    return sorted(path.parent.parent.name for root in (Path(), place) for path in root.rglob("*-train/store.json"))
+    return sorted(path.parent.parent.name for root in (Path(), folder) for path in root.rglob("*-train/store.json"))
 
 
 def pack_documents(use: str, values: Values, _place: Path) -> Any:
-    """The tokens of all rows."""
+    """Return the tokens of all rows."""
     documents = TokenArrays.of([np.arange(9), np.arange(5), np.arange(3), np.arange(4)], np.uint16)
     corpus = fake(TokenCorpus, documents=lambda split: documents, vocab_size=10, eos_id=0)
     packing = build(use, tokens=corpus, job=fake(RunInfo, **JOB), **values)
@@ -371,14 +377,14 @@ def pack_documents(use: str, values: Values, _place: Path) -> Any:
 
 
 def examples_of(use: str, values: Values, _place: Path) -> Any:
-    """The token ids of the training examples."""
+    """Return the token ids of the training examples."""
     data = build(use, **values)
     data.open()
     return [example["input_ids"] for example in data.examples("train")]
 
 
 def pad_examples(use: str, values: Values, _place: Path) -> Any:
-    """The tokens of two examples."""
+    """Return the tokens of two examples."""
     if use == "data.pad_collator":
         return build(use, **values).collate([{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}], 6).tokens.tolist()
     data = fake(Examples, examples=[{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6, 7]}])
@@ -402,11 +408,11 @@ def _batching() -> Any:
 
 
 def load_microbatches(use: str, values: Values, _place: Path) -> Any:
-    """The first microbatches, and what workers are asked for, if there are any."""
+    """Return the first microbatches, and the batches that workers are asked for, if there are any."""
     asked: list[Any] = []
 
     class Workers:
-        """Workers that are no processes."""
+        """Workers without processes."""
 
         def __init__(self, *args: Any) -> None:
             asked.append(args[1:])
@@ -421,12 +427,12 @@ def load_microbatches(use: str, values: Values, _place: Path) -> Any:
         edges = {"rows": _rows(), "batching": _batching(), "order": Sequential(), "mesh": SingleRankMesh()}
         loader = build(use, **edges, **values)
         loader.open()
-        found = [batch.positions.tolist() for _ in range(3) for batch in loader.next_step()]
-    return found, asked
+        positions = [batch.positions.tolist() for _ in range(3) for batch in loader.next_step()]
+    return positions, asked
 
 
 def weights_of_sources(use: str, values: Values, _place: Path) -> Any:
-    """The weights of two sources, of which the second has twice the tokens."""
+    """Return the weights of two sources; the second has twice the tokens."""
     sources = {
         name: fake(TokenCorpus, documents=TokenArrays.of([np.arange(size)], np.uint16), vocab_size=10)
         for name, size in (("one", 5), ("other", 10))
@@ -436,7 +442,7 @@ def weights_of_sources(use: str, values: Values, _place: Path) -> Any:
 
 
 def rows_in_order(use: str, values: Values, _place: Path) -> Any:
-    """The rows of an epoch, which grow longer."""
+    """Return the rows of an epoch, which grow longer."""
     edges: dict[str, Any] = {}
     if use == "data.order.sorted_buffers":
         edges = {"job": fake(RunInfo, **JOB), "lengths": fake(MeasuredRows, row_tokens=np.arange(12))}
@@ -444,20 +450,20 @@ def rows_in_order(use: str, values: Values, _place: Path) -> Any:
 
 
 def validation_rows(use: str, values: Values, _place: Path) -> Any:
-    """The rows of an evaluation."""
+    """Return the rows of an evaluation."""
     validation = build(use, rows=_rows(), batching=_batching(), **values)
     return [batch.tokens.tolist() for batch in validation.batches()]
 
 
 def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
-    """The positions of two steps on the first of two ranks."""
+    """Return the positions of two steps on the first of two ranks."""
     mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension.of_first_rank())
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
     return [batching.positions(step) for step in (1, 2)]
 
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:
-    """The factors of ten steps."""
+    """Return the factors of ten steps."""
     sizes = {"batching": build("run.batch", mesh=SingleRankMesh(), global_size=4, micro_size=4)}
     sizes["rows"] = fake(PackedDataset, length=8)
     phase, steps = build(use, **sizes, **values), [Step(index, 10) for index in range(1, 11)]
@@ -468,12 +474,12 @@ def lr_factors(use: str, values: Values, _place: Path) -> Any:
 
 @contextmanager
 def messages(name: str) -> Iterator[list[str]]:
-    """What is logged, as text."""
-    found: list[str] = []
+    """Yield the logged messages."""
+    logged: list[str] = []
 
     class Collects(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            logged.append(record.getMessage())
 
     logger, handler = logging.getLogger(name), Collects()
     with ExitStack() as stack:
@@ -481,4 +487,4 @@ def messages(name: str) -> Iterator[list[str]]:
         stack.callback(logger.removeHandler, handler)
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
-        yield found
+        yield logged

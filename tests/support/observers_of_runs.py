@@ -1,4 +1,4 @@
-"""What components of a run do with their settings, as a value to compare; beside `observers`."""
+"""Effects of settings on a run's components, as values to compare; beside `observers`."""
 
 import gc
 import gzip
@@ -52,7 +52,7 @@ TINY: dict[str, Any] = {
 
 @contextmanager
 def open_node(node: Any) -> Iterator[Any]:
-    """A component that is open."""
+    """Yield an open component."""
     node.open()
     try:
         yield node
@@ -60,31 +60,31 @@ def open_node(node: Any) -> Iterator[Any]:
         node.close()
 
 
-def _recipe(place: Path, **values: Any) -> Recipe:
-    run = {"name": "small", "folder": str(place / "run")}
+def _recipe(folder: Path, **values: Any) -> Recipe:
+    run = {"name": "small", "folder": str(folder / "run")}
     return Recipe.load("first_run").with_values({"model": TINY, "run": run, **values})
 
 
-def stages_of(use: str, values: Values, place: Path) -> Any:
-    """The layers of both stages of a rank, and the dtypes and values of what is kept and of what is computed with."""
+def stages_of(use: str, values: Values, folder: Path) -> Any:
+    """Return the layers of both stages of a rank, and the dtypes and values of stored and computed parameters."""
     node = "stages" if use == "stages.materialized" else "precision"
     schedule = {"use": "pipeline.schedules.zero_bubble_v"}
-    with _recipe(place, **{node: dict(values)}, schedule=schedule).open(only="stages") as objects:
-        found: list[Any] = []
+    with _recipe(folder, **{node: dict(values)}, schedule=schedule).open(only="stages") as objects:
+        parameters: list[Any] = []
         for stage in objects["stages"].local:
             used = dict(stage.module.named_parameters())
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
-                found.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
+                parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = linear_layers(stage.module)
-            found.append([name for name, layer in layers.items() if layer.uses_float8])
-        return found
+            parameters.append([name for name, layer in layers.items() if layer.uses_float8])
+        return parameters
 
 
-def count_recomputations(use: str, values: Values, place: Path) -> Any:
-    """How often the first norm of each layer runs in a step of one microbatch."""
+def count_recomputations(use: str, values: Values, folder: Path) -> Any:
+    """Count how often each layer's first norm runs in a step of one microbatch."""
     runs = Counter[int]()
-    with _recipe(place, stages=dict(values)).open(only="executor") as objects:
+    with _recipe(folder, stages=dict(values)).open(only="executor") as objects:
         executor = objects["executor"]
         (stage,) = executor.stages.local
         for number, block in enumerate(executor.stages.model.blocks(stage.module)):
@@ -94,24 +94,24 @@ def count_recomputations(use: str, values: Values, place: Path) -> Any:
     return runs
 
 
-def count_compilations(use: str, values: Values, place: Path) -> Any:
-    """How many functions torch is asked to compile when stages open."""
+def count_compilations(use: str, values: Values, folder: Path) -> Any:
+    """Count the functions that torch is asked to compile when stages open."""
     with (
         mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
-        _recipe(place, stages=dict(values)).open(only="stages"),
+        _recipe(folder, stages=dict(values)).open(only="stages"),
     ):
         return asked.call_count
 
 
-def captures_cuda_graphs(use: str, values: Values, place: Path) -> Any:
-    """Whether the passes of stages are to be CUDA graphs, on a device that has them."""
-    with _recipe(place, stages=dict(values)).open(only="stages") as objects:
+def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:
+    """Whether the stages' passes become CUDA graphs, on a device that has them."""
+    with _recipe(folder, stages=dict(values)).open(only="stages") as objects:
         return [stage.capture for stage in objects["stages"].local]
 
 
 @attrs.define
 class _Recorder(SingleProcess):
-    """A group of two ranks that records what is summed."""
+    """A group of two ranks that records the tensors that it sums."""
 
     size = 2
     summed: list[Any] = attrs.field(factory=list)
@@ -121,12 +121,12 @@ class _Recorder(SingleProcess):
         return super().start_sum(tensor)
 
 
-def sums_over_replicas(use: str, values: Values, place: Path) -> Any:
-    """The dtypes and sizes of the tensors that two replicas sum."""
+def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
+    """Return the dtypes and sizes of the tensors that two replicas sum."""
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
-    with _recipe(place, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
+    with _recipe(folder, **{node: dict(values)}).open(only="stages", replacements={"mesh": mesh}) as objects:
         objects["stages"].local[0].shards.reduce_next(final=True)
         objects["stages"].hand_over_gradients()
     return group.summed
@@ -135,10 +135,10 @@ def sums_over_replicas(use: str, values: Values, place: Path) -> Any:
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
 
 
-def train_with_adapter(use: str, values: Values, place: Path) -> Any:
-    """The parameters that an adapter trains, and logits in a pass with gradients in which none of them is zero."""
+def train_with_adapter(use: str, values: Values, folder: Path) -> Any:
+    """Return the parameters that an adapter trains, and logits in a pass with gradients, where no parameter is zero."""
     adapter = {"use": use, **values}
-    with _recipe(place, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
+    with _recipe(folder, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
         (stage,) = objects["stages"].local
         named = objects["stages"].named_parameters()
         torch.manual_seed(0)
@@ -150,28 +150,28 @@ def train_with_adapter(use: str, values: Values, place: Path) -> Any:
         return [(name, tuple(parameter.shape)) for name, parameter in named], logits.detach().tolist()
 
 
-def problems_of_loss(use: str, values: Values, place: Path) -> Any:
-    """What is wrong with a loss in a recipe without adapters."""
-    return [str(problem) for problem in _recipe(place, loss={"use": use, **values}).graph.problems]
+def problems_of_loss(use: str, values: Values, folder: Path) -> Any:
+    """Return the problems of a loss in a recipe without adapters."""
+    return [str(problem) for problem in _recipe(folder, loss={"use": use, **values}).graph.problems]
 
 
-def export_adapter(use: str, values: Values, place: Path) -> Any:
-    """The configuration of an exported adapter."""
+def export_adapter(use: str, values: Values, folder: Path) -> Any:
+    """Return the configuration of an exported adapter."""
     tables = {"lora": LORA, "stages": {"adapters": ["@lora"]}, "adapter": {"use": use, **values}}
-    with _recipe(place, **tables, trainer={"on_finish": ["@adapter"]}).open(only="adapter") as objects:
+    with _recipe(folder, **tables, trainer={"on_finish": ["@adapter"]}).open(only="adapter") as objects:
         objects["adapter"].finish(1)
-    return (place / "run" / "adapter" / "adapter_config.json").read_text("utf-8")
+    return (folder / "run" / "adapter" / "adapter_config.json").read_text("utf-8")
 
 
-def export_files(use: str, values: Values, place: Path) -> Any:
-    """The files of an export, with their sizes."""
-    with _recipe(place, export=dict(values)).open(only="export") as objects:
+def export_files(use: str, values: Values, folder: Path) -> Any:
+    """Return an export's files with their sizes."""
+    with _recipe(folder, export=dict(values)).open(only="export") as objects:
         objects["export"].finish(1)
-    return sorted((path.name, path.stat().st_size) for path in (place / "run" / "export").iterdir())
+    return sorted((path.name, path.stat().st_size) for path in (folder / "run" / "export").iterdir())
 
 
 def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
-    """The sizes of the dimensions over 4 ranks."""
+    """Return the mesh sizes over 4 ranks."""
     world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
@@ -179,7 +179,7 @@ def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
 
 
 def device_of(use: str, values: Values, _place: Path) -> Any:
-    """The device, the backend, and the threads of torch while it is open."""
+    """Return the device, the backend, and torch's thread count while it is open."""
     before = torch.get_num_threads()
     device = build(use, **values)
     if device.device.type != "cpu" or device.backend != "gloo":
@@ -189,12 +189,12 @@ def device_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def join_timeouts(use: str, values: Values, _place: Path) -> Any:
-    """The timeout with which a process joins the process group."""
+    """Return the timeout with which a process joins the process group."""
 
-    given: list[float] = []
+    timeouts: list[float] = []
 
     def join(backend: str, timeout: Any, device_id: Any) -> None:
-        given.append(timeout.total_seconds())
+        timeouts.append(timeout.total_seconds())
         raise RuntimeError("no other process")
 
     launch = Launch(rank=0, world_size=2)
@@ -205,11 +205,11 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
         suppress(UserError),
     ):
         node.open()
-    return given
+    return timeouts
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:
-    """The run folder, numbers of a stream, and whether torch is deterministic while it is open."""
+    """Return the run folder, numbers of a stream, and whether torch is deterministic while it is open."""
     of_job = use == "run.job"
     job = build(use, **values) if of_job else fake(RunInfo, **JOB)
     node = build("run.randomness", job=job, mesh=SingleRankMesh(), **({} if of_job else values))
@@ -219,7 +219,7 @@ def randomness_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def stops(use: str, values: Values, _place: Path) -> Any:
-    """The signals that are handled, and whether the process ends within 0.3 seconds of one."""
+    """Return the signals that are handled, and whether the process ends within 0.3 seconds of one."""
     codes: list[int] = []
     node = build(use, mesh=SingleRankMesh(), **values)
     node.exit = codes.append
@@ -235,7 +235,7 @@ def _is_handled(number: int, node: Any) -> bool:
 
 
 def run_trainer(use: str, values: Values, _place: Path) -> Any:
-    """The steps that are run, all of which are skipped, and how it ends."""
+    """Return the steps that are run and skipped, and how the run ends."""
     steps: list[int] = []
 
     def skip(step: Step) -> None:
@@ -252,7 +252,7 @@ def run_trainer(use: str, values: Values, _place: Path) -> Any:
 
 
 def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
-    """The steps at which a phase does what it is for: an evaluation, a collection, a line in the log."""
+    """Return the steps at which a phase acts: an evaluation, a collection, a line in the log."""
 
     def evaluate(state: StepState) -> None:
         state["losses"] = losses_of(1.0, 1.0)
@@ -263,7 +263,7 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
     }.get(use, {})
     if use != "phases.garbage_collection":
         edges["mesh"] = SingleRankMesh()
-    phase, found = build(use, **edges, **values), []
+    phase, events = build(use, **edges, **values), []
     with messages("drawloom.run") as logged, mock.patch.object(gc, "collect", lambda *_: logged.append("collected")):
         if use == "phases.evaluate":
             phase.after_restore(0)
@@ -272,23 +272,23 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
             phase.run_phase(step)
             if use == "phases.garbage_collection":
                 phase.on_event(Event("saving_started", step))
-            found.append((len(logged), "validation_loss" in step.state, "initial_validation_loss" in step.state))
-    return found
+            events.append((len(logged), "validation_loss" in step.state, "initial_validation_loss" in step.state))
+    return events
 
 
-def checkpoints_of(use: str, values: Values, place: Path) -> Any:
-    """The checkpoints that are there after each of 6 steps, whose losses go up and down."""
-    node, found = checkpointer(place, {"memory": StateNode({"step": 1})}, **values), []
+def checkpoints_of(use: str, values: Values, folder: Path) -> Any:
+    """Return the checkpoints after each of 6 steps, whose losses go up and down."""
+    node, names_by_step = checkpointer(folder, {"memory": StateNode({"step": 1})}, **values), []
     for index, loss in enumerate((3.0, 9.0, 1.0, 7.0, 5.0, 4.0), 1):
         node.run_phase(Step(index, 7, state={"loss": loss}))
-        found.append(sorted(path.name for path in (place / "checkpoints").iterdir()))
+        names_by_step.append(sorted(path.name for path in (folder / "checkpoints").iterdir()))
     node.close()
-    return found
+    return names_by_step
 
 
-def count_failed_saves(use: str, values: Values, place: Path) -> Any:
-    """How many saves fail before the run stops."""
-    node, count = checkpointer(place, {"memory": StateNode({"step": 1})}, every=1, **values), 0
+def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
+    """Count the saves that fail before the run stops."""
+    node, count = checkpointer(folder, {"memory": StateNode({"step": 1})}, every=1, **values), 0
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -305,7 +305,7 @@ def count_failed_saves(use: str, values: Values, place: Path) -> Any:
 
 
 def stage_values(use: str, values: Values, _place: Path) -> Any:
-    """How many buffers are kept for the next copy, and what becomes of a value of an unknown type."""
+    """Return how many buffers are kept for the next copy, and the result for a value of an unknown type."""
     module = __import__(build(use).__class__.__module__, fromlist=["Pool"])
     stager, kept = build(use, **values), []
     pool = module.Pool
@@ -325,8 +325,8 @@ def stage_values(use: str, values: Values, _place: Path) -> Any:
     return kept, copied
 
 
-def write_sample(use: str, values: Values, place: Path) -> Any:
-    """The text that is written, from logits that depend on all tokens that the model sees."""
+def write_sample(use: str, values: Values, folder: Path) -> Any:
+    """Return the sampled text, from logits that depend on all tokens that the model sees."""
 
     def infer(tokens: Tensor, shared: Any) -> Tensor:
         generator = torch.Generator().manual_seed(int((tokens * torch.arange(1, tokens.shape[1] + 1)).sum()))
@@ -335,26 +335,26 @@ def write_sample(use: str, values: Values, place: Path) -> Any:
     edges = {
         "model": fake(Predictor, infer=infer),
         "tokenizer": Bytes(),
-        "folder": fake(RunFolder, folder=place),
+        "folder": fake(RunFolder, folder=folder),
         "randomness": fake(Randomness, stream=lambda *_: torch.Generator().manual_seed(1)),
         "mesh": SingleRankMesh(),
     }
     with messages("drawloom.run"):
         build(use, **edges, **values).finish(1)
-    return (place / "sample.txt").read_text("utf-8")
+    return (folder / "sample.txt").read_text("utf-8")
 
 
-def levels_of_logging(use: str, values: Values, place: Path) -> Any:
-    """The levels of the handlers that are installed."""
+def levels_of_logging(use: str, values: Values, folder: Path) -> Any:
+    """Return the levels of the handlers that are installed."""
     before = list(logging.getLogger("drawloom").handlers)
-    with open_node(build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **values)):
+    with open_node(build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), **values)):
         return [handler.level for handler in logging.getLogger("drawloom").handlers if handler not in before]
 
 
-def events_of_run(use: str, values: Values, place: Path) -> Any:
-    """The calls of timeouts in a run of two steps, and the limit of the guard while a node opens."""
+def events_of_run(use: str, values: Values, folder: Path) -> Any:
+    """Return the calls of timeouts in a run of two steps, and the guard's limit while a node opens."""
     timed = fake(Timed)
-    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), processes=timed, **values)
+    node = build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), processes=timed, **values)
     node.on_event(Event("run_started"))
     for index in (1, 2):
         step = Step(index, 2)
@@ -365,71 +365,71 @@ def events_of_run(use: str, values: Values, place: Path) -> Any:
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 
-def problems_of_executor(use: str, values: Values, place: Path) -> Any:
-    """What `check` says of an executor on a CPU."""
-    recipe = _recipe(place, executor={"use": use, **values}, device={"kind": "cpu"})
+def problems_of_executor(use: str, values: Values, folder: Path) -> Any:
+    """Return the problems that `check` reports for an executor on a CPU."""
+    recipe = _recipe(folder, executor={"use": use, **values}, device={"kind": "cpu"})
     return [str(problem) for problem in recipe.graph.problems]
 
 
-def plan_refuses(use: str, values: Values, place: Path) -> Any:
+def plan_refuses(use: str, values: Values, folder: Path) -> Any:
     """Whether a run that does not fit its GPU is refused."""
     with on_a_gpu(2_000_000):
         try:
-            plan_check(place, "cuda", **values).open()
+            plan_check(folder, "cuda", **values).open()
         except UserError:
             return True
     return False
 
 
-def traces_of_run(use: str, values: Values, place: Path) -> Any:
-    """The traces of a run of six steps, and whether memory is drawn in them."""
+def traces_of_run(use: str, values: Values, folder: Path) -> Any:
+    """Return the traces of a run of six steps, and whether they show memory."""
     edges: Values = {"device": ComputeDevice(kind="cpu"), "stages": Every()}
-    node = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), **edges, **values)
+    node = build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), **edges, **values)
     for index in range(1, 7):
         for kind in ("step_started", "step_ended"):
             node.on_event(Event(kind, Step(index, 6)))
             torch.ones(1)
     node.close()
-    return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(place.rglob("*.gz"))}
+    return {path.name: "memory of the CPU" in gzip.open(path, "rt").read() for path in sorted(folder.rglob("*.gz"))}
 
 
-def tracker_calls(use: str, values: Values, place: Path) -> Any:
-    """The queue that is made, for how long its end is waited for, and what the package is asked for."""
+def tracker_calls(use: str, values: Values, folder: Path) -> Any:
+    """Return the queue's size, the timeout for its end, and the package's arguments."""
     name = use.rpartition(".")[2]
     edges = {
-        "csv": {"folder": fake(RunFolder, folder=place)},
-        "tensorboard": {"folder": fake(RunFolder, folder=place)},
-        "wandb": {"folder": fake(RunFolder, folder=place), "job": fake(RunInfo, **JOB)},
-        "mlflow": {"folder": fake(RunFolder, folder=place), "job": fake(RunInfo, **JOB)},
+        "csv": {"folder": fake(RunFolder, folder=folder)},
+        "tensorboard": {"folder": fake(RunFolder, folder=folder)},
+        "wandb": {"folder": fake(RunFolder, folder=folder), "job": fake(RunInfo, **JOB)},
+        "mlflow": {"folder": fake(RunFolder, folder=folder), "job": fake(RunInfo, **JOB)},
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
     loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
-    with mock.patch.object(background, "Background") as made, loaded as load:
+    with mock.patch.object(background, "Background") as background_class, loaded as load:
         with open_node(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
-            made.return_value.put.call_args.args[0]()
+            background_class.return_value.put.call_args.args[0]()
         if name == "mlflow":
             client = load.return_value.MlflowClient
             asked = (
                 client.return_value.get_experiment_by_name.call_args.args,
                 client.call_args.args[0].partition("/")[0],
             )
-            return made.call_args.args[1], made.return_value.close.call_args.args[0], asked
+            return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], asked
         asked = load.return_value.init.call_args
-        given = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
-        return made.call_args.args[1], made.return_value.close.call_args.args[0], given
+        arguments = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
+        return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], arguments
 
 
 OWN = ("id", "dir", "settings")
-"""What differs from run to run."""
+"""Arguments that differ from run to run."""
 
 
-def aim_calls(use: str, values: Values, place: Path) -> Any:
-    """The queue that is made, and for how long Aim is waited for."""
+def aim_calls(use: str, values: Values, folder: Path) -> Any:
+    """Return the queue's size, and the timeout for Aim."""
     with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
-        edges = {"folder": fake(RunFolder, folder=place), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
+        edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with open_node(build(use, **edges, **values)):
-            made = doubles["Background"]
+            background = doubles["Background"]
             _, location, *options = doubles["AimRun"].call_args.args
-            queue_size, timeout = made.call_args.args[1], made.return_value.run.call_args.args[1]
+            queue_size, timeout = background.call_args.args[1], background.return_value.run.call_args.args[1]
             return queue_size, timeout, location.is_remote, options

@@ -1,4 +1,4 @@
-"""A small model over pipeline ranks, and what a step of it leaves behind."""
+"""A small model over pipeline ranks, and the tensors and numbers that its steps leave."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,10 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.glm4_moe import Glm4Moe
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -70,7 +73,7 @@ class Job:
 
 
 class FreezeFirstLayer:
-    """A transform: layer 0 is not trained."""
+    """A transform that freezes layer 0."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -79,7 +82,7 @@ class FreezeFirstLayer:
 
 
 class FreezeAllButNorms:
-    """A transform: of the whole model the norms of the last layer are trained, which one pipeline rank has."""
+    """A transform that trains only the norms of the last layer, which one pipeline rank has."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -88,7 +91,7 @@ class FreezeAllButNorms:
 
 
 def schedule(name: str, **settings: Any) -> Any:
-    """A schedule by the last part of its name."""
+    """Build a schedule by the last part of its name."""
     spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
     assert not isinstance(spec, Problem), spec
     return spec.cls(**settings)
@@ -96,24 +99,24 @@ def schedule(name: str, **settings: Any) -> Any:
 
 @attrs.frozen
 class Recomputing:
-    """Another schedule, whose stages recompute by these policies."""
+    """A schedule whose stages recompute by these policies."""
 
     schedule: Any
     policies: tuple[Recompute, ...] = ()
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
         return self.schedule.stage_to_rank(ranks)  # type: ignore[no-any-return]
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """The actions of every rank."""
         program: Program = self.schedule.program(ranks, microbatches)
         return attrs.evolve(program, recompute=self.policies)
 
 
 def batches(count: int, shortest: int = 4, step: int = 1) -> list[TokenBatch]:
-    """Microbatches of three lengths, with documents, ignored targets, and differing numbers of padded positions."""
-    made = []
+    """
+    Return microbatches of three lengths, with documents, ignored targets, and differing numbers of padded positions.
+    """
+    microbatches = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         length = shortest + step * (number % 3)
@@ -126,12 +129,12 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[TokenBatch]:
         if step > 1:  # two documents, of which the second begins inside of a part of a row
             documents[:, 3:] = 1
             positions[:, 3:] -= 3
-        made.append(TokenBatch(tokens, targets, positions, documents, weights, padding=number))
-    return made
+        microbatches.append(TokenBatch(tokens, targets, positions, documents, weights, padding=number))
+    return microbatches
 
 
 class Temperature(nn.Module):
-    """A trained number that logits are divided by."""
+    """A trained number that divides logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +161,7 @@ class TemperedLoss(NextToken):
 
 
 class StatesLoss(NextToken):
-    """A loss of hidden states of several layers, which have to reach the last stage, and their gradients the first."""
+    """A loss of several layers' hidden states, which have to reach the last stage, and their gradients the first."""
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
         tokens, shared = super().inputs(batch)
@@ -167,7 +170,7 @@ class StatesLoss(NextToken):
     def loss(self, hidden: Any, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         last, states = hidden
         total, weight, _ = super().loss(last, head, batch)
-        cubes = torch.stack([each.double().pow(3).sum() * (layer + 1) for layer, each in states.items()]).sum()
+        cubes = torch.stack([state.double().pow(3).sum() * (layer + 1) for layer, state in states.items()]).sum()
         return total + cubes, weight, {"cubes": cubes.detach()}
 
 
@@ -185,10 +188,10 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 Case = tuple[str | Schedule, int, bool, bool, str]
 """
-A schedule or its name, how many microbatches, whether embedding and head are tied, whether the first layer is frozen,
-and the name of a loss; those of "muon", "symmetric", "dora" and "norms" are the plain one, with another optimizer,
-dispatcher or adapters, or with norms of the last of four layers alone to train. A name in FAMILIES is of the plain loss
-with another model.
+A schedule or its name, the microbatch count, whether embedding and head are tied, whether the first layer is frozen,
+and the name of a loss. "muon", "symmetric", "dora" and "norms" mean the plain loss with another optimizer, dispatcher
+or adapters, or with only the last layer's norms trained. A name in FAMILIES means the
+plain loss with another model.
 """
 
 
@@ -200,6 +203,14 @@ EXPERTS: dict[str, Any] = {
     "router_aux_loss_coef": 0.5,
     "router_z_loss_coef": 0.1,
     "initializer_range": 0.2,  # or all experts would give next to nothing
+}
+
+GROUPED: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "router_aux_loss_coef": 0.5,
+    "initializer_range": 0.2,
 }
 
 FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
@@ -225,6 +236,35 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
         },
     ),
     "smollm3": (SmolLm3, {}),
+    # No biases: the gradient of a key's bias is 0 in channels that are not rotated, and Adam divides noise by noise.
+    # sinks, and experts with biases
+    "gpt_oss": (
+        GptOss,
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "sliding_window": 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 6,
+            "router_aux_loss_coef": 0.5,
+            "initializer_range": 0.2,
+        },
+    ),
+    "glm4_moe": (Glm4Moe, GROUPED | {"first_k_dense_replace": 1, "use_qk_norm": True}),
+    # latent attention, alone and with DeepSeek-V3's experts
+    "deepseek_v3": (
+        DeepseekV3,
+        GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "qk_nope_head_dim": 10,
+            "v_head_dim": 7,
+            "kv_lora_rank": 9,
+            "q_lora_rank": 11,
+            "attention_bias": True,
+        },
+    ),
 }
 """Families of models by the last part of a case, with their settings."""
 
@@ -242,55 +282,55 @@ def steps(
     sizes: Mapping[str, int] = {},
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
-    taken: int = 1,
+    step_count: int = 1,
     layers: int = 8,
     lengths: tuple[int, int] = (4, 1),
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
 ) -> list[dict[str, Any]]:
-    """What steps of each case leave on this rank of a mesh."""
-    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, taken, layers, experts, recompute, settings)[0]
+    """Return what the steps of each case leave on this rank of a mesh."""
+    return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, step_count, layers, experts, recompute, settings)[0]
 
 
 def steps_on_meshes(
     meshes: Sequence[tuple[Sequence[Case], Mapping[str, int], tuple[int, int]]],
     kind: Literal["cpu", "cuda"] = "cpu",
     dtypes: Mapping[str, Any] = FLOAT64,
-    taken: int = 1,
+    step_count: int = 1,
     layers: int = 8,
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
 ) -> list[list[dict[str, Any]]]:
     """
-    What steps of each case leave on this rank, in all processes that were started together, or in this one.
+    Return what the steps of each case leave on this rank, in all processes that were started together, or in this one.
 
-    A mesh has cases, sizes, and lengths of rows: the shortest, and how much longer others are. Pipeline ranks take what
-    is left by the sizes. Each data-parallel rank has its part of the microbatches. `taken` steps are taken with AdamW,
-    all but the last of which are followed by an update. The model has `layers` layers; with `experts` each but the
-    second has that number of experts. All cases are run with each policy of `recompute`. `settings` are of the stages;
+    A mesh has cases, sizes, and row lengths: the shortest, and by how much others are longer. Pipeline ranks take what
+    the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
+    and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
+    second has that number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
     `streams` among them is the executor's.
     """
     with join_processes(kind) as (processes, device):
-        found = []
+        results = []
         for cases, sizes, lengths in meshes:
             rest = processes.world_size // math.prod(size for name, size in sizes.items() if name != "expert")
             mesh = RankMesh(processes=processes, **{"pipeline": rest, "data_replicate": 1, **sizes})
             mesh.open()
             precision = DtypePolicy(**dtypes)
-            found.append(
+            results.append(
                 [
-                    _steps(*case, mesh, device, precision, taken, layers, lengths, experts, policy, settings)
+                    _steps(*case, mesh, device, precision, step_count, layers, lengths, experts, policy, settings)
                     for policy in recompute
                     for case in cases
                 ]
             )
-        return found
+        return results
 
 
 def _adapters() -> list[Adapter]:
-    """Factors of every kind of layer, and DoRA where there can be."""
+    """Return factors for every kind of layer, and DoRA where it is possible."""
     return [lora("*_proj", "lm_head", dora=True), lora("embed_tokens")]
 
 
@@ -309,7 +349,7 @@ def _steps(
     mesh: RankMesh,
     device: Any,
     precision: DtypePolicy,
-    taken: int,
+    step_count: int,
     layers: int,
     lengths: tuple[int, int],
     experts: int,
@@ -317,9 +357,9 @@ def _steps(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """
-    Gradients by name, as the optimizer gets them in the last step, and the weights before it; which slices these are;
-    the elements of the optimizer's moments; this rank's loss and sums, its validation loss, and norms of all gradients
-    and of those of layers.
+    Return gradients by name, as the optimizer gets them in the last step, and the weights before it; their slices; the
+    element count of the optimizer's moments; this rank's loss and sums, its validation loss, and gradient norms of all
+    parameters and by layer.
     """
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -367,18 +407,18 @@ def _steps(
     use: Any = Muon if kind == "muon" else AdamW
     optimizer = use(parameters=stages, mesh=mesh, lr=1e-3, groups=[] if kind == "norms" else GROUPS)
     optimizer.open()
-    made = batches(max(3, microbatches), *lengths)
-    among, place = mesh.sizes.data_replicate * mesh.sizes.data_shard, mesh.indices.data_replicate
-    share, first = microbatches // among, place * mesh.sizes.data_shard + mesh.indices.data_shard
-    mine = made[first * share : (first + 1) * share]
-    for number in range(1, taken + 1):
-        step = Step(number, taken, train(executor, mine))
+    microbatches_of_all = batches(max(3, microbatches), *lengths)
+    among, replica = mesh.sizes.data_replicate * mesh.sizes.data_shard, mesh.indices.data_replicate
+    share, first = microbatches // among, replica * mesh.sizes.data_shard + mesh.indices.data_shard
+    microbatches_of_rank = microbatches_of_all[first * share : (first + 1) * share]
+    for number in range(1, step_count + 1):
+        step = Step(number, step_count, train(executor, microbatches_of_rank))
         synchronize.run_phase(step)
-        if number < taken:
+        if number < step_count:
             optimizer.run_phase(step)
     total, _ = sum_losses(step.state)
     sums = {name: values.double().sum(0) for name, values in step.state["losses"]["sums"].items()}
-    held_out = sum_losses(evaluate(executor, made[:3]))
+    held_out = sum_losses(evaluate(executor, microbatches_of_all[:3]))
     clip = partial(ClipGroupNorm, parameters=stages, reduce=reduce, device=device)
     grads = {
         name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in stages.named_parameters()
@@ -387,7 +427,12 @@ def _steps(
         "grads": grads,
         "weights": {name: part.cpu() for name, part in stages.state_dict().items() if isinstance(part, Tensor)},
         "slices": stages.state_slices(),
-        "moments": sum(part.numel() for of in optimizer.state_dict().values() for part in of.values() if part.ndim),
+        "moments": sum(
+            part.numel()
+            for state_of_parameter in optimizer.state_dict().values()
+            for part in state_of_parameter.values()
+            if part.ndim
+        ),
         "loss": float(total) / mesh.sizes.tensor,  # which these ranks have alike
         "sums": {key: float(value) for key, value in sums.items()},
         "held_out": float(held_out[0]),
@@ -399,34 +444,39 @@ def _steps(
     }
 
 
-def assembled(parts: Sequence[Mapping[str, Any]], what: str) -> dict[str, Tensor | None]:
-    """The whole tensors of `what`, of any shapes, from the slices of all ranks; those of several must be equal."""
-    whole: dict[str, Tensor | None] = {}
+def assemble(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor | None]:
+    """
+    Return the whole tensors under `key`, of any shapes, from the slices of all ranks; slices of several ranks must be
+    equal.
+    """
+    tensors: dict[str, Tensor | None] = {}
     for part in parts:
-        for name, tensor in part[what].items():
-            place = part["slices"][name]
-            if place is None or tensor is None:
-                first = whole.setdefault(name, tensor)
+        for name, tensor in part[key].items():
+            tensor_slice = part["slices"][name]
+            if tensor_slice is None or tensor is None:
+                first = tensors.setdefault(name, tensor)
                 assert (first is None) == (tensor is None), name
                 if tensor is not None and first is not None:
                     torch.testing.assert_close(tensor, first, rtol=1e-12, atol=1e-14)
                 continue
-            target = whole.setdefault(name, torch.full(place.shape, torch.nan, dtype=tensor.dtype))
+            target = tensors.setdefault(name, torch.full(tensor_slice.shape, torch.nan, dtype=tensor.dtype))
             assert target is not None
-            target[tuple(slice(at, at + size) for at, size in zip(place.offsets, tensor.shape, strict=True))] = tensor
-    return whole
+            target[tuple(slice(at, at + size) for at, size in zip(tensor_slice.offsets, tensor.shape, strict=True))] = (
+                tensor
+            )
+    return tensors
 
 
 def assert_same_steps(ranks: Sequence[Mapping[str, Any]], whole: Mapping[str, Any]) -> None:
-    """Losses, norms, gradients and weights of all ranks together equal those of one process in float64, to 1e-10."""
-    assert sum(each["loss"] for each in ranks) == pytest.approx(whole["loss"], rel=1e-10)
-    for each in ranks:
-        assert [each["norm"], *each["norms"]] == pytest.approx([whole["norm"], *whole["norms"]], rel=1e-9)
-    for what in ("grads", "weights"):
-        found = assembled(ranks, what)
-        assert found.keys() == whole[what].keys()
-        for name, tensor in found.items():
-            if tensor is None or whole[what][name] is None:
-                assert tensor is None and whole[what][name] is None, name
+    """Assert that losses, norms, gradients and weights of all ranks equal one process's in float64, to 1e-10."""
+    assert sum(rank["loss"] for rank in ranks) == pytest.approx(whole["loss"], rel=1e-10)
+    for rank in ranks:
+        assert [rank["norm"], *rank["norms"]] == pytest.approx([whole["norm"], *whole["norms"]], rel=1e-9)
+    for key in ("grads", "weights"):
+        tensors = assemble(ranks, key)
+        assert tensors.keys() == whole[key].keys()
+        for name, tensor in tensors.items():
+            if tensor is None or whole[key][name] is None:
+                assert tensor is None and whole[key][name] is None, name
                 continue
-            torch.testing.assert_close(tensor, whole[what][name], rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(tensor, whole[key][name], rtol=1e-10, atol=1e-12, msg=name)

@@ -1,4 +1,4 @@
-"""A listener that compares a run with its plan, on a GPU that there is not."""
+"""A listener that compares a run with its plan, on a simulated GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ RECIPE = Recipe.load(
 
 @contextmanager
 def on_a_gpu(memory: int) -> Iterator[None]:
-    """A machine whose GPU has this many bytes, and computes like a core of a CPU."""
+    """Pretend that the machine has a GPU with this many bytes, which computes like a CPU core."""
     device = attrs.evolve(device_model("cpu"), memory=memory)
     properties = SimpleNamespace(total_memory=memory)
     with (
@@ -37,12 +37,12 @@ def on_a_gpu(memory: int) -> Iterator[None]:
         yield
 
 
-def plan_check(place: Path, kind: str, recipe: Recipe = RECIPE, ranks: int = 1, **settings: Any) -> PlanCheck:
-    """The listener of a small run on a kind of device."""
+def plan_check(folder: Path, kind: str, recipe: Recipe = RECIPE, ranks: int = 1, **settings: Any) -> PlanCheck:
+    """Return the listener of a small run on a kind of device."""
     return PlanCheck(
         recipe=ResolvedRecipe(recipe.resolved(), ""),
         device=Machine(torch.device(kind)),
         processes=fake(Processes, rank=0, world_size=ranks),
-        folder=fake(RunFolder, folder=place),
+        folder=fake(RunFolder, folder=folder),
         **settings,
     )

@@ -1,5 +1,5 @@
 """
-Power cuts: an ext4 file system in a file in memory, of which a copy is made at some moment.
+Power cuts: an ext4 file system in a file in memory, copied at some moment.
 
 Data that was not on the disk by then is not in the copy. It needs root and loop devices.
 """
@@ -24,14 +24,14 @@ def is_possible() -> bool:
     tools = all(shutil.which(tool) for tool in ("mkfs.ext4", "mount", "umount"))
     if os.geteuid() != 0 or not tools or not MEMORY.is_dir():
         return False
-    with contextlib.suppress(subprocess.CalledProcessError, OSError), _image() as image, mounted(image):
+    with contextlib.suppress(subprocess.CalledProcessError, OSError), _image() as image, mount_image(image):
         return True
     return False
 
 
 @attrs.frozen
 class Cut:
-    """The step that was committed for certain at the power cut, and the step found afterwards."""
+    """The step that was certainly committed at the power cut, and the step that was read afterwards."""
 
     committed: int
     found: int
@@ -40,48 +40,48 @@ class Cut:
 def cut(work: Callable[[Path, Callable[[int], None]], None], after: float, find: Callable[[Path], int]) -> Cut:
     """
     Run `work` on a new file system, in a fork of this process that reports its committed steps; cut the power `after`
-    seconds after its first report, and call `find` on what is left.
+    seconds after its first report, and call `find` on the folder that is left.
     """
-    with _image() as image, mounted(image) as place:
-        ours, theirs = os.pipe()
+    with _image() as image, mount_image(image) as folder:
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                work(place, lambda step: _say(theirs, step))
+                work(folder, lambda step: _say(writer, step))
             os._exit(0)
-        os.close(theirs)
-        said = os.read(ours, 1)
+        os.close(writer)
+        reported = os.read(reader, 1)
         time.sleep(after)
         os.kill(child, signal.SIGSTOP)
         copy = image.with_suffix(".copy")
-        os.set_blocking(ours, False)
+        os.set_blocking(reader, False)
         with contextlib.suppress(BlockingIOError):
-            while more := os.read(ours, 1):
-                said = more
+            while more := os.read(reader, 1):
+                reported = more
         shutil.copyfile(image, copy)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(ours)
+        os.close(reader)
     try:
-        with mounted(copy) as place:
-            return Cut(said[0], find(place))
+        with mount_image(copy) as folder:
+            return Cut(reported[0], find(folder))
     finally:
         copy.unlink()
 
 
 @contextlib.contextmanager
-def mounted(image: Path) -> Iterator[Path]:
-    """Mounts the file system of an image."""
-    place = image.with_suffix(".mount")
-    place.mkdir()
+def mount_image(image: Path) -> Iterator[Path]:
+    """Mount an image's file system."""
+    mount_point = image.with_suffix(".mount")
+    mount_point.mkdir()
     try:
-        subprocess.run(["mount", "-o", "loop,nodiscard", str(image), str(place)], check=True, capture_output=True)
+        subprocess.run(["mount", "-o", "loop,nodiscard", str(image), str(mount_point)], check=True, capture_output=True)
         try:
-            yield place
+            yield mount_point
         finally:
-            subprocess.run(["umount", str(place)], check=True, capture_output=True)
+            subprocess.run(["umount", str(mount_point)], check=True, capture_output=True)
     finally:
-        place.rmdir()
+        mount_point.rmdir()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """
-Imports that most runs need, made once in the process from which all others are forked: they take seconds.
+Imports that most runs need, made once in the process that all others are forked from: they take seconds.
 
 Python 3.11 does not pass its search path on to that process, so it is passed by a variable, which is removed here.
 """

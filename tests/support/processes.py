@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several real processes, as torchrun would, and leaves none behind."""
+"""Runs a function of a test module in several real processes, as torchrun would, and ends all of them."""
 
 import importlib.util
 import multiprocessing
@@ -23,9 +23,9 @@ PRELOADED = ["torch.distributed", "numpy", "pytest", "support.preloaded"]
 GRACE = 5.0  # seconds for the others to notice that a rank failed
 
 
-class RanksFailed(Exception):
+class RanksFailedError(Exception):
     """
-    At least one rank failed.
+    Failure of at least one rank.
 
     `failures` has a traceback or a message by rank, first failure first; `values` has the results of the others.
     """
@@ -38,7 +38,7 @@ class RanksFailed(Exception):
 
 @attrs.frozen
 class Call:
-    """A function of a test module, by the name and the file of its module, and its pickled arguments."""
+    """A function of a test module, by its module's name and file, with its pickled arguments."""
 
     module: str
     file: str
@@ -55,10 +55,10 @@ def run_ranks(
     lost: Set[int] = frozenset(),
 ) -> list[Any]:
     """
-    The results of `function(*arguments)` in each of `world_size` new processes, by rank.
+    Return the results of `function(*arguments)` in each of `world_size` new processes, by rank.
 
     The function is a plain function of a module; arguments and results are pickled. Each process has torchrun's
-    variables, unless `variables` is false. Raises RanksFailed when a rank raises, dies or is not done after `timeout`
+    variables, unless `variables` is false. Raise RanksFailedError if a rank raises, dies or is not done after `timeout`
     seconds; ranks in `lost` are not waited for, and count as failed.
     """
     context = multiprocessing.get_context("forkserver")
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def _start_fork_server() -> None:
-    """Start the process from which all others are forked, unless it runs already."""
+    """Start the process that all others are forked from, unless it runs already."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -132,7 +132,7 @@ def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: flo
             end = min(end, time.monotonic() + GRACE)
     failures |= {rank: "was not waited for" for rank in lost if rank not in {*values, *failures}}
     if failures:
-        raise RanksFailed(failures, values)
+        raise RanksFailedError(failures, values)
     return [values[rank] for rank in range(len(processes))]
 
 
@@ -169,7 +169,7 @@ def _serve(call: Call, environment: dict[str, str], pipe: Connection) -> None:
 
 
 def _load(name: str, file: str) -> Any:
-    """The module under its own name, from its file: pytest imports test modules without a search path."""
+    """Load the module under its own name, from its file: pytest imports test modules without a search path."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""Small Qwen3 models with random weights, and the same models in transformers."""
+"""Small Qwen3 models with random weights, and their equals in transformers."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -31,29 +31,29 @@ SPARSE_SIZES: dict[str, Any] = SIZES | {"num_experts": 5, "num_experts_per_tok":
 
 
 def cpu_kernels(**choices: Any) -> AutoKernels:
-    """Kernels on a CPU, those that `auto` takes unless others are chosen."""
+    """Return kernels on a CPU, with `auto` unless others are chosen."""
     return kernels_on(torch.device("cpu"), **choices)
 
 
 def kernels_on(device: torch.device, **choices: Any) -> AutoKernels:
-    """Kernels on a device, those that `auto` takes unless others are chosen."""
+    """Return kernels on a device, with `auto` unless others are chosen."""
     kind: Any = device.type
     compute: Any = ComputeDevice(kind=kind, share=True)
     return AutoKernels(device=compute, **choices)
 
 
 def dense(**changes: Any) -> Qwen3Dense:
-    """A small model, with other sizes or kernels if given."""
+    """Return a small model, with changed sizes or kernels."""
     return Qwen3Dense(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
 def sparse(**changes: Any) -> Qwen3Moe:
-    """A small model with experts, with other sizes or kernels if given."""
+    """Return a small model with experts, with changed sizes or kernels."""
     return Qwen3Moe(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
 
 
 def whole(model: DecoderBuilder) -> nn.Module:
-    """All of a model in one module, every tensor random: norms of weight 1 would hide that they are not used."""
+    """Return a whole model in one module, with every tensor random: unused norms would not show at weight 1."""
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     for tensor in persistent_tensors(module).values():
         nn.init.normal_(tensor, 1.0 if tensor.ndim == 1 else 0.0, 0.2)
@@ -61,60 +61,61 @@ def whole(model: DecoderBuilder) -> nn.Module:
 
 
 def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
-    """The same model in transformers, with the same weights."""
+    """Return the same model in transformers, with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks of other tests do without
 
     # transformers computes no gradient for the embedding of a padding token.
     plain = {"attn_implementation": "eager", "experts_implementation": "eager", "pad_token_id": None}
     kinds: Any = AutoModelForCausalLM
     config = AutoConfig.for_model(**model.hugging_face_config() | plain | settings)
-    made = kinds.from_config(config)
-    state = as_in_transformers(model, {name: tensor.detach() for name, tensor in parameters.items()}, made.state_dict())
+    reference = kinds.from_config(config)
+    state = as_in_transformers(
+        model, {name: tensor.detach() for name, tensor in parameters.items()}, reference.state_dict()
+    )
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    made.load_state_dict(state)
-    return made
+    reference.load_state_dict(state)
+    return reference
 
 
 def as_in_transformers(
     model: DecoderBuilder, tensors: Mapping[str, Tensor], names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Tensors (any shape) under the names of transformers' modules: ours, or where there is none that of files."""
+    """Tensors (any shape) as in the modules of transformers: mapped where modules are like files, else unchanged."""
     mapper = model.hugging_face_mapper()
-    others = Mapper(tuple(group for group in mapper.groups if not set(group.inputs) <= set(names)))
-    kept = {name: tensor for name, tensor in tensors.items() if name not in others.inputs}
-    return kept | convert(Mapper(tuple(g for g in others.groups if set(g.inputs) <= tensors.keys())), tensors)
+    renamed = Mapper(tuple(group for group in mapper.groups if set(group.outputs) <= set(names)))
+    return {**tensors, **convert(renamed, tensors)}
 
 
 def one_document(rows: int, length: int) -> TokenContext:
-    """Rows that are each one document: positions and document ids int64 (rows, length), no weights."""
+    """Return rows with one document each: positions and document ids int64 (rows, length), no weights."""
     positions = torch.arange(length).expand(rows, -1)
     return TokenContext(positions, torch.zeros_like(positions))
 
 
 def pack_documents(lengths: list[list[int]]) -> TokenContext:
-    """Rows of documents of these lengths."""
+    """Return rows of documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
     documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
     return TokenContext(torch.stack(positions), torch.stack(documents))
 
 
 def to(device: torch.device, shared: TokenContext) -> TokenContext:
-    """A context without weights, on another device."""
+    """Return a context without weights on another device."""
     return TokenContext(shared.positions.to(device), shared.document_ids.to(device))
 
 
 def weights_of(targets: Tensor) -> Tensor:
-    """1 for each token that has a target, else 0: float32, of the shape of targets."""
+    """Return 1 for each token that has a target, else 0: float32, of the targets' shape."""
     return (targets != IGNORE_INDEX).float()
 
 
 def losses_of(module: Any, inputs: Tensor, shared: TokenContext, targets: Tensor) -> Any:
-    """Losses by token (rows, length) of a module with a head, each token weighing 1, in the router's loss too."""
+    """Return losses by token (rows, length) for a module with a head; each token weighs 1, in the router's loss too."""
     weighted = attrs.evolve(shared, weights=weights_of(targets))
     return module(inputs, weighted, lambda hidden, head: head.token_losses(hidden, targets)[0])
 
 
 def logits_of(module: Any, inputs: Tensor, shared: TokenContext) -> Any:
-    """Logits (rows, length, vocab_size) of a module with a head."""
+    """Return logits (rows, length, vocab_size) for a module with a head."""
     return module(inputs, shared, lambda hidden, head: head.logits(hidden))

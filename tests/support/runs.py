@@ -18,7 +18,7 @@ from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.distributed.torchrun import rank_console
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 TINY = """
@@ -83,7 +83,7 @@ def write_corpus(folder: Path, files: int = 12, lines: int = 5) -> None:
 
 @attrs.frozen
 class Outcome:
-    """How a command ended: its exit code, and what it printed."""
+    """A command's exit code and output."""
 
     code: int
     text: str
@@ -92,25 +92,25 @@ class Outcome:
 def drawloom(folder: Path, *arguments: str, ranks: int = 1, path: str = "") -> list[Outcome]:
     """Run a command in `folder` in this many processes, which find packages in the folder `path`, too."""
     words = folder, arguments, None, path
-    found: list[Outcome] = run_ranks(command, ranks, *words, timeout=120, variables=ranks > 1)
-    return found
+    outcomes: list[Outcome] = run_ranks(command, ranks, *words, timeout=120, variables=ranks > 1)
+    return outcomes
 
 
 def run_and_kill(folder: Path, name: str, *arguments: str, after: float) -> bool:
-    """Run a command that kills itself this many steps after those already tracked; whether it did."""
+    """Run a command that kills itself this many steps after the tracked ones; return whether it did."""
     written = folder / "runs" / name / "metrics.jsonl"
     done = len(rows(written.parent)) if written.exists() else 0
     words = (*arguments, f"run.name={name}")
     try:
         run_ranks(command, 1, folder, words, (written, done + after), timeout=120, variables=False)
-    except RanksFailed as failed:
+    except RanksFailedError as failed:
         assert all("-9" in text or "gone" in text for text in failed.failures.values()), failed
         return True
     return False
 
 
 def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None, path: str = "") -> Outcome:
-    """One process of `drawloom`, which kills itself after this many lines of a file; for `run_ranks`."""
+    """Run one process of `drawloom`, which kills itself after this many lines of a file; for `run_ranks`."""
     os.chdir(folder)
     if path:
         sys.path.append(path)
@@ -125,7 +125,7 @@ def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, floa
 
 
 def run_and_strike(folder: Path, arguments: Sequence[str], number: int) -> Outcome:
-    """One process of `drawloom` for `run_ranks`; rank 1, or a single one, sends itself a signal after step 1."""
+    """Run one process of `drawloom` for `run_ranks`; rank 1, or a single one, sends itself a signal after step 1."""
     if os.environ.get("RANK", "1") == "1":
         name = next((word for word in arguments if word.startswith("run.name=")), "run.name=tiny")
         run = folder / "runs" / name.removeprefix("run.name=")
@@ -156,25 +156,25 @@ def _code(arguments: list[str]) -> int:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's steps in metrics.jsonl, without step 0 and without the checksums of the lines."""
+    """Return the rows of a run's steps in metrics.jsonl, without step 0 and without the lines' checksums."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     return [{key: value for key, value in line.items() if key != CHECKSUM} for line in lines if line["step"]]
 
 
 def series(run: Path, *names: str) -> list[tuple[Any, ...]]:
-    """Some metrics of every step."""
+    """Return some metrics of every step."""
     return [tuple(row.get(name) for name in names) for row in rows(run)]
 
 
 def deterministic_rows(run: Path) -> list[dict[str, Any]]:
-    """The metrics of each step but those of the machine, such as times."""
+    """Return each step's metrics without the machine's, such as times."""
     kept = [{key: row[key] for key in row if key.partition("/")[0] not in MACHINE_METRICS} for row in rows(run)]
     assert all("loss" in row for row in kept)
     return kept
 
 
 def take_back(run: Path, step: int) -> None:
-    """Reset a finished run to what a kill after this step would have left."""
+    """Reset a finished run to the state that a kill after this step would have left."""
     for path in (run / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)

@@ -31,7 +31,7 @@ class Change:
 
 @attrs.frozen
 class Row:
-    """How a component is observed, what it is given before and after, and each setting's other value."""
+    """A component's observer, its settings before and after, and each setting's other value."""
 
     observer: Observer
     base: dict[str, Any]
@@ -80,7 +80,7 @@ MODEL: dict[str, Any] = {
 
 
 def config(family: str) -> Change:
-    """Another config.json of a family."""
+    """Return another config.json of a family."""
     return Change(f"other_{family}.json", NO_SIZES | {"config": f"one_{family}.json"})
 
 
@@ -102,6 +102,8 @@ ROPE = {
     "beta_fast": (YARN, YARN | {"beta_fast": 15.0}),
     "beta_slow": (YARN, YARN | {"beta_slow": 2.0}),
     "truncate": (YARN, YARN | {"truncate": False}),
+    "mscale": (YARN | {"mscale_all_dim": 0.5, "mscale": 1.0}, YARN | {"mscale_all_dim": 0.5, "mscale": 0.1}),
+    "mscale_all_dim": (YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}, YARN | {"mscale": 0.5, "mscale_all_dim": 0.1}),
     "attention_factor": (YARN, YARN | {"attention_factor": 3.0}),
     "low_freq_factor": (LLAMA, LLAMA | {"low_freq_factor": 0.2}),
     "high_freq_factor": (LLAMA, LLAMA | {"high_freq_factor": 40.0}),
@@ -137,6 +139,26 @@ SHARED_EXPERTS |= {
     "sliding_window": Change(3, {"max_window_layers": 1}),
     "max_window_layers": Change(1, {"sliding_window": 3}),
 }
+GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
+GROUPED = {
+    key: change
+    for key, change in SHARED_EXPERTS.items()
+    if key not in ("sliding_window", "max_window_layers", "config")
+}
+LATENT = (
+    MODEL
+    | GROUPED
+    | {
+        "num_attention_heads": Change(2, {"num_key_value_heads": None}),
+        "num_key_value_heads": Change(2, refused=True),
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 6,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 0,
+        "rope_interleave": False,
+        "attention_bias": True,
+    }
+)
 WARMUP = {
     "start": 0.5,
     "warmup_steps": 3,
@@ -348,6 +370,10 @@ ROWS: dict[str, Row] = {
         {"wait": 2, "warmup": 2, "active": 2, "repeat": 2, "memory": True},
     ),
     "listeners.timeouts": Row(runs.events_of_run, {}, {"first_step": 7.0, "step": 7.0, "saving": 7.0, "opening": 7.0}),
+    "loss.cpo": Row(parts.loss_of, {}, {"beta": 0.5, "alpha": 0.5}),
+    "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
+    "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
+    "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
@@ -386,6 +412,20 @@ ROWS: dict[str, Row] = {
         },
     ),
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
+    "model.deepseek_v3": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("deepseek_v3")}),
+    "model.glm4_moe": Row(
+        parts.model_of,
+        SPARSE_SIZES | {"partial_rotary_factor": 1.0},
+        MODEL
+        | GROUPED
+        | {
+            "config": config("glm4_moe"),
+            "partial_rotary_factor": 0.25,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "model.glm4_moe_lite": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(
         parts.model_of,
         TYPED_SIZES,
@@ -396,6 +436,22 @@ ROWS: dict[str, Row] = {
             "tie_word_embeddings": False,
             "rope_local_base_freq": 10.0,
             "query_pre_attn_scalar": 8,
+        },
+    ),
+    "model.gpt_oss": Row(
+        parts.model_of,
+        TYPED_SIZES | {"num_experts": 5, "num_experts_per_tok": 2},
+        MODEL
+        | LAYER_TYPES
+        | {
+            "config": config("gpt_oss"),
+            "attention_bias": False,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_alpha": 0.5,
+            "swiglu_limit": 1e-3,
+            "router_aux_loss_coef": 0.5,
+            "router_z_loss_coef": 0.5,
         },
     ),
     "model.granite": Row(

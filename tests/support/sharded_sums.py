@@ -1,4 +1,4 @@
-"""Steps of a model on ranks with shards, and what one process has for the rows of each of them."""
+"""Steps of a sharded model, and the results of one process for each rank's rows."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ Rows = tuple[Tensor, dict[str, Tensor]]
 
 @attrs.frozen
 class Case:
-    """A model of these sizes in some precision; each step's rows have `length` tokens, others on each rank."""
+    """A model of these sizes in some precision; each step's rows have `length` tokens, different ones on each rank."""
 
     sizes: dict[str, Any]
     precision: dict[str, Any]
@@ -33,7 +33,7 @@ class Case:
     steps: int = 1
 
     def rows(self, step: int, rank: int) -> Tensor:
-        """One row (1, length) of tokens."""
+        """Return one row (1, length) of tokens."""
         generator = torch.Generator().manual_seed(100 * step + rank)
         return torch.randint(self.sizes["vocab_size"], (1, self.length), generator=generator)
 
@@ -63,19 +63,23 @@ def _logits(stages: MaterializedStages, rows: Tensor) -> Any:
 
 
 def _gradients(stages: MaterializedStages) -> dict[str, Tensor]:
-    found = {name: each.grad.cpu() for name, each in stages.named_parameters() if each.grad is not None}
-    for _, each in stages.named_parameters():
-        each.grad = None
-    return {name: each for name, each in found.items() if not name.startswith("loss.")}
+    gradients = {
+        name: parameter.grad.cpu() for name, parameter in stages.named_parameters() if parameter.grad is not None
+    }
+    for _, parameter in stages.named_parameters():
+        parameter.grad = None
+    return {name: gradient for name, gradient in gradients.items() if not name.startswith("loss.")}
 
 
 def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows]]:
-    """By step, logits of this rank's rows without a gather by the program, and with it, with gradients' slices."""
+    """
+    Return by step the logits of this rank's rows, without a gather by the program and with it, and slices of gradients.
+    """
     shard_transfers.PACKED_BELOW_BYTES = small
     with join_processes(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device, reshard_after_forward=by_block)
         shards: Any = stages.local[0].shards
-        found = []
+        results = []
         for step in range(case.steps):
             rows = case.rows(step, processes.rank)
             stages.cast_weights()
@@ -87,46 +91,52 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
             prepared = _logits(stages, rows)
             prepared.square().sum().backward()
             stages.hand_over_gradients()
-            found.append((unprepared.cpu(), (prepared.detach().cpu(), _gradients(stages))))
-        return found
+            results.append((unprepared.cpu(), (prepared.detach().cpu(), _gradients(stages))))
+        return results
 
 
 def alone(case: Case, ranks: int) -> list[list[Rows]]:
-    """By step and rank, logits and gradients of one process, for the rows of that rank."""
+    """Return by step and rank the logits and gradients of one process, for that rank's rows."""
     with join_processes(case.kind, timeout=60.0) as (processes, device):
         stages = _stages(case, processes, device)
-        found = []
+        results = []
         for step in range(case.steps):
-            each: list[Rows] = []
+            results_by_rank: list[Rows] = []
             for rank in range(ranks):
                 stages.cast_weights()
                 logits = _logits(stages, case.rows(step, rank))
                 logits.square().sum().backward()
                 stages.hand_over_gradients()
-                each.append((logits.detach().cpu(), _gradients(stages)))
-            found.append(each)
-        return found
+                results_by_rank.append((logits.detach().cpu(), _gradients(stages)))
+            results.append(results_by_rank)
+        return results
 
 
-def slice_of(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's rows of a tensor of any shape."""
-    rows = -(-len(whole) // ranks)
-    return whole[rank * rows : (rank + 1) * rows]
+def slice_of(tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return a rank's rows of a tensor of any shape."""
+    rows = -(-len(tensor) // ranks)
+    return tensor[rank * rows : (rank + 1) * rows]
 
 
-def assert_same(of_ranks: list[list[tuple[Tensor, Rows]]], whole: list[list[Rows]], **close: Any) -> None:
-    """Logits of each rank are those of one process, and gradients the float32 sums over all ranks' rows, rounded."""
-    for step, each in enumerate(whole):
-        names = each[0][1]
+def assert_same(
+    results_by_rank: list[list[tuple[Tensor, Rows]]], expected_steps: list[list[Rows]], **close: Any
+) -> None:
+    """
+    Assert that each rank's logits equal one process's, and gradients the rounded float32 sums over all ranks' rows.
+    """
+    for step, expected_by_rank in enumerate(expected_steps):
+        names = expected_by_rank[0][1]
         sums = {
-            name: torch.stack([rows[1][name].float() for rows in each]).sum(0).to(gradient.dtype)
+            name: torch.stack([rows[1][name].float() for rows in expected_by_rank]).sum(0).to(gradient.dtype)
             for name, gradient in names.items()
         }
-        for rank, found in enumerate(of_ranks):
-            unprepared, (prepared, slices) = found[step]
+        for rank, results in enumerate(results_by_rank):
+            unprepared, (prepared, slices) = results[step]
             for logits in (unprepared, prepared):
-                torch.testing.assert_close(logits, each[rank][0], **close)
+                torch.testing.assert_close(logits, expected_by_rank[rank][0], **close)
             assert slices.keys() == sums.keys()
-            for name, mine in slices.items():
-                expected = slice_of(sums[name], rank, len(of_ranks))
-                torch.testing.assert_close(mine, expected, msg=f"the gradient of {name} in step {step}", **close)
+            for name, gradient_slice in slices.items():
+                expected = slice_of(sums[name], rank, len(results_by_rank))
+                torch.testing.assert_close(
+                    gradient_slice, expected, msg=f"the gradient of {name} in step {step}", **close
+                )

@@ -1,8 +1,8 @@
 """
 Runs that are killed at random moments, repeatedly, until they complete.
 
-One process imports everything and forks each life of a run; a life reports in shared memory its phase, the step that it
-restored, and the step that it has committed for certain.
+One process imports everything and forks each life of a run. A life reports in shared memory its phase, the step that it
+restored, and the step that it has certainly committed.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ SAME = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 
 @attrs.frozen
 class Job:
-    """A run to be killed: its processes, its staging, its mutation, if any, and sizes of its mesh: (name, ranks)."""
+    """A run to be killed: its processes, its staging, its mutation, if any, and its mesh sizes: (name, ranks)."""
 
     ranks: int
     staging: str
@@ -63,7 +63,7 @@ class Job:
         return f"{self.ranks}-{mesh}-{self.staging}-{self.mutation}"
 
     def command(self, name: str) -> list[str]:
-        """What a person would type."""
+        """Return the command line that a user would type."""
         return [
             *("run", "tiny.toml", f"run.name={name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]"),
             *("checkpoint.every=3", f"checkpoint.keep={KEEP}", "evaluate.every=7"),
@@ -104,57 +104,57 @@ class Findings:
 
 def soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, wanted: str = "") -> Findings:
     """
-    Kill runs of these jobs in turn until this many kills or seconds, or until the wanted kind of fault is found;
+    Kill runs of these jobs in turn, for this many kills or seconds, or until a fault of the wanted kind appears; then
     complete the last ones. Runs in a separate process.
     """
     os.chdir(folder)
     write_corpus(folder)
     _warm()
     findings, moments, end = Findings(), random.Random(seed), time.monotonic() + seconds
-    straight = {job: _straight(job) for job in {attrs.evolve(job, mutation="nothing") for job in jobs}}
+    straight = {job: _run_uninterrupted(job) for job in {attrs.evolve(job, mutation="nothing") for job in jobs}}
     number = 0
     while findings.kills.total() < kills and time.monotonic() < end and not getattr(findings, wanted or "found"):
         for job in jobs:
             number += 1
             expected, length = straight[attrs.evolve(job, mutation="nothing")]
-            findings.add(_killed_until_done(job, f"{job.name}-{number}", expected, length, moments))
+            findings.add(_kill_until_done(job, f"{job.name}-{number}", expected, length, moments))
     return findings
 
 
 def crash_loop(folder: Path, job: Job, times: int, seed: int) -> Findings:
     """
-    A run that is killed after a commit, then repeatedly before its next commit, and at last completes. Runs in a
-    separate process.
+    Kill a run after a commit, then repeatedly before its next commit, and at last complete it. Runs in a separate
+    process.
     """
     os.chdir(folder)
     write_corpus(folder)
     _warm()
-    moments, found, name, run = random.Random(seed), Findings(), "looping", Path("runs/looping")
-    expected, length = _straight(job)
+    moments, findings, name, run = random.Random(seed), Findings(), "looping", Path("runs/looping")
+    expected, length = _run_uninterrupted(job)
     life = _Life(job, name)
-    while not life.committed():
+    while not life.last_commit():
         time.sleep(0.001)
     life.kill(range(job.ranks))
-    committed, longest = life.committed(), length / 3
+    committed, longest = life.last_commit(), length / 3
     for _ in range(times):
         life = _Life(job, name)
         if life.end_by_itself(moments.uniform(0.0, longest)) is None:
-            found.kills[life.phase()] += 1
+            findings.kills[life.phase()] += 1
             life.kill(range(job.ranks))
-        if life.committed():
+        if life.last_commit():
             longest /= 2  # it was no crash loop: this one came further than the last commit
-        _look(name, run, life, committed, found)
-        committed = max(committed, life.committed())
+        _check_life(name, run, life, committed, findings)
+        committed = max(committed, life.last_commit())
     last = _Life(job, name)
     if last.end_by_itself(60.0) != [0] * job.ranks or _result(run) != expected:
-        found.different.append(f"{name}: {Path(f'printed-{name}-0').read_text()[-500:]}")
-    _look(name, run, last, committed, found)
-    found.finished += 1
-    return found
+        findings.different.append(f"{name}: {Path(f'printed-{name}-0').read_text()[-500:]}")
+    _check_life(name, run, last, committed, findings)
+    findings.finished += 1
+    return findings
 
 
 def _warm() -> None:
-    """Import all that a run needs, so that forks have it at once."""
+    """Import all modules that a run needs, so that forks have them at once."""
     import torch._dynamo
 
     torch.set_num_threads(1)
@@ -165,8 +165,8 @@ def _warm() -> None:
     gc.freeze()
 
 
-def _straight(job: Job) -> tuple[bytes, float]:
-    """The result of an uninterrupted run, and its duration."""
+def _run_uninterrupted(job: Job) -> tuple[bytes, float]:
+    """Return the result of an uninterrupted run, and its duration."""
     began = time.monotonic()
     life = _Life(job, job.name)
     if life.end_by_itself(60.0) != [0] * job.ranks:
@@ -174,30 +174,30 @@ def _straight(job: Job) -> tuple[bytes, float]:
     return _result(Path("runs") / job.name), time.monotonic() - began
 
 
-def _killed_until_done(job: Job, name: str, expected: bytes, length: float, moments: random.Random) -> Findings:
-    found, committed, run = Findings(), 0, Path("runs") / name
+def _kill_until_done(job: Job, name: str, expected: bytes, length: float, moments: random.Random) -> Findings:
+    findings, committed, run = Findings(), 0, Path("runs") / name
     for _ in range(100):
         life = _Life(job, name)
         codes = life.end_by_itself(moments.uniform(0.05, length))
         if codes is None:
-            found.kills[life.phase()] += 1
-            alone = job.ranks > 1 and moments.random() < 0.4 and life.joined()
-            _kill(life, moments.randrange(job.ranks) if alone else None, found)
+            findings.kills[life.phase()] += 1
+            alone = job.ranks > 1 and moments.random() < 0.4 and life.has_all_ranks()
+            _kill(life, moments.randrange(job.ranks) if alone else None, findings)
         elif codes != [0] * job.ranks:
-            found.different.append(f"{name}: exit codes {codes}: {Path(f'printed-{name}-0').read_text()[-500:]}")
+            findings.different.append(f"{name}: exit codes {codes}: {Path(f'printed-{name}-0').read_text()[-500:]}")
             break
-        _look(name, run, life, committed, found)
-        committed = max(committed, life.committed())
+        _check_life(name, run, life, committed, findings)
+        committed = max(committed, life.last_commit())
         if codes is not None:
-            found.finished += 1
+            findings.finished += 1
             if _result(run) != expected:
-                found.different.append(f"{name}: {_difference(_result(run), expected)}")
+                findings.different.append(f"{name}: {_difference(_result(run), expected)}")
             break
     shutil.rmtree(run, ignore_errors=True)
-    return found
+    return findings
 
 
-def _kill(life: "_Life", only: int | None, found: Findings) -> None:
+def _kill(life: "_Life", only: int | None, findings: Findings) -> None:
     """Kill all ranks, or one; then the others must end by themselves, with an error."""
     if only is None:
         life.kill(range(len(life.children)))
@@ -205,42 +205,44 @@ def _kill(life: "_Life", only: int | None, found: Findings) -> None:
     began = time.monotonic()
     life.kill([only])
     codes = life.end_by_itself(STUCK)
-    found.slowest = max(found.slowest, time.monotonic() - began)
+    findings.slowest = max(findings.slowest, time.monotonic() - began)
     if codes is None:
-        found.stuck.append(f"{life.name}: rank {only} was killed, and the other was still there after {STUCK:g} s")
+        findings.stuck.append(f"{life.name}: rank {only} was killed, and the other was still there after {STUCK:g} s")
         life.kill(range(len(life.children)))
 
 
-def _look(name: str, run: Path, life: "_Life", committed: int, found: Findings) -> None:
-    """Check what a life has restored, and what it has left."""
-    for rank, restored in enumerate(life.restored()):
+def _check_life(name: str, run: Path, life: "_Life", committed: int, findings: Findings) -> None:
+    """Check the step that a life restored, and the checkpoints that it left."""
+    for rank, restored in enumerate(life.steps_restored()):
         if restored not in (-1,) and restored < committed:
-            found.lost.append(f"{name}: rank {rank} restored step {restored}, and {committed} was committed")
+            findings.lost.append(f"{name}: rank {rank} restored step {restored}, and {committed} was committed")
     if not (run / "checkpoints").is_dir():
         return
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
     steps = [path for path in left if path.startswith("step-")]
     if not all(is_valid(run / "checkpoints" / path) for path in steps):
-        found.torn.append(f"{name}: of {left} one is not whole")
+        findings.torn.append(f"{name}: of {left} one is not whole")
     newest = max((int(path.removeprefix("step-")) for path in steps), default=0)
-    if newest < life.committed():
-        found.lost.append(f"{name}: step {life.committed()} was committed, and {left} is left")
+    if newest < life.last_commit():
+        findings.lost.append(f"{name}: step {life.last_commit()} was committed, and {left} is left")
     if len(left) > KEEP + 2:
-        found.grown.append(f"{name}: {left}")
+        findings.grown.append(f"{name}: {left}")
 
 
 def _result(run: Path) -> bytes:
-    """Everything that must be bit-exact: every step's metrics, and every file of the last checkpoint."""
+    """Return everything that must be bitwise equal: every step's metrics, and every file of the last checkpoint."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = json.dumps([[row.get(name) for name in SAME] for row in rows]).encode()
     last = sorted((run / "checkpoints" / f"step-{STEPS}").glob("rank-*"))
     return b"\n".join([numbers, *(path.name.encode() + b" " + path.read_bytes() for path in last)])
 
 
-def _difference(one: bytes, other: bytes) -> str:
-    lines = zip(one.split(b"\n"), other.split(b"\n"), strict=False)
-    first = next(((mine, theirs) for mine, theirs in lines if mine != theirs), (one[-50:], other[-50:]))
-    return f"{first[0][:2000]!r} instead of {first[1][:2000]!r}"
+def _difference(first: bytes, second: bytes) -> str:
+    lines = zip(first.split(b"\n"), second.split(b"\n"), strict=False)
+    difference = next(
+        ((line, other_line) for line, other_line in lines if line != other_line), (first[-50:], second[-50:])
+    )
+    return f"{difference[0][:2000]!r} instead of {difference[1][:2000]!r}"
 
 
 class _Life:
@@ -256,7 +258,7 @@ class _Life:
         self._codes: dict[int, int] = {}
 
     def end_by_itself(self, seconds: float) -> list[int] | None:
-        """Wait up to this long for all processes to end; their exit codes, None if one has not."""
+        """Wait up to this long for all processes to end; return their exit codes, or None if one has not ended."""
         end = time.monotonic() + seconds
         while len(self._codes) < len(self.children):
             for child in self.children:
@@ -279,20 +281,20 @@ class _Life:
                 self._codes[child] = os.waitstatus_to_exitcode(status)
 
     def phase(self) -> str:
-        """The phase of rank 0; of its background thread if that is writing."""
-        main_thread, other, *_ = NUMBERS.unpack_from(self._memory, 0)
-        return PHASES[other or main_thread]
+        """Return the phase of rank 0, or of its background thread if it is writing."""
+        main_thread, background_thread, *_ = NUMBERS.unpack_from(self._memory, 0)
+        return PHASES[background_thread or main_thread]
 
-    def joined(self) -> bool:
-        """Whether the ranks have joined; before, they wait for a dead rank as for a late one."""
-        return all(self._memory[place * NUMBERS.size] for place in range(len(self.children)))
+    def has_all_ranks(self) -> bool:
+        """Whether all ranks have joined; before, they wait for a dead rank as for a late one."""
+        return all(self._memory[rank * NUMBERS.size] for rank in range(len(self.children)))
 
-    def restored(self) -> list[int]:
-        """The step that each rank has restored, -1 if none."""
-        return [NUMBERS.unpack_from(self._memory, place * NUMBERS.size)[2] for place in range(len(self.children))]
+    def steps_restored(self) -> list[int]:
+        """Return each rank's restored step, -1 if none."""
+        return [NUMBERS.unpack_from(self._memory, rank * NUMBERS.size)[2] for rank in range(len(self.children))]
 
-    def committed(self) -> int:
-        """The newest step that this life has committed for certain."""
+    def last_commit(self) -> int:
+        """Return the newest step that this life has certainly committed."""
         return int(NUMBERS.unpack_from(self._memory, 0)[3])
 
     def _fork(self, job: Job, rank: int, port: int) -> int:
@@ -325,7 +327,7 @@ def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
 
 @attrs.frozen
 class _Watch:
-    """Records what this process does in memory that its killer can read."""
+    """A recorder in memory that the process's killer can read."""
 
     memory: mmap.mmap
     place: int
@@ -342,15 +344,15 @@ class _Watch:
             (writing, "discard", "rotate"),
             (Checkpointer, "close", "end"),
         ):
-            put(owner, name, self._noted(getattr(owner, name), PHASES.index(phase)))
+            put(owner, name, self._record_phase(getattr(owner, name), PHASES.index(phase)))
         restore, commit, synchronise = Checkpointer.restore, writing.commit, Synchronize.run_phase
 
-        def noted_restore(checkpointer: Checkpointer) -> int:
+        def record_restore(checkpointer: Checkpointer) -> int:
             step = restore(checkpointer)
             self._set(2, step)
             return step
 
-        def noted_commit(temp: Path, checkpoint: Path, *rest: Any) -> None:
+        def record_commit(temp: Path, checkpoint: Path, *rest: Any) -> None:
             commit(temp, checkpoint, *rest)
             self._set(3, int(checkpoint.name.removeprefix("step-")))
 
@@ -363,16 +365,16 @@ class _Watch:
                     parameter.grad.mul_(1 + drawn.item() / phase.mesh.world.size / 100)
             synchronise(phase, step)
 
-        put(Checkpointer, "restore", noted_restore)
-        put(writing, "commit", noted_commit)
+        put(Checkpointer, "restore", record_restore)
+        put(writing, "commit", record_commit)
         put(Synchronize, "run_phase", noisy)
 
-    def _noted(self, call: Callable[..., Any], phase: int) -> Callable[..., Any]:
-        def noted(*arguments: Any, **named: Any) -> Any:
+    def _record_phase(self, call: Callable[..., Any], phase: int) -> Callable[..., Any]:
+        def recording(*arguments: Any, **named: Any) -> Any:
             with self._in(phase):
                 return call(*arguments, **named)
 
-        return noted
+        return recording
 
     @contextlib.contextmanager
     def _in(self, phase: int) -> Iterator[None]:
@@ -389,6 +391,6 @@ class _Watch:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

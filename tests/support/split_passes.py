@@ -1,4 +1,4 @@
-"""Going backward in one pass and in two, and watching what they leave."""
+"""Backward in one pass and in two, and a watch on the tensors that they leave."""
 
 import gc
 import weakref
@@ -16,26 +16,28 @@ Grads = list[Tensor | None]
 
 
 def make_stage(name: str, ops: Ops) -> tuple[Stage, list[Any]]:
-    """A stage and its inputs."""
+    """Return a stage and its inputs."""
     make, kinds = STAGES[name]
     return make(Parts(ops)), inputs_of(kinds)
 
 
 def run_forward(stage: nn.Module, inputs: list[Any]) -> tuple[Any, ...]:
-    """The outputs, with the same random numbers each time."""
+    """Return the outputs, with the same random numbers each time."""
     torch.manual_seed(1)
     return stage(*inputs)  # type: ignore[no-any-return]
 
 
 def grads_for(outputs: tuple[Any, ...]) -> Grads:
-    """A random gradient for each output that takes one."""
+    """Return a random gradient for each output that takes one."""
     torch.manual_seed(2)
     learns = [isinstance(output, Tensor) and output.requires_grad for output in outputs]
-    return [torch.randn_like(output) if each else None for each, output in zip(learns, outputs, strict=True)]
+    return [
+        torch.randn_like(output) if needs_grad else None for needs_grad, output in zip(learns, outputs, strict=True)
+    ]
 
 
 def pop_grads(tensors: list[Any]) -> Grads:
-    """The `.grad` of each, which is then cleared."""
+    """Return each tensor's `.grad`, and clear it."""
     grads = [tensor.grad if isinstance(tensor, Tensor) else None for tensor in tensors]
     for tensor in tensors:
         if isinstance(tensor, Tensor):
@@ -44,44 +46,44 @@ def pop_grads(tensors: list[Any]) -> Grads:
 
 
 def have_no_grads(tensors: list[Any]) -> bool:
-    """Whether none has a `.grad`."""
+    """Whether no tensor has a `.grad`."""
     return not any(isinstance(tensor, Tensor) and tensor.grad is not None for tensor in tensors)
 
 
 def go_backward(outputs: tuple[Any, ...], grads: Grads) -> None:
-    """Torch's own backward pass from the outputs that have a gradient."""
+    """Run torch's own backward pass from the outputs that have a gradient."""
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 
 def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
-    """The gradients of inputs and parameters by torch's backward pass: the oracle."""
+    """Return the gradients of inputs and parameters by torch's backward pass: the oracle."""
     outputs = run_forward(stage, inputs)
     go_backward(outputs, grads_for(outputs))
     return pop_grads(inputs), pop_grads(list(stage.parameters()))
 
 
 def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
-    """A forward pass that can go backward in two, and its outputs."""
+    """Return a forward pass that can go backward in two, and its outputs."""
     split = SplitBackward()
     with split.forward():
         return split, run_forward(stage, inputs)
 
 
 def in_two(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
-    """The same by two passes, the first of which may touch no `.grad`, and the second none of the inputs'."""
+    """Return the same by two passes; the first may touch no `.grad`, and the second none of the inputs'."""
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, grads_for(outputs), inputs)
+    input_grads = split.backward_input(outputs, grads_for(outputs), inputs)
     assert have_no_grads([*inputs, *stage.parameters()])
     split.backward_weight()
     assert have_no_grads(inputs)
-    return found, pop_grads(list(stage.parameters()))
+    return input_grads, pop_grads(list(stage.parameters()))
 
 
-def assert_same_grads(one: tuple[Grads, Grads], other: tuple[Grads, Grads]) -> None:
-    """All gradients are bitwise the same, or missing in both."""
-    pairs = [pair for these, those in zip(one, other, strict=True) for pair in zip(these, those, strict=True)]
+def assert_same_grads(first: tuple[Grads, Grads], second: tuple[Grads, Grads]) -> None:
+    """Assert that all gradients are bitwise the same, or missing in both."""
+    pairs = [pair for ours, expected in zip(first, second, strict=True) for pair in zip(ours, expected, strict=True)]
     assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
 
@@ -90,7 +92,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "grouped_gemm_rows_eager", "grouped_gemm_matri
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products; those of all experts are one."""
+    """A counter of matrix products; a product of all experts counts once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,11 +104,11 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Mark:
-    """Lives as long as what holds it."""
+    """An object that lives as long as its holder."""
 
 
 class Watch:
-    """Tensors and nodes of the graph that should die, by the count of their references alone."""
+    """Tensors and graph nodes that should die by their reference counts alone."""
 
     def __init__(self, stage: nn.Module) -> None:
         self._alive: list[weakref.ref[Any]] = []
@@ -122,7 +124,7 @@ class Watch:
         gc.enable()
 
     def add(self, *tensors: Any) -> None:
-        """Watch these too, beside what the stage's modules give."""
+        """Watch these too, beside the outputs of the stage's modules."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
                 self._alive.append(weakref.ref(tensor))
@@ -132,5 +134,5 @@ class Watch:
                     self._alive.append(weakref.ref(mark))
 
     def living(self) -> int:
-        """How many still live."""
+        """Count those that still live."""
         return sum(reference() is not None for reference in self._alive)

@@ -1,4 +1,4 @@
-"""Stages that are hard to take backward in two passes, each made of our linear layers or of torch's."""
+"""Stages that are hard to take backward in two passes, each built from our linear layers or torch's."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
 
 
 class Cube(Function):
-    """Somebody else's operation: it finds the gradients of both factors in one go, whatever is wanted."""
+    """A foreign operation: it computes the gradients of both factors at once, whatever is needed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ class Cube(Function):
 
 
 def cube(x: Tensor, weight: Tensor) -> Tensor:
-    """(x @ weight)^3."""
+    """Return (x @ weight)^3."""
     return Cube.apply(x, weight)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Stage(nn.Module):
-    """Parameters and modules by name, and what to do with them and the inputs."""
+    """Parameters and modules by name, with a function of them and the inputs."""
 
     def __init__(self, forward: Forward, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Stage(nn.Module):
 
 @attrs.frozen
 class Parts:
-    """Makes the parts of a stage, and multiplies by weights, in one of two ways."""
+    """A factory for a stage's parts, which multiplies by weights in one of two ways."""
 
     ops: Ops
 
@@ -99,21 +99,21 @@ def _block(p: Parts) -> Stage:
     return Stage(forward, scale=weight(WIDTH), **parts)
 
 
-def _frozen(p: Parts) -> Stage:
-    made = Stage(lambda s, x: s.c(torch.relu(s.b(s.a(x)))), a=p.linear(), b=p.linear(), c=p.linear())
-    made.b.requires_grad_(False)
-    made.get_parameter("c.bias").requires_grad_(False)
-    return made
+def _make_frozen(p: Parts) -> Stage:
+    stage = Stage(lambda s, x: s.c(torch.relu(s.b(s.a(x)))), a=p.linear(), b=p.linear(), c=p.linear())
+    stage.b.requires_grad_(False)
+    stage.get_parameter("c.bias").requires_grad_(False)
+    return stage
 
 
-def _recomputed(p: Parts, use_reentrant: bool) -> Stage:
+def _make_recomputed(p: Parts, use_reentrant: bool) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
         return s.c(checkpoint(lambda x: torch.tanh(s.b(torch.tanh(s.a(x)))), x, use_reentrant=use_reentrant))  # type: ignore[no-any-return]
 
     return Stage(forward, a=p.linear(), b=p.linear(), c=p.linear())
 
 
-def _recomputed_twice(p: Parts) -> Stage:
+def _make_recomputed_twice(p: Parts) -> Stage:
     def inner(s: Any, x: Tensor) -> Tensor:
         return torch.tanh(s.b(checkpoint(lambda x: torch.tanh(s.a(x)), x, use_reentrant=False)))
 
@@ -141,7 +141,7 @@ def _rerun_twice(p: Parts) -> Stage:
     return Stage(lambda s, x: rerun(inner, s, x), a=p.linear(), b=p.linear())
 
 
-def _offloaded(p: Parts) -> Stage:
+def _make_offloaded(p: Parts) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.numpy(force=True).copy(), torch.from_numpy):
             return s.b(s.a(x).tanh())  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ def _offloaded(p: Parts) -> Stage:
     return Stage(forward, a=p.linear(), b=p.linear())
 
 
-def _changed_in_place(p: Parts) -> Stage:
+def _make_changed_in_place(p: Parts) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
         y = s.a(x)
         y[..., :3] = y[..., 3:] * 2
@@ -171,7 +171,7 @@ def _complex() -> torch.dtype:
     return torch.get_default_dtype().to_complex()
 
 
-def _scaled(p: Parts) -> Stage:
+def _make_scaled(p: Parts) -> Stage:
     def forward(s: Any, x: Tensor) -> Tensor:
         normed = s.direction / s.direction.norm(dim=1, keepdim=True) * s.length
         return torch.tanh(p.product(x, normed)) * (1 + s.gain)  # type: ignore[no-any-return]
@@ -228,7 +228,7 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
         lambda p: Stage(lambda s, x: p.product(p.product(x, p.product(s.u, s.v)), s.u), u=weight(), v=weight()),
         [X],
     ),
-    "scaled weight": (_scaled, [X]),
+    "scaled weight": (_make_scaled, [X]),
     "weight on the left": (
         lambda p: Stage(lambda s, x: s.w @ x + s.v.T @ s.w @ x, w=weight(4, 4), v=weight(4, 4)),
         [X],
@@ -270,7 +270,7 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
         lambda p: Stage(lambda s, x, t, n: (y := s.a(x), y > 0, None, t + 1, 7, y.detach()), a=p.linear()),
         [X, TOKENS, None],
     ),
-    "frozen": (_frozen, [X]),
+    "frozen": (_make_frozen, [X]),
     "nothing to train": (lambda p: Stage(lambda s, x: s.a(x).tanh(), a=p.linear().requires_grad_(False)), [X]),
     "somebody else's function": (lambda p: Stage(lambda s, x: s.a(cube(x, s.w)), w=weight(), a=p.linear()), [X]),
     "two parameters at one node": (
@@ -281,20 +281,20 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
         lambda p: Stage(lambda s, x: linear_eager(x, s.w) @ (s.w @ s.v) @ s.w, w=weight(), v=weight()),
         [X],
     ),
-    "recomputed": (lambda p: _recomputed(p, use_reentrant=False), [X]),
-    "recomputed within what is recomputed": (_recomputed_twice, [X]),
+    "recomputed": (lambda p: _make_recomputed(p, use_reentrant=False), [X]),
+    "recomputed within what is recomputed": (_make_recomputed_twice, [X]),
     "rerun": (_rerun, [X]),
     "rerun, and recomputed within": (_rerun_twice, [X]),
     "block that is rerun": (_rerun_block, [X]),
-    "saved elsewhere": (_offloaded, [X]),
-    "activations changed in place": (_changed_in_place, [X]),
+    "saved elsewhere": (_make_offloaded, [X]),
+    "activations changed in place": (_make_changed_in_place, [X]),
     "complex numbers": (_spectrum, [X]),
     "halves of a weight": (
         lambda p: Stage(lambda s, x: p.product(p.product(x, s.w[:6]).tanh(), s.w[6:]), w=weight(12, 6)),
         [X],
     ),
     "one weight for each expert": (
-        lambda p: Stage(lambda s, x: sum(p.product(x, each).tanh() for each in s.w.unbind()), w=weight(3, 6, 6)),
+        lambda p: Stage(lambda s, x: sum(p.product(x, matrix).tanh() for matrix in s.w.unbind()), w=weight(3, 6, 6)),
         [X],
     ),
     "weight, its view and its transpose": (
@@ -310,16 +310,16 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
         [X],
     ),
 }
-"""By name, how a stage is made, and what it takes."""
+"""Stage factories and input kinds, by name."""
 
 
 def re_entrant(ops: Ops) -> Stage:
-    """A stage that recomputes in a way that can't be split."""
-    return _recomputed(Parts(ops), use_reentrant=True)
+    """Return a stage that recomputes in a way that can't be split."""
+    return _make_recomputed(Parts(ops), use_reentrant=True)
 
 
 def inputs_of(kinds: Sequence[str | None]) -> list[Any]:
-    """Fresh inputs, of the default dtype."""
-    made = {X: lambda: torch.randn(2, 4, WIDTH, requires_grad=True), DATA: lambda: torch.randn(2, 4, WIDTH)}
-    made[TOKENS] = lambda: torch.randint(11, (2, 4))
-    return [None if kind is None else made[kind]() for kind in kinds]
+    """Return fresh inputs of the default dtype."""
+    makers = {X: lambda: torch.randn(2, 4, WIDTH, requires_grad=True), DATA: lambda: torch.randn(2, 4, WIDTH)}
+    makers[TOKENS] = lambda: torch.randint(11, (2, 4))
+    return [None if kind is None else makers[kind]() for kind in kinds]

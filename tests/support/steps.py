@@ -34,7 +34,7 @@ class LateState(StepState):
         super().__init__(values, **options)
 
     def is_remote(self, tensor: Tensor) -> bool:
-        """All tensors are."""
+        """Return True for every tensor."""
         return True
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:

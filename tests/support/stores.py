@@ -1,4 +1,4 @@
-"""Parts of documents in memory, token stores of them, and files of other programs with documents."""
+"""Documents in memory, token stores built from them, and files of other programs with documents."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from drawloom.graph import UserError
 
 @attrs.frozen
 class Texts:
-    """A part of these texts."""
+    """A part with these texts."""
 
     texts: tuple[str, ...]
     name: str = "memory"
@@ -41,7 +41,7 @@ class Texts:
 
 @attrs.frozen
 class TokensInMemory:
-    """A corpus of given documents, which end as they are."""
+    """A corpus of given documents, without added end tokens."""
 
     train: list[list[int]]
     validation: list[list[int]]
@@ -49,25 +49,25 @@ class TokensInMemory:
     eos_id: int = 0
 
     def documents(self, split: Split) -> TokenArrays:
-        held = self.train if split == "train" else self.validation
-        return TokenArrays.of([np.array(document, np.int64) for document in held], np.uint32)
+        split_documents = self.train if split == "train" else self.validation
+        return TokenArrays.of([np.array(document, np.int64) for document in split_documents], np.uint32)
 
 
 def store_of(folder: Path, parts: Sequence[Sequence[str]]) -> Store:
-    """A store of bytes, with a shard for each part."""
+    """Build a store of bytes, with a shard for each part."""
     return build(folder, [Texts(tuple(texts), f"part {number}") for number, texts in enumerate(parts)], Bytes())
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
+    """Return all files of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def damage(path: Path, place: int = -1) -> None:
+def damage(path: Path, position: int = -1) -> None:
     """Change one byte of a file."""
-    held = bytearray(path.read_bytes())
-    held[place] ^= 1
-    path.write_bytes(held)
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
 
 
 PARTS = [Texts(tuple(f"text {number} {shard} " * 50 for number in range(40)), f"part {shard}") for shard in range(6)]
@@ -75,7 +75,7 @@ PARTS = [Texts(tuple(f"text {number} {shard} " * 50 for number in range(40)), f"
 
 @attrs.frozen(repr=False)
 class Around:
-    """A part that does something before each document; its repr is that of the part within."""
+    """A part that acts before each document; its repr is the inner part's."""
 
     part: Texts
 
@@ -89,7 +89,7 @@ class Around:
             yield document
 
     def before(self, document: Document) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __repr__(self) -> str:
         return repr(self.part)
@@ -134,7 +134,7 @@ def make_slowly(folder: Path) -> None:
 
 @attrs.frozen
 class Deadly:
-    """A part whose reading kills its process."""
+    """A part that kills the process that reads it."""
 
     size: int = 1
 
@@ -144,12 +144,12 @@ class Deadly:
 
 
 def write_table(path: Path, text: str, rows: int) -> None:
-    """A Parquet file with columns `text` and `other`."""
+    """Write a Parquet file with columns `text` and `other`."""
     pyarrow.parquet.write_table(_table(text, rows), path)
 
 
 def write_dataset(folder: Path, text: str) -> None:
-    """Data sets `train`, of two files, and `test`, as `save_to_disk` lays them out."""
+    """Write data sets `train`, in two files, and `test`, as `save_to_disk` lays them out."""
     for split, sizes in (("train", (12, 8)), ("test", (5,))):
         (folder / split).mkdir(parents=True)
         names = [f"data-{number:05}-of-{len(sizes):05}.arrow" for number in range(len(sizes))]
@@ -167,7 +167,7 @@ def _table(text: str, rows: int) -> Any:
 
 
 def write_megatron(path: Path, documents: Sequence[Sequence[int]]) -> None:
-    """`path`.bin and `path`.idx, with a sequence for each document."""
+    """Write `path`.bin and `path`.idx, with a sequence for each document."""
     sizes = [len(document) for document in documents]
     offsets = [2 * sum(sizes[:number]) for number in range(len(sizes))]
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(sizes), len(sizes) + 1)

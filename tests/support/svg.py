@@ -1,4 +1,4 @@
-"""What an SVG shows, read back from its text, and from its pixels where cairosvg can draw them."""
+"""The content of an SVG, read back from its text, and from its pixels where cairosvg can draw them."""
 
 import io
 import xml.etree.ElementTree as ElementTree
@@ -9,12 +9,12 @@ import pytest
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 0.6
-"""Of a letter's height: what it takes on average, in a broad font."""
+"""The average width of a letter in a broad font, by its height."""
 
 
 @attrs.frozen
 class Words:
-    """Words with the area on which they stand: left, top, right, bottom; and their colour."""
+    """Words with their area (left, top, right, bottom) and their colour."""
 
     text: str
     area: tuple[float, float, float, float]
@@ -22,17 +22,17 @@ class Words:
 
 
 def parse(svg: str) -> ElementTree.Element:
-    """The root element; an error if it is not well formed."""
+    """Return the root element; raise an error if the text is not well formed."""
     return ElementTree.fromstring(svg)
 
 
 def words(svg: str) -> list[Words]:
-    """All words, in the order of the document, without the outlines behind them."""
+    """Return all words in the document's order, without the outlines behind them."""
     return [_words(element) for element in parse(svg).iter(f"{SVG}text") if element.attrib["fill"] != "none"]
 
 
 def without_ink(svg: str) -> list[Words]:
-    """Words of which nothing can be seen in their own colour when the picture is drawn. Skips without Cairo."""
+    """Return words that are invisible in their own colour when the picture is drawn. Skip without Cairo."""
     try:
         import cairosvg
         from PIL import Image
@@ -41,34 +41,34 @@ def without_ink(svg: str) -> list[Words]:
     scale = 2
     png = cairosvg.svg2png(bytestring=svg.encode(), scale=scale)
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
-    return [one for one in words(svg) if one.text and not _has_ink(one, pixels, scale)]
+    return [label for label in words(svg) if label.text and not _has_ink(label, pixels, scale)]
 
 
-def _has_ink(one: Words, pixels: "np.ndarray[tuple[int, ...], np.dtype[np.int_]]", scale: int) -> bool:
-    left, top, right, bottom = one.area
+def _has_ink(label: Words, pixels: "np.ndarray[tuple[int, ...], np.dtype[np.int_]]", scale: int) -> bool:
+    left, top, right, bottom = label.area
     height = bottom - top
     rows = slice(round(scale * (top + 0.2 * height)), round(scale * (bottom - 0.2 * height)))  # between lines beside it
     here = pixels[rows, round(scale * max(0.0, left)) : round(scale * right)]
-    colour = np.array([*bytes.fromhex(one.colour.removeprefix("#"))])
+    colour = np.array([*bytes.fromhex(label.colour.removeprefix("#"))])
     return bool((np.abs(here - colour).max(axis=-1) < 60).mean() > 0.02)
 
 
 def outside(svg: str) -> list[Words]:
-    """Words that do not stand wholly in the picture."""
+    """Return words that are not wholly inside the picture."""
     root = parse(svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    return [one for one in words(svg) if not _within(one.area, width, height)]
+    return [label for label in words(svg) if not _within(label.area, width, height)]
 
 
 def areas(svg: str) -> list[tuple[float, float, float, float]]:
-    """The rectangles of a picture, but for its ground."""
-    found = [{key: float(e.attrib.get(key, 0)) for key in ("x", "y", "width", "height")} for e in _rectangles(svg)]
-    return [(one["x"], one["y"], one["x"] + one["width"], one["y"] + one["height"]) for one in found]
+    """Return the rectangles of a picture, without its background."""
+    boxes = [{key: float(e.attrib.get(key, 0)) for key in ("x", "y", "width", "height")} for e in _rectangles(svg)]
+    return [(box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]) for box in boxes]
 
 
-def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether two areas have more than an edge in common."""
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def overlap(first: tuple[float, ...], second: tuple[float, ...]) -> bool:
+    """Whether two areas share more than an edge."""
+    return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]
 
 
 def _rectangles(svg: str) -> list[ElementTree.Element]:

@@ -1,4 +1,4 @@
-"""The harness of several processes."""
+"""The harness that runs several processes."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 @attrs.frozen
@@ -48,29 +48,29 @@ def _sleep(file: str) -> None:
 
 
 def test_ranks_communicate_and_return_values_by_rank() -> None:
-    """Ranks reach one another, and classes of the test module are pickled both ways."""
+    """Ranks reach one another, and classes in the test module are pickled both ways."""
     assert run_ranks(_sum_of_ranks, 3, Parcel(1)) == [(3, Parcel(2))] * 3
 
 
-def test_the_traceback_of_a_rank_is_raised() -> None:
+def test_traceback_from_rank_is_raised() -> None:
     """An exception in a rank is raised with its text and line, and with the other rank's result."""
-    with pytest.raises(RanksFailed, match="a sentence of rank 1") as caught:
+    with pytest.raises(RanksFailedError, match="a sentence of rank 1") as caught:
         run_ranks(_fail_on_rank_1, 2)
     assert list(caught.value.failures) == [1]
     assert "_fail_on_rank_1" in caught.value.failures[1]
     assert caught.value.values == {0: "fine"}
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_error_names_killed_rank() -> None:
     """A rank that dies silently is reported with its exit code."""
-    with pytest.raises(RanksFailed, match="rank 1: died with exit code -9"):
+    with pytest.raises(RanksFailedError, match="rank 1: died with exit code -9"):
         run_ranks(_die_on_rank_1, 2)
 
 
-def test_no_process_survives_a_timeout(tmp_path: object) -> None:
+def test_no_process_survives_timeout(tmp_path: object) -> None:
     """Processes that hang are killed with their children."""
     file = f"{tmp_path}/pids"
-    with pytest.raises(RanksFailed, match="not done after 1"):
+    with pytest.raises(RanksFailedError, match="not done after 1"):
         run_ranks(_sleep, 2, file, timeout=1)
     with open(file) as lines:
         pids = [int(word) for word in lines.read().split()]

@@ -1,4 +1,4 @@
-"""Processes whose system calls are disturbed by strace, where it is installed."""
+"""Processes whose system calls are disturbed by strace, if it is installed."""
 
 import os
 import select
@@ -17,10 +17,12 @@ CHANGING = (
 """Calls that change files, and the one that opens them."""
 
 
-def run_disturbed(work: Callable[[], object], call: str, number: int, what: str) -> tuple[int, bool]:
+def run_disturbed(work: Callable[[], object], call: str, number: int, outcome: str) -> tuple[int, bool]:
     """
-    Do something in a fork of this process whose n-th call of this name ends as `what` says: `signal=SIGKILL`,
-    `error=ENOSPC`; its exit code, and whether it came so far. Each thread counts its own calls.
+    Do work in a fork of this process, and end its n-th call of this name as `outcome` says: `signal=SIGKILL`,
+    `error=ENOSPC`.
+
+    Return its exit code, and whether it reached that call. Each thread counts its own calls.
     """
     ready, go = os.pipe()
     child = os.fork()
@@ -34,7 +36,7 @@ def run_disturbed(work: Callable[[], object], call: str, number: int, what: str)
             os._exit(code)
     os.close(ready)
     log = Path(f"strace-{child}")
-    inject = f"inject={call}:{what}:when={number}"
+    inject = f"inject={call}:{outcome}:when={number}"
     options = ["-f", "-q", "-p", str(child), "-o", str(log), "-e", f"trace={call}", "-e", inject]
     with subprocess.Popen([str(STRACE), *options], stderr=subprocess.PIPE) as tracer:
         _wait_for_attachment(child)

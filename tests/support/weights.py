@@ -1,4 +1,4 @@
-"""Parameters to train, as the port has them, without stages."""
+"""Trainable parameters that implement the port, without stages."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -27,9 +27,9 @@ class Weights:
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], others: Collection[str] = ()) -> "Weights":
         """Return these parameters; another rank counts `others`."""
-        made = cls({})
-        made.parameters, made._others = dict(parameters), others
-        return made
+        weights = cls({})
+        weights.parameters, weights._others = dict(parameters), others
+        return weights
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.parameters.items())

@@ -1,13 +1,18 @@
 """Causal self-attention of a decoder layer."""
 
-from torch import Tensor
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import AttentionSpec
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
+from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.parameter_roles import Role
 
 
 class Attention(TensorParallel):
@@ -32,6 +37,8 @@ class Attention(TensorParallel):
             self.q_norm = ProjectionNorm(query_width, eps, kernels, unit)
             self.k_norm = ProjectionNorm(key_width, eps, kernels, unit)
         self.o_proj = Linear(query_width, outer, kernels, has_bias("o_proj"), "rowwise", unit, is_residual=True)
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.zeros(spec.heads))
         self.spec = spec
         self.kernels = kernels
 
@@ -44,8 +51,16 @@ class Attention(TensorParallel):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
         q, k = self._norm_and_rotate(q, k, context)
-        mixed = self.kernels.attention(q, k, v, context.mask, self.spec.options)
+        mixed = self.kernels.attention(
+            q, k, v, context.mask, self.spec.options, self.sinks if self.spec.sinks else None
+        )
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
+
+    def split_dims(self) -> Mapping[str, SplitDim]:
+        return {"sinks": SplitDim(0)} if self.spec.sinks else {}
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        return {"sinks": Role(False, "normal")}
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Norm queries (rows, length, heads, head_dim) and keys by head, and rotate them, as the specification says."""

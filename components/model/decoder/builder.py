@@ -253,7 +253,9 @@ class DecoderBuilder:
         names = [*persistent_tensors(self.whole_module())]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        return sequential(joined, self.family.mapper(kept, self.architecture))
+        mapper = sequential(joined, self.family.mapper(kept, self.architecture))
+        layers = str(self.num_hidden_layers)
+        return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
 
     @cached_property
     def _roles(self) -> dict[str, Role]:

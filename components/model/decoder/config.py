@@ -13,6 +13,7 @@ from drawloom.components.model.decoder.specs import (
     AttentionSpec,
     Branch,
     ExpertSpec,
+    MixerSpec,
     MlpSpec,
 )
 from drawloom.components.model.decoder.values import COEFFICIENT, LAYER_NUMBERS, config_key, names
@@ -120,8 +121,12 @@ class DecoderConfig:
         """Return the rotary positions of a layer; None: it has none."""
         return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
 
-    def attention_of(self, layer: int) -> AttentionSpec:
+    def attention_of(self, layer: int) -> MixerSpec:
         """Return the attention of a layer."""
+        return self.grouped_attention_of(layer)
+
+    def grouped_attention_of(self, layer: int) -> AttentionSpec:
+        """Return attention with grouped queries for a layer."""
         return AttentionSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
@@ -246,13 +251,8 @@ class MoeConfig(DecoderConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of more choices than experts, and of more experts than files can contain."""
-        if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
-            why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
-            yield InvalidSetting("num_experts", why, "write fewer")
-        elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
-            why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
-            yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
+        yield from super().faults(given)
+        yield from expert_faults(given)
 
     def has_experts(self, number: int) -> bool:
         """Return whether a layer has experts."""
@@ -314,9 +314,31 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
 
 
+def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the faults of more choices than experts, and of more experts than files can contain."""
+    if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
+        why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
+        yield InvalidSetting("num_experts", why, "write fewer")
+    elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
+        why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
+        yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
+
+
+def rotary_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault of a rotated part of each head that does not consist of pairs of channels."""
+    if "head_dim" in given:
+        channels = int(given["head_dim"] * given["partial_rotary_factor"])
+        if channels < 2 or channels % 2:
+            head = f"head_dim = {given['head_dim']}"
+            why = f"partial_rotary_factor = {given['partial_rotary_factor']} rotates {channels} channels of {head}"
+            yield InvalidSetting("partial_rotary_factor", why, "write a factor that rotates pairs of channels")
+
+
 def num_experts(architecture: DecoderConfig) -> int:
     """Return the number of experts of a layer; 0 if the model has no experts."""
-    return architecture.num_experts if isinstance(architecture, MoeConfig) else 0
+    layers = range(architecture.num_hidden_layers)
+    specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
+    return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
 
 
 def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:

@@ -12,8 +12,8 @@ from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import ExpertKernels
-from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.parameter_roles import BIAS, Role
 
 
 class SparseMoeBlock(nn.Module):
@@ -26,7 +26,8 @@ class SparseMoeBlock(nn.Module):
 
     def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
-        self.gate = Router(
+        self.router_name = spec.router
+        router = Router(
             architecture.hidden_size,
             spec.experts,
             spec.choices,
@@ -35,6 +36,7 @@ class SparseMoeBlock(nn.Module):
             aux_loss_coef=spec.aux_loss_coef,
             z_loss_coef=spec.z_loss_coef,
         )
+        self.add_module(spec.router, router)
         self.experts = Experts(architecture.hidden_size, spec, kernels)
         self.has_shared = spec.shared_width > 0
         if self.has_shared:
@@ -46,11 +48,16 @@ class SparseMoeBlock(nn.Module):
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self.gate(hidden, context.weights)
+        chosen, probabilities = self.get_submodule(self.router_name)(hidden, context.weights)
         tokens, choices, scale = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
         # The view of the experts' output is made here, since FSDP warns of modules that return views.
         mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
         return mixed + self.shared_experts(hidden) if self.has_shared else mixed
+
+
+def _is_used(here: Dispatched) -> Tensor:
+    """Return which rows have a token, bool (rows,): rows past the last end are undefined."""
+    return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
 class Experts(ExpertParallel):
@@ -64,14 +71,20 @@ class Experts(ExpertParallel):
         experts, inner = spec.experts, spec.width
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
+        if spec.biases:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * inner))
+            self.down_proj_bias = nn.Parameter(torch.empty(experts, width))
         self.num_experts = experts
-        self.visited = spec.choices / spec.experts
+        self.spec = spec
         self.kernels = kernels
 
     def parameter_roles(self) -> Mapping[str, Role]:
+        visited = self.spec.choices / self.spec.experts
         return {
-            "gate_up_proj": Role(True, "normal", self.visited),
-            "down_proj": Role(True, "residual", self.visited),
+            "gate_up_proj": Role(True, "normal", visited),
+            "gate_up_proj_bias": BIAS,
+            "down_proj": Role(True, "residual", visited),
+            "down_proj_bias": BIAS,
         }
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
@@ -83,9 +96,27 @@ class Experts(ExpertParallel):
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
         both = self.project("gate_up_proj", here.rows, here.ends)
+        if self.spec.biases:
+            both = both + self._biases("gate_up_proj_bias", here)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self.kernels.swiglu_halves(both, here.scale)
-        return here.combine(self.project("down_proj", mixed, here.ends))
+        mixed = self._gate(both, here.scale)
+        outputs = self.project("down_proj", mixed, here.ends)
+        if self.spec.biases:
+            scale = here.scale.where(_is_used(here), 0).unsqueeze(-1)
+            outputs = outputs + (self._biases("down_proj_bias", here) * scale).to(outputs.dtype)
+        return here.combine(outputs)
+
+    def _gate(self, both: Tensor, scale: Tensor) -> Tensor:
+        """Apply the gate to both (rows, 2 * inner width), with a scale (rows,): (rows, inner width)."""
+        if (clamp := self.spec.clamp) is None:
+            return self.kernels.swiglu_halves(both, scale)
+        return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
+
+    def _biases(self, name: str, here: Dispatched) -> Tensor:
+        """Return the bias of each row's expert, (rows, outputs), and zeros for unused rows."""
+        rows = torch.arange(len(here.rows), device=here.rows.device)
+        expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
+        return self.kernels.embedding(expert, getattr(self, name)).where(_is_used(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""

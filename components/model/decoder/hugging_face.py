@@ -1,7 +1,7 @@
 """Decoders in Hugging Face's form: names of parameters, and reading and writing of `config.json`."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,11 @@ class Family:
     `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
     `nullable` are keys that may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a
-    config may leave out the sizes of heads. `read` converts a `config.json` to the keys of the config class, before
-    defaults are filled in, and raises ValueError, with a reason that follows the path, for a config that can't be
-    built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to the tensors of files.
+    config may leave out the sizes of heads. Files may have `model_type` or one of `other_types`. `read` converts a
+    `config.json` to the keys of the config class, before defaults are filled in, and raises ValueError, with a reason
+    that follows the path, for a config that can't be built; `write` is its inverse, for a complete `config.json`.
+    `mapper` maps parameters to the tensors of files; `ignored` are patterns (fnmatch) of tensors in files that are not
+    loaded, in which {layers} is the number of layers.
     """
 
     component: str
@@ -68,6 +70,8 @@ class Family:
     nullable: tuple[str, ...] = ()
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
+    other_types: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     read: Callable[[dict[str, Any]], dict[str, Any]] = _same
     write: Callable[[dict[str, Any]], dict[str, Any]] = _same
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = decoder_mapper
@@ -136,7 +140,7 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
     try:
-        config = family.read(config)
+        config = family.read(_with_partial_factor(config, family.keys))
         base, rope = read_rope(config, "partial_rotary_factor" in family.keys)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
@@ -158,6 +162,12 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
     return architecture
 
 
+def _with_partial_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
+    rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
+    return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
+
+
 def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield faults of sizes that do not fit one another."""
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
@@ -169,7 +179,10 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield values of a config that the model does not implement."""
     # Configs of text embedders may have is_causal = false.
-    for key, value in {"model_type": family.model_type, "is_causal": True, **FIXED, **family.fixed}.items():
+    kinds = (family.model_type, *family.other_types)
+    kind = config.get("model_type", family.model_type)
+    fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
+    for key, value in {**fixed, **FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
 

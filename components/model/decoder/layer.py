@@ -9,11 +9,13 @@ from drawloom.components.model.decoder.attention import Attention
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.experts import SparseMoeBlock
+from drawloom.components.model.decoder.latent import LatentAttention
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.specs import (
     AttentionSpec,
     Branch,
     ExpertSpec,
+    LatentSpec,
     MlpSpec,
     PartSpec,
 )
@@ -22,6 +24,7 @@ from drawloom.components.ports.model import Kernels
 
 PARTS: dict[type[PartSpec], Any] = {
     AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
     MlpSpec: GatedMlp,
     ExpertSpec: SparseMoeBlock,
 }

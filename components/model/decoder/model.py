@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.specs import AttentionSpec, Branch
+from drawloom.components.model.decoder.specs import Branch, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
@@ -132,9 +132,9 @@ class Decoder(TensorParallel):
         ]
 
 
-def attention_among(branches: Sequence[Branch]) -> AttentionSpec | None:
+def attention_among(branches: Sequence[Branch]) -> MixerSpec | None:
     """Return the specification of a layer's attention, or None if the layer has no attention."""
-    return next((branch.spec for branch in branches if isinstance(branch.spec, AttentionSpec)), None)
+    return next((branch.spec for branch in branches if isinstance(branch.spec, MixerSpec)), None)
 
 
 class CausalLM(nn.Module):

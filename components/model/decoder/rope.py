@@ -3,6 +3,7 @@ Rotary position embeddings: base and scaling, from a `config.json` or from setti
 `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -45,7 +46,16 @@ USED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "ntk": ("factor",),
     "dynamic": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 """The keys that each `rope_type` takes."""
@@ -98,6 +108,17 @@ class RopeScaling:
     attention_factor: float | None = setting(
         default=None, check=above(0), doc="yarn: factor of cosines and sines; 0.1 ln(factor) + 1"
     )
+    mscale: float | None = setting(
+        default=None,
+        check=above(0),
+        doc="yarn: 0.1 mscale ln(factor) + 1 is the numerator of attention_factor; needs mscale_all_dim",
+    )
+    mscale_all_dim: float | None = setting(
+        default=None,
+        check=above(0),
+        doc="yarn: 0.1 mscale_all_dim ln(factor) + 1 is the denominator of attention_factor, and multiplies the scores "
+        "of latent attention twice",
+    )
     low_freq_factor: float | None = setting(
         default=None,
         check=above(0),
@@ -123,8 +144,23 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     if rope.rope_type in ("linear", "ntk"):
         return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
+    numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+    if numerator and denominator:
+        ratio = _sharpening(given["factor"], numerator) / _sharpening(given["factor"], denominator)
+        given.setdefault("attention_factor", ratio)
     made = {"dynamic": DynamicScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}[rope.rope_type]
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
+
+
+def _sharpening(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_multiplier(rope: RopeScaling | None) -> float:
+    """Return the factor of scores in latent attention, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
+    if rope is None or rope.mscale_all_dim is None or rope.factor is None:
+        return 1.0
+    return _sharpening(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:

@@ -24,7 +24,8 @@ class Routing:
     to its scores for the choice alone. With `n_group` groups of experts a token is sent to experts of `topk_group`
     groups: those whose two best scores have the greatest sums. The weights of the chosen experts are their scores,
     with `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
-    alone, as in Mixtral, is the softmax with `norm_topk_prob`.
+    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
+    float32, and with `linear_bias` a learned bias is added to them.
     """
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
@@ -33,6 +34,8 @@ class Routing:
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
+    wide_logits: bool = False
+    linear_bias: bool = False
 
 
 def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ class Router(Linear, RowSums):
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
     ) -> None:
-        super().__init__(hidden_size, num_experts, kernels)
+        super().__init__(hidden_size, num_experts, kernels, routing.linear_bias)
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
         self.routing = routing
@@ -138,8 +141,11 @@ class Router(Linear, RowSums):
         tokens, float32 (rows, length), the backward pass adds the gradients of the router's losses. Gradients are
         divided by the sum of all tokens' weights in the end, so that each loss is a mean by token.
         """
-        logits = super().forward(hidden)
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        if self.routing.wide_logits:
+            logits = self.kernels.linear(hidden.to(wide), self.weight.to(wide))
+        else:
+            logits = super().forward(hidden)
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
             logits = attach_loss(logits, router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef))

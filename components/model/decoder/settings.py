@@ -80,7 +80,7 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
     given = _given(family, settings)
     if tokens is not None:
         given.setdefault("vocab_size", _rounded_up(tokens, settings["vocabulary_multiple"]))
-    if "num_experts_per_tok" in given:
+    if "moe_intermediate_size" in given:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
     return {

@@ -13,27 +13,63 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @attrs.frozen(kw_only=True)
-class AttentionSpec:
+class MixerSpec:
     """
-    Specification of causal self-attention.
+    Specification of causal attention.
 
     `rope` rotates queries and keys; None: they are not rotated. A token attends to the last `window` tokens, itself
-    included; None: to all before it. `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection.
-    `options` are those of the kernels: the scale and the cap of scores.
+    included; None: to all before it. `options` are those of the kernels: the scale and the cap of scores.
     """
 
     heads: int
-    kv_heads: int
-    head_dim: int
     rope: Rope | None
     window: int | None = None
-    qk_norm: Literal["none", "head", "projection"] = "none"
     options: AttentionOptions = PLAIN_ATTENTION
 
     @property
     def pair_flops(self) -> int:
         """FLOPs for a query and a key: a product with the key, and one with the value."""
+        raise NotImplementedError
+
+
+@attrs.frozen(kw_only=True)
+class AttentionSpec(MixerSpec):
+    """
+    Specification of attention with grouped queries.
+
+    `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection. With `sinks`, each head has a
+    learned score of one more key, whose value is 0.
+    """
+
+    kv_heads: int
+    head_dim: int
+    sinks: bool = False
+    qk_norm: Literal["none", "head", "projection"] = "none"
+
+    @property
+    def pair_flops(self) -> int:
         return 4 * self.heads * self.head_dim
+
+
+@attrs.frozen(kw_only=True)
+class LatentSpec(MixerSpec):
+    """
+    Specification of multi-head latent attention.
+
+    A head of queries and keys has `nope_dim` channels, and `rope_dim` channels that are rotated and, in keys, shared by
+    all heads. Keys and values are projected from a latent of width `kv_rank`, queries from one of width `query_rank`;
+    None: from hidden states.
+    """
+
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    kv_rank: int
+    query_rank: int | None
+
+    @property
+    def pair_flops(self) -> int:
+        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
 
 
 @attrs.frozen(kw_only=True)
@@ -44,13 +80,22 @@ class MlpSpec:
     activation: Activation = "silu"
 
 
+@attrs.frozen
+class ClampedSwiGlu:
+    """Slope and bound of clamped SwiGLU, see kernels/oss_swiglu.py."""
+
+    alpha: float
+    limit: float
+
+
 @attrs.frozen(kw_only=True)
 class ExpertSpec:
     """
     Specification of a router and its experts of inner width `width`, each.
 
     `shared_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0: there is
-    none. Loss coefficients are those of one layer.
+    none. `router` is the name of the router's module. With `biases`, experts have biases, and with a `clamp` their gate
+    is clamped SwiGLU. Loss coefficients are those of one layer.
     """
 
     experts: int
@@ -58,11 +103,14 @@ class ExpertSpec:
     width: int
     routing: Routing
     shared_width: int = 0
+    router: str = "gate"
+    biases: bool = False
+    clamp: ClampedSwiGlu | None = None
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 
 
-PartSpec = AttentionSpec | MlpSpec | ExpertSpec
+PartSpec = MixerSpec | MlpSpec | ExpertSpec
 
 
 @attrs.frozen

@@ -13,27 +13,29 @@ from support.adapted import lora
 from support.qwen3 import dense, sparse
 
 
-def trained(*adapters: Adapter, model: Any = None) -> list[str]:
-    """The names of the parameters that are trained, without the numbers of layers."""
+def trained_names(*adapters: Adapter, model: Any = None) -> list[str]:
+    """Return the trained parameters' names without the layer numbers."""
     module = build_adapted_model(model or dense(), adapters)
     return sorted(name for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def test_targets_are_names_ends_of_names_or_patterns() -> None:
-    """A name matches from any dot on; only the factors of what matches are trained."""
+    """A target matches a name from any dot on; only the matching layers' factors are trained."""
     both = [f"model.layers.{n}.self_attn.q_proj.lora_{f}" for n in (0, 1) for f in "AB"]
-    assert trained(lora("q_proj")) == trained(lora("self_attn.q_*")) == both
-    assert trained(lora("layers.1.*.q_proj")) == trained(lora("model.layers.1.self_attn.q_proj")) == both[2:]
-    assert len(trained(lora("*_proj"))) == 2 * 7 * 2
+    assert trained_names(lora("q_proj")) == trained_names(lora("self_attn.q_*")) == both
+    assert (
+        trained_names(lora("layers.1.*.q_proj")) == trained_names(lora("model.layers.1.self_attn.q_proj")) == both[2:]
+    )
+    assert len(trained_names(lora("*_proj"))) == 2 * 7 * 2
 
 
 def test_experts_are_adapted_whole_or_in_part() -> None:
-    """`experts` are both of their parameters, each of which has a name of its own; routers can't be adapted."""
-    both = trained(lora("experts"), model=sparse())
-    assert both == trained(lora("experts.*_proj"), model=sparse()) and len(both) == 2 * 4
-    assert [name for name in both if ".down_proj" in name] == trained(lora("experts.down_proj"), model=sparse())
+    """`experts` adapts both expert parameters, and each can be named alone; routers can't be adapted."""
+    both = trained_names(lora("experts"), model=sparse())
+    assert both == trained_names(lora("experts.*_proj"), model=sparse()) and len(both) == 2 * 4
+    assert [name for name in both if ".down_proj" in name] == trained_names(lora("experts.down_proj"), model=sparse())
     with pytest.raises(UserError, match=r"'mlp.gate' matches nothing"):
-        trained(lora("mlp.gate"), model=sparse())
+        trained_names(lora("mlp.gate"), model=sparse())
 
 
 def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
@@ -62,14 +64,14 @@ def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
 def test_what_cannot_be_adapted_is_refused(adapters: list[Adapter], text: str) -> None:
     """One message names the layer and the reason."""
     with pytest.raises(UserError, match=text):
-        trained(*adapters, model=dense(tie_word_embeddings=True))
+        trained_names(*adapters, model=dense(tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("changes", [{"dropout": 0.1}, {"dora": True}])
 def test_experts_have_neither_dropout_nor_dora(changes: Any) -> None:
     """PEFT could not load them."""
     with pytest.raises(UserError, match=r"mlp.experts: PEFT has"):
-        trained(lora("experts", **changes), model=sparse())
+        trained_names(lora("experts", **changes), model=sparse())
 
 
 def test_factors_have_the_dtype_of_the_weight_and_no_memory_yet() -> None:

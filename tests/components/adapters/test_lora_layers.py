@@ -29,7 +29,7 @@ def layer(**form: Any) -> LoraLinear:
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
-    """A linear layer, with and without DoRA, has PEFT's outputs and gradients of what it trains, in float64."""
+    """A linear layer, with and without DoRA, has PEFT's outputs and adapter gradients in float32."""
     import peft  # takes seconds
 
     ours = layer(dora=dora).double()
@@ -63,7 +63,9 @@ def test_a_layer_begins_as_the_frozen_one(dora: bool) -> None:
 
 
 def test_dropout_is_for_passes_with_gradients() -> None:
-    """Inputs of A are dropped in training, with the scale of what is left, and neither in evaluation nor of W."""
+    """
+    Dropout zeroes inputs of A in training, rescales the rest, and changes neither evaluation nor the product with W.
+    """
     ours = layer(dropout=0.5)
     x = torch.ones(4000, 6)
     plain = Linear.forward(ours, x)
@@ -85,7 +87,7 @@ KINDS: dict[str, Any] = {
 
 
 def inputs(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (2, 7), of which one is ignored."""
+    """Return tokens and targets, (2, 7), with one ignored target."""
     tokens = torch.arange(14).view(2, 7) % vocab_size
     targets = tokens.roll(-1, 1).clone()
     targets[1, 2] = IGNORE_INDEX
@@ -94,7 +96,7 @@ def inputs(vocab_size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_backward_gives_the_gradients_of_a_full_one(kind: str) -> None:
-    """Gradients of inputs first and of adapters later are those of one backward pass; what is frozen gets none."""
+    """Input gradients first and adapter gradients later equal one backward pass; frozen weights get none."""
     model, adapters = KINDS[kind]()
     module = adapt(model, *adapters).double()
     tokens, targets = inputs(model.vocab_size)
@@ -118,8 +120,9 @@ def test_split_backward_gives_the_gradients_of_a_full_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_compute_the_same(kind: str) -> None:
-    """A model without adapters has the logits of the adapted one with the merged weights; a head that was tied is not
-    any more."""
+    """
+    A model without adapters, filled with the merged weights, has the adapted model's logits; a tied head is untied.
+    """
     model, adapters = KINDS[kind]()
     module = adapt(model, *adapters)
     tied = kind == "tied"
@@ -137,7 +140,9 @@ def test_merged_weights_compute_the_same(kind: str) -> None:
 
 
 def test_the_head_of_an_adapted_layer_gives_losses_of_its_logits() -> None:
-    """Losses and log-sum-exps, weighted and with ignored targets, are those of the logits, in chunks of any size."""
+    """
+    Losses and log-sum-exps, weighted and with ignored targets, are computed from the logits in chunks of any size.
+    """
     module = adapt(dense(), lora("lm_head"))
     tokens, targets = inputs(29)
     shared, weights = one_document(2, 7), torch.rand(2, 7)
@@ -154,13 +159,15 @@ def test_the_head_of_an_adapted_layer_gives_losses_of_its_logits() -> None:
 
 
 def test_the_scale_is_magnitude_by_norm_of_the_changed_row() -> None:
-    """The norm is that of W + scale * B A, which is not computed; its gradient is of the magnitude alone."""
+    """
+    The scale divides by the norm of W + scale * B A without computing it; its gradient goes to the magnitude alone.
+    """
     torch.manual_seed(0)
     w, a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 7), (2, 7), (5, 2)))
     magnitude = torch.rand(5, dtype=torch.float64, requires_grad=True)
-    found = dora_scale(w, a, b, 0.3, magnitude)
-    torch.testing.assert_close(found, magnitude / (w + 0.3 * b @ a).norm(dim=1))
-    assert [grad is not None for grad in torch.autograd.grad(found.sum(), [w, a, b, magnitude], allow_unused=True)] == [
+    scale = dora_scale(w, a, b, 0.3, magnitude)
+    torch.testing.assert_close(scale, magnitude / (w + 0.3 * b @ a).norm(dim=1))
+    assert [grad is not None for grad in torch.autograd.grad(scale.sum(), [w, a, b, magnitude], allow_unused=True)] == [
         False,
         False,
         False,

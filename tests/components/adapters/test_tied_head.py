@@ -1,4 +1,4 @@
-"""Factors of a head that is tied to the embedding."""
+"""Factors of a head tied to the embedding."""
 
 import torch
 

@@ -173,7 +173,7 @@ def test_a_dangling_link_does_not_take_the_name_of_a_checkpoint(tmp_path: Path) 
 
 
 def test_a_link_among_the_leftovers_blocks_no_start(tmp_path: Path) -> None:
-    """The link is removed, and what it leads to stays."""
+    """A start removes the link, and leaves its target alone."""
     save_steps(tmp_path, 1)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("")
@@ -202,7 +202,7 @@ def test_a_corrupt_checkpoint_neither_counts_nor_expires(tmp_path: Path) -> None
 
 
 def test_the_checkpoint_just_saved_never_expires(tmp_path: Path) -> None:
-    """It is kept even among checkpoints of higher steps that were not restored."""
+    """It is kept even among checkpoints with higher steps in the same folder."""
     save_steps(tmp_path, 7, 8, 9)
     save_steps(tmp_path, 1, 2, keep=1)
     assert _steps(tmp_path) == [2, 7, 8, 9]

@@ -20,43 +20,43 @@ from support.disk import Call, FailAt, watch_calls
 from support.processes import run_ranks
 
 
-def _bad(found: list[Remains]) -> list[Remains]:
-    """Crashes after which a committed step was lost, or an incomplete folder had the name of a step."""
-    return [each for each in found if each.restored < each.committed or each.torn]
+def _bad(outcomes: list[Remains]) -> list[Remains]:
+    """Return the crashes that lost a committed step, or left an incomplete folder with a step's name."""
+    return [remains for remains in outcomes if remains.restored < remains.committed or remains.torn]
 
 
 @pytest.mark.parametrize("staging", [False, True])
 def test_a_kill_at_any_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
-    """At each call of two saves with retention a process is killed: every committed step is restored."""
-    [found] = run_ranks(kill_everywhere, 1, tmp_path, staging)
-    steps = [each.restored for each in found]
+    """A process is killed at every call in two saves with retention: every committed step is restored."""
+    [outcomes] = run_ranks(kill_everywhere, 1, tmp_path, staging)
+    steps = [remains.restored for remains in outcomes]
     assert len(steps) > 40
-    assert not _bad(found)
+    assert not _bad(outcomes)
     assert steps == sorted(steps)  # once a step was committed, no later kill takes it back
     assert {*steps} == {2, 3, 4}
     assert all(steps.count(step) > 10 for step in (2, 3))
-    for each in found:
-        assert all(name.startswith("step-") for name in each.left)  # the next start swept the rest
-        assert 2 <= len(each.left) <= 3
+    for remains in outcomes:
+        assert all(name.startswith("step-") for name in remains.left)  # the next start swept the rest
+        assert 2 <= len(remains.left) <= 3
 
 
 def test_a_power_cut_at_any_call_loses_no_committed_step(tmp_path: Path) -> None:
     """
-    After each call of two saves with retention the power is cut: everything that was not fsynced is lost, names too;
-    every committed step is restored.
+    The power is cut after each call in two saves with retention: everything not fsynced is lost, names too; every
+    committed step is restored.
     """
-    [found] = run_ranks(cut_everywhere, 1, tmp_path)
-    assert len(found) > 60
-    assert not _bad(found)
-    assert {each.restored for each in found} == {2, 3, 4}
+    [outcomes] = run_ranks(cut_everywhere, 1, tmp_path)
+    assert len(outcomes) > 60
+    assert not _bad(outcomes)
+    assert {remains.restored for remains in outcomes} == {2, 3, 4}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mutation", ["no_rename", "expire_before_commit"])
 def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None:
     """Writing in place and expiring before the commit are found: the test above can fail."""
-    [found] = run_ranks(kill_everywhere, 1, tmp_path, False, mutation)
-    assert _bad(found)
+    [outcomes] = run_ranks(kill_everywhere, 1, tmp_path, False, mutation)
+    assert _bad(outcomes)
 
 
 @pytest.mark.soak
@@ -64,16 +64,16 @@ def test_the_kill_test_finds_wrong_orders(tmp_path: Path, mutation: str) -> None
     "mutation", ["no_fsync", "no_fsync_of_folders", "manifest_first", "expire_before_commit", "no_rename"]
 )
 def test_the_power_cut_test_finds_missing_fsyncs(tmp_path: Path, mutation: str) -> None:
-    """No fsync at all, none of folders, or one too late: each loses a step, which no kill shows."""
-    [found] = run_ranks(cut_everywhere, 1, tmp_path, mutation)
-    assert _bad(found)
+    """Without fsync, without fsync on folders, or with one too late, a power cut loses a step; no kill shows it."""
+    [outcomes] = run_ranks(cut_everywhere, 1, tmp_path, mutation)
+    assert _bad(outcomes)
 
 
 @pytest.mark.soak
 def test_the_kill_test_does_not_find_missing_fsyncs(tmp_path: Path) -> None:
     """The page cache survives a kill: only power cuts test fsync."""
-    [found] = run_ranks(kill_everywhere, 1, tmp_path, False, "no_fsync")
-    assert not _bad(found)
+    [outcomes] = run_ranks(kill_everywhere, 1, tmp_path, False, "no_fsync")
+    assert not _bad(outcomes)
 
 
 def test_every_byte_is_on_disk_before_the_next_depends_on_it(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_every_byte_is_on_disk_before_the_next_depends_on_it(tmp_path: Path) -> 
     written = {path for name, path in order[:renamed] if name == "open" and path.startswith(temp)}
     assert len(written) == 4
     for path in written:
-        calls = [name for name, each in order[:renamed] if each == path]
+        calls = [name for name, target in order[:renamed] if target == path]
         assert (calls[0], {*calls[1:-1]}, calls[-1]) == ("open", {"pwrite"}, "fsync")
     opened = [path for name, path in order[:renamed] if name == "open"]
     assert opened[-1] == f"{temp}/manifest.json"
@@ -108,8 +108,8 @@ def test_every_byte_is_on_disk_before_the_next_depends_on_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
 def test_a_failing_call_commits_nothing(tmp_path: Path, code: int, staging: bool) -> None:
     """
-    At each call of a save the disk fails once: the error has the path, and before the rename there is neither a step
-    nor a leftover. The same file is never fsynced again: Linux may report success for pages that were lost.
+    The disk fails once at each call in a save: the error has the path, and before the rename there is neither a step
+    nor a leftover. The same file is never fsynced again: Linux may report success for lost pages.
     """
     save_steps(tmp_path / "good", 1, 2)
     committed: list[bool] = []
@@ -170,11 +170,11 @@ def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str
 
 
 def _kill_cleanup_everywhere(base: Path) -> list[int]:
-    """Kill a start that removes leftovers at each of its calls in turn; the steps that the next start restores."""
+    """Kill a start that removes leftovers, at one call after another; return the steps restored by the next start."""
     save_steps(base / "good", 1, 2)
     for name in (".tmp-step-3", ".trash-step-0"):
         shutil.copytree(base / "good/checkpoints/step-1", base / "good/checkpoints" / name)
-    found: list[int] = []
+    restored_steps: list[int] = []
     while True:
         folder = base / "run"
         shutil.copytree(base / "good", folder)
@@ -185,23 +185,23 @@ def _kill_cleanup_everywhere(base: Path) -> list[int]:
             def seen(_call: Call) -> None:
                 nonlocal count
                 count += 1
-                if count == len(found) + 1:
+                if count == len(restored_steps) + 1:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             with watch_calls(seen):
                 checkpointer(folder, {})
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        found.append(restore_step(folder))
+        restored_steps.append(restore_step(folder))
         if sorted(os.listdir(folder / "checkpoints")) != ["step-1", "step-2"]:
-            found.append(LOST)
+            restored_steps.append(LOST)
         shutil.rmtree(folder)
         if not os.WIFSIGNALED(status):
-            return found
+            return restored_steps
 
 
 def test_a_kill_during_cleanup_is_repaired_by_the_next_start(tmp_path: Path) -> None:
     """After a kill at every call, no leftovers remain in the end, and nothing else is removed."""
-    [found] = run_ranks(_kill_cleanup_everywhere, 1, tmp_path)
-    assert len(found) > 8
-    assert set(found) == {2}
+    [restored_steps] = run_ranks(_kill_cleanup_everywhere, 1, tmp_path)
+    assert len(restored_steps) > 8
+    assert set(restored_steps) == {2}

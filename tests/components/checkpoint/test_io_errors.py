@@ -18,8 +18,8 @@ from drawloom.graph import UserError
 from support.checkpoints import ShardedNode, StateNode, checkpointer, save_steps
 
 
-def _failed(code: int) -> RankError:
-    """The error of a rank on which a system call failed."""
+def _error_of_rank(code: int) -> RankError:
+    """Return the error on a rank with a failed system call."""
 
     def fail() -> None:
         raise OSError(code, os.strerror(code), "/runs/x/file")
@@ -33,26 +33,26 @@ def _failed(code: int) -> RankError:
 def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """One line has the error, the needed and the free bytes, for every errno from a full disk."""
+    """One line has the error, the needed bytes and the free bytes, for every errno from a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
-    assert describe_io_error(_failed(code), tmp_path, 3_100_000_000) == expected
+    assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000) == expected
 
 
 def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     """The message has the path."""
-    assert describe_io_error(_failed(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
+    assert describe_io_error(_error_of_rank(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
 
 
 def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
     """Freeing space would not help, so the message names the limit."""
-    text = describe_io_error(_failed(errno.EFBIG), tmp_path, 1)
+    text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1)
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
 def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
-    assert "an unknown number of bytes free in" in describe_io_error(_failed(errno.ENOSPC), tmp_path / "gone", 7)
+    assert "an unknown number of bytes free in" in describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7)
 
 
 class _Optimizer(ShardedNode):
@@ -74,13 +74,13 @@ def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 def _bytes_on_disk(folder: Path, state: dict[str, StateNode]) -> int:
-    """Return the bytes of the files that ranks write for a checkpoint."""
+    """Return the size of the ranks' files in a checkpoint."""
     checkpointer(folder, state).save(Step(1, 1))
     return sum(path.stat().st_size for path in (folder / "checkpoints/step-1").glob("rank*"))
 
 
 def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moments that the optimizer will have count; the error has the folder, the bytes needed and those free."""
+    """The optimizer's future moments count; the error has the folder, the needed bytes and the free bytes."""
     with pytest.raises(UserError) as caught:
         _restore(tmp_path, monkeypatch, 11_999)
     text = str(caught.value)

@@ -44,11 +44,11 @@ def test_a_manifest_survives_its_file(checkpoint: Path) -> None:
 
 
 def test_every_flipped_bit_is_detected(checkpoint: Path) -> None:
-    """Each single bit of the file is flipped in turn."""
+    """Every single bit in the file is flipped in turn."""
     path, good = checkpoint / "manifest.json", MANIFEST.write()
-    for place in range(len(good) * 8 - 8):  # the line end at the end is of no account
+    for bit in range(len(good) * 8 - 8):  # the line end at the end is of no account
         bad = bytearray(good)
-        bad[place // 8] ^= 1 << place % 8
+        bad[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bad)
         with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
             read_manifest(checkpoint)

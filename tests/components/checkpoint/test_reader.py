@@ -21,8 +21,8 @@ FILES = ["rank-0.safetensors", "rank-0.json", "recipe.lock.toml", "manifest.json
 
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    place = random.Random(path.name).randrange(len(data) - 1)
-    data[place] ^= 1 << place % 8
+    bit = random.Random(path.name).randrange(len(data) - 1)
+    data[bit] ^= 1 << bit % 8
     path.write_bytes(data)
 
 
@@ -100,7 +100,7 @@ def test_the_newest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
 
 
 def test_a_dangling_link_is_corrupt(tmp_path: Path) -> None:
-    """A link under the name of a checkpoint, which leads nowhere, is skipped, and named if there is no other."""
+    """A dangling link with a checkpoint's name is skipped, and named if there is no other checkpoint."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-3").symlink_to("gone")
     with pytest.raises(UserError, match="step-3: it is a symbolic link"):
@@ -138,12 +138,12 @@ def test_a_checkpoint_that_expires_while_being_read_is_not_corrupt(
 
     save_steps(tmp_path, 1)
 
-    def rotated(checkpoint: Path) -> manifest.Manifest:
+    def verify_and_rotate(checkpoint: Path) -> manifest.Manifest:
         if checkpoint.name == "step-1":
             save_steps(tmp_path, 2, keep=1)
         return manifest.verify(checkpoint)
 
-    monkeypatch.setattr(reader, "verify", rotated)
+    monkeypatch.setattr(reader, "verify", verify_and_rotate)
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-2"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -26,7 +26,7 @@ from drawloom.components.storage import durable_files
 from drawloom.components.storage.sha256_stream import BLOCK
 from drawloom.graph import UserError
 from support.checkpoints import LocalNode, ShardedNode, StateNode, checkpointer
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def _restore(folder: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
 
 
 def _fault(folder: Path, where: str, what: str, rank: int) -> tuple[str, int, Any]:
-    """Save step 2 with a fault on one rank: each rank's error, and what all restore afterwards."""
+    """Save step 2 with a fault on one rank; return the ranks' errors, and the step restored by all afterwards."""
     with _mesh() as mesh:
         shared, own = StateNode({"step": 2}), LocalNode({"step": 2, "rank": mesh.world.rank})
         node = checkpointer(folder, {"shared": shared, "own": own}, mesh)
@@ -86,7 +86,7 @@ def _error(node: Checkpointer) -> str:
 
 
 def _draw_on(folder: Path) -> tuple[float, float]:
-    """Save the generators of each rank, draw, restore, and draw again."""
+    """Save all ranks' generators, draw, restore, and draw again."""
     with _mesh() as mesh:
         randomness = ProcessRandomness(job=NamedRun(name="x", seed=3), mesh=mesh)
         randomness.open()
@@ -157,7 +157,7 @@ def test_a_failing_commit_fails_on_both_ranks(tmp_path: Path) -> None:
 def test_a_rank_killed_while_saving_leaves_the_previous_step(tmp_path: Path, where: str, rank: int) -> None:
     """The survivor's error names the group, and the next start restores the committed step."""
     run_ranks(_save, 2, tmp_path, 1)
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_fault, 2, tmp_path, where, "killed", rank)
     assert "exit code -9" in caught.value.failures[rank]
     assert "group world (ranks 0, 1)" in caught.value.failures[1 - rank]
@@ -174,7 +174,7 @@ def _save_sharded(folder: Path, holders: dict[str, list[int]]) -> None:
 
 
 def _restore_sharded(folder: Path, holders: dict[str, list[int]]) -> dict[str, tuple[float, int]]:
-    """What each rank restores of the entries that it now holds."""
+    """Restore the entries that this rank holds now."""
     with _mesh() as mesh:
         mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
         node, empty = ShardedNode({}, mine), ShardedNode({"fresh": 1}, mine)
@@ -267,14 +267,14 @@ def _restore_slices(folder: Path) -> tuple[bool, int]:
     """Whether a rank has its rows, and how many bytes it read of files of tensors."""
     count, preadv = 0, os.preadv
 
-    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def read_and_count(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         nonlocal count
-        found = preadv(descriptor, buffers, offset)
-        count += found if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors") else 0
-        return found
+        byte_count = preadv(descriptor, buffers, offset)
+        count += byte_count if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors") else 0
+        return byte_count
 
     with _mesh() as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", counted)
+        patch.setattr(os, "preadv", read_and_count)
         node = _node(mesh.world.rank, mesh.world.size)
         step = checkpointer(folder, {"node": node}, mesh).restore()
         good = torch.equal(node.state["w"]["moment"][:, 0], torch.arange(node.first, node.first + node.rows).byte())
@@ -283,7 +283,7 @@ def _restore_slices(folder: Path) -> tuple[bool, int]:
 
 @pytest.mark.parametrize(("saved", "loaded"), [(3, 2), (1, 3), (2, 1)])
 def test_all_ranks_together_read_a_checkpoint_once(tmp_path: Path, saved: int, loaded: int) -> None:
-    """A rank reads its rows and at most a block around each piece of them; none is read for its digest alone."""
+    """A rank reads its rows and at most a block around every piece; nothing is read for its digest alone."""
     run_ranks(_save_slices, saved, tmp_path)
     bytes_of_all = ROWS * WIDTH
     for good, count in run_ranks(_restore_slices, loaded, tmp_path):
@@ -292,7 +292,7 @@ def test_all_ranks_together_read_a_checkpoint_once(tmp_path: Path, saved: int, l
 
 
 def test_a_corrupt_block_that_no_rank_needs_invalidates_the_step(tmp_path: Path) -> None:
-    """Blocks that are in no rank's state are shared out and verified: here, those of a rank that is gone."""
+    """Blocks in no rank's state, here a removed rank's blocks, are divided among the ranks and verified."""
     run_ranks(_save, 3, tmp_path, 1, 2)
     path = tmp_path / "checkpoints" / "step-2" / "rank-2.safetensors"
     data = bytearray(path.read_bytes())

@@ -63,7 +63,7 @@ def _steps(folder: Path) -> set[int]:
 
 
 def test_all_rules_apply_across_a_resume(tmp_path: Path) -> None:
-    """The metrics of each step are in its manifest, so that a resumed run has them too."""
+    """Manifests hold the metrics by step, so a resumed run has them too."""
     losses = [5.0, 4.0, 2.0, 3.0, 3.5, 3.6, 3.7, float("nan"), float("nan")]
     for first in (0, 5):
         memory = StateNode()

@@ -85,7 +85,7 @@ def _wait(node: Checkpointer) -> None:
 
 @pytest.mark.parametrize("staging", STAGERS)
 def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, disk: Disk, staging: type) -> None:
-    """The state changes before anything is on disk, and the committed state is that of the step."""
+    """The state changes before anything is on disk, and the committed state is the saved step's."""
     memory = StateNode(state_of(1))
     node = _node(tmp_path, memory, staging())
     disk.slow()
@@ -104,7 +104,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, disk: 
 def test_a_state_changed_right_after_a_save_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: type
 ) -> None:
-    """A hundred times, each checkpoint has the state of its step."""
+    """A hundred checkpoints all have their step's state."""
     monkeypatch.setattr("os.fsync", lambda _: None)  # saves nine tenths of the time
     memory = StateNode()
     node = _node(tmp_path, memory, staging(), keep=1)
@@ -116,8 +116,8 @@ def test_a_state_changed_right_after_a_save_is_not_saved(
         node.wait_until_staged()
         weight.fill_(-1)
         _wait(node)
-        found = load_node(tmp_path / f"checkpoints/step-{index}", "memory")
-        assert set(found["weight"].tolist()) == {index} and found["small"].tolist() == [index] * 3
+        loaded = load_node(tmp_path / f"checkpoints/step-{index}", "memory")
+        assert set(loaded["weight"].tolist()) == {index} and loaded["small"].tolist() == [index] * 3
 
 
 def test_the_next_save_waits_for_the_pending_one(tmp_path: Path, disk: Disk) -> None:
@@ -317,7 +317,7 @@ def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
 
 
 def test_metric_logs_are_flushed_before_the_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Logs of a step are on disk before its checkpoint; an error of that is a warning."""
+    """A step's logs are on disk before its checkpoint; a failed flush is a warning."""
     seen: list[list[str]] = []
 
     class Record:

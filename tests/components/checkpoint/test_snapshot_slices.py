@@ -17,7 +17,7 @@ Cuts = list[list[int]]
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
-    """Boxes that tile a shape: each dimension is cut somewhere, also into empty parts."""
+    """Draw boxes that tile a shape: all dimensions are cut somewhere, also into empty parts."""
     edges = []
     for length in shape:
         inner = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
@@ -33,33 +33,37 @@ def numbers(shape: tuple[int, ...]) -> Tensor:
 
 @given(st.data())
 def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> None:
-    """Every slice of the new layout has the elements of the whole, from the pieces that it needs alone."""
+    """Every slice in the new layout has the whole tensor's elements, from the needed pieces alone."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     whole = numbers(shape)
     saved, wanted = data.draw(layouts(shape)), data.draw(layouts(shape))
-    pieces: list[Any] = [mark({"mean": whole[place.index()], "steps": torch.tensor(3)}, place) for place in saved]
-    for place in [*wanted, None]:
-        needed = [piece for piece, each in zip(pieces, saved, strict=True) if is_needed([each], place)]
-        found = assemble(needed, place)
-        expected = whole if place is None else whole[place.index()]
-        assert torch.equal(found["mean"], expected) and found["steps"].item() == 3
-        exact = [each for each in saved if place is not None and each.overlap(place)]
-        assert place is None or not place.numel or len(needed) == len(exact)
+    pieces: list[Any] = [
+        mark({"mean": whole[tensor_slice.index()], "steps": torch.tensor(3)}, tensor_slice) for tensor_slice in saved
+    ]
+    for tensor_slice in [*wanted, None]:
+        needed = [
+            piece for piece, saved_slice in zip(pieces, saved, strict=True) if is_needed([saved_slice], tensor_slice)
+        ]
+        assembled = assemble(needed, tensor_slice)
+        expected = whole if tensor_slice is None else whole[tensor_slice.index()]
+        assert torch.equal(assembled["mean"], expected) and assembled["steps"].item() == 3
+        exact = [saved_slice for saved_slice in saved if tensor_slice is not None and saved_slice.overlap(tensor_slice)]
+        assert tensor_slice is None or not tensor_slice.numel or len(needed) == len(exact)
 
 
 def test_a_whole_tensor_is_cut() -> None:
-    """What one process saved is cut for a rank that shards; its other values are as they were."""
-    place = TensorSlice((4, 3), (1, 0), (2, 3))
-    found = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], place)
-    assert found["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
-    assert found["steps"] == 7 and found["step"].ndim == 0
+    """A rank that shards gets its part of a tensor saved by one process; other values are unchanged."""
+    tensor_slice = TensorSlice((4, 3), (1, 0), (2, 3))
+    assembled = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
+    assert assembled["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert assembled["steps"] == 7 and assembled["step"].ndim == 0
 
 
 def test_a_slice_of_another_shape_is_given_whole() -> None:
     """A model of other sizes gets the whole tensor, whose shape its error can name."""
     saved = [SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (at, 0), (2, 3))) for at in (0, 2)]
-    found = assemble([{"w": each} for each in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
-    assert found["w"].shape == (4, 3)
+    assembled = assemble([{"w": tensor} for tensor in saved], TensorSlice((6, 3), (0, 0), (3, 3)))
+    assert assembled["w"].shape == (4, 3)
 
 
 def test_a_missing_piece_is_an_error() -> None:
@@ -70,9 +74,9 @@ def test_a_missing_piece_is_an_error() -> None:
 
 
 def test_replicated_slices_are_not_counted_twice() -> None:
-    """Tensors without dimensions, and those of other dimensions, are no slices."""
-    place = TensorSlice((4,), (0,), (2,))
-    state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, place)
+    """Tensors without dimensions, or with other dimensions, are not slices."""
+    tensor_slice = TensorSlice((4,), (0,), (2,))
+    state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, tensor_slice)
     assert [type(part).__name__ for part in state.values()] == ["SlicedTensor", "Tensor", "Tensor", "str"]
     assert mark({"w": torch.zeros(2)}, None) == {"w": pytest.approx(torch.zeros(2))}
 
@@ -87,15 +91,15 @@ def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject
     cut = part or TensorSlice.whole(saved.size)
     assert cut.size[1:] == saved.size[1:]
     common = saved.overlap(wanted)
-    held = whole[saved.index()][cut.index()].flatten().tolist()
+    available = whole[saved.index()][cut.index()].flatten().tolist()
     needed = set(whole[common.index()].flatten().tolist()) if common else set()
-    assert needed <= set(held)
+    assert needed <= set(available)
     rows = whole[saved.index()][cut.index()]
     assert all(needed & set(row.flatten().tolist()) for row in (rows[:1], rows[-1:]) if rows.numel() and part)
 
 
 def test_tensors_that_no_slice_is_cut_of_are_needed_whole() -> None:
-    """A counter, a tensor of another shape, and one with a use that wants all of it."""
+    """A counter, a tensor with another shape, and a tensor whose use requires the whole are needed whole."""
     half = TensorSlice((4, 2), (0, 0), (2, 2))
     assert needed_rows((), [(None, half)]) is None
     assert needed_rows((3, 2), [(None, half)]) is None

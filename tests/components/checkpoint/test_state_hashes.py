@@ -1,4 +1,4 @@
-"""Hashes of every tensor of the state after each step."""
+"""Hashes of the state's tensors after steps."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def test_equal_states_have_equal_digests() -> None:
 
 
 def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
-    """Later lines and an incomplete one are removed, so that each step has one line."""
+    """Later lines and an incomplete one are removed, so steps have one line."""
     node = _node(tmp_path, memory=StateNode({"a": 1}))
     for index in (1, 2, 3):
         node.run_phase(Step(index, 9))
@@ -61,7 +61,7 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resume counts damaged lines; a folder that is removed meanwhile is written anew, each with a warning."""
+    """A resume counts damaged lines; a folder removed meanwhile is written anew; both are warnings."""
     node = _node(tmp_path, memory=StateNode({"a": 1}))
     for index in (1, 2, 3):
         node.run_phase(Step(index, 9))

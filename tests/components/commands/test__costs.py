@@ -1,4 +1,4 @@
-"""Options that say what stages cost."""
+"""Options for the costs of stages."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +21,9 @@ def test_costs_are_numbers_a_plan_or_a_folder(tmp_path: Path) -> None:
 
 
 def test_schedules_learn_what_they_have_settings_for() -> None:
-    """Auto all costs, those in a V the time of a message in forwards of one of two stages, others nothing."""
+    """
+    `auto` gets all costs, schedules in a V get a message's time relative to a stage's forward, others get nothing.
+    """
     units = Units(Costs(2, 3, 4, comm=0.5))
     auto = {"slices", "forward", "comm"}
     assert settings_for(auto, units, 4) == {"forward": 2, "backward_input": 3, "backward_weight": 4, "comm": 0.5}
@@ -30,11 +32,11 @@ def test_schedules_learn_what_they_have_settings_for() -> None:
 
 
 def test_a_model_has_a_slice_for_each_layer() -> None:
-    """With what each stage costs besides, and activations in bytes."""
+    """The settings also have each stage's other costs, and activations in bytes."""
     options = argparse.Namespace(costs="plan", device="h100")
     for layers in (2, 3):
         recipe: Recipe = RECIPE.with_values({"model": {"num_hidden_layers": layers}})
         planned = source(options, recipe.project, recipe)
         assert isinstance(planned, Planned)
-        found = settings_for({"slices"}, planned, 2)
-        assert len(found["slices"]) == len(found["activations"]) == layers and len(found["per_stage"]) == 4
+        settings = settings_for({"slices"}, planned, 2)
+        assert len(settings["slices"]) == len(settings["activations"]) == layers and len(settings["per_stage"]) == 4

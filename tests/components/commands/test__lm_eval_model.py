@@ -21,7 +21,7 @@ TABLE = torch.randn(257, 257, generator=torch.Generator().manual_seed(0)) + 5 * 
 
 
 class Table:
-    """The logits of a token depend on it, and on its position once that is above 3."""
+    """A model whose logits depend on the token, and on positions above 3."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -48,7 +48,7 @@ def request(kind: str, *words: Any) -> Instance:
 
 
 def by_hand(ids: list[int], count: int) -> float:
-    """The log-likelihood of the last ids after those before them, of texts that fit the context."""
+    """Return the log-likelihood of the last ids given the ids before them, for texts that fit the context."""
     logits = Table().infer(torch.tensor([ids[:-1]]), TokenContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
     picked = logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
     return float(picked[-count:].sum())
@@ -57,9 +57,9 @@ def by_hand(ids: list[int], count: int) -> float:
 def test_answers_are_in_the_order_of_requests() -> None:
     """However texts of different lengths are put together; one without a context begins after the end of a text."""
     pairs = [("ab", "cde"), ("", "xy"), ("a", "b"), ("abc", "d")]
-    found = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    answers = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
     wanted = [by_hand([*(one.encode() or [256]), *other.encode()], len(other)) for one, other in pairs]
-    assert [total for total, _ in found] == pytest.approx(wanted, rel=1e-5)
+    assert [total for total, _ in answers] == pytest.approx(wanted, rel=1e-5)
     greedy = [request("loglikelihood", "a", text) for text in ("bcd", "bce")]
     assert [likeliest for _, likeliest in model().loglikelihood(greedy, disable_tqdm=True)] == [True, False]
 
@@ -75,7 +75,7 @@ def test_the_model_sees_no_more_than_its_context() -> None:
 
 
 def test_text_ends_where_a_task_says() -> None:
-    """Before the first of its ends; what the sampler has no part in is refused."""
+    """The text ends before its first stop string; options without a meaning for the sampler are refused."""
     made = model(context=64)
     (text,) = made.generate_until([request("generate_until", "a", {"until": [], "max_gen_toks": 12})])
     assert text == "bcdefghijklm"

@@ -1,4 +1,4 @@
-"""Options of commands that can't be what they say."""
+"""Options with impossible values."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def test_integers_are_separated_by_commas() -> None:
 
 
 def test_an_integer_has_a_least() -> None:
-    """The least itself is taken, and what is below named with it."""
+    """The minimum is accepted; a smaller number is refused with the minimum in the message."""
     assert integer(4)("4") == 4 and integer(0)("0") == 0
     with pytest.raises(ArgumentTypeError, match="'3' is not an integer of 4 or more"):
         integer(4)("3")
@@ -46,7 +46,10 @@ def test_an_integer_has_a_least() -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing folder, one that takes no files, a file in place of it, and a folder in place of the file."""
+    """
+    A missing folder, an unwritable folder, a file in place of the folder, and a folder in place of the file are
+    refused.
+    """
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     commands = ["embed runs/none a.txt", "reference-logps dpo", "lm-eval r --tasks x", "plan first_run", "report r"]
@@ -59,7 +62,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 def test_a_full_disk_is_told_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the file and what to do; what was found is printed before."""
+    """The message names the file and the remedy; earlier results are still printed."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""What several commands look up in recipes."""
+"""Recipe look-ups that several commands share."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from drawloom.graph import UserError
 
 def test_a_recipe_has_a_pipeline() -> None:
     """Its schedule, its ranks, and the microbatches of one replica."""
-    found = Pipeline.of(Recipe.load("pipeline", "mesh.data_replicate=2"))
-    assert (found.use, found.ranks, found.microbatches) == ("pipeline.schedules.one_f_one_b", 2, 4)
+    pipeline = Pipeline.of(Recipe.load("pipeline", "mesh.data_replicate=2"))
+    assert (pipeline.use, pipeline.ranks, pipeline.microbatches) == ("pipeline.schedules.one_f_one_b", 2, 4)
 
 
 def test_what_is_missing_is_told() -> None:

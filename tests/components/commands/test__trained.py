@@ -1,4 +1,4 @@
-"""Reading the newest weights of a run that goes on."""
+"""Reading the newest weights of an unfinished run."""
 
 import argparse
 import shutil
@@ -32,7 +32,7 @@ def options(folder: Path, *words: str) -> argparse.Namespace:
 
 
 def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> None:
-    """Of equal steps none is guessed: a step that is not there is refused with those that are."""
+    """The last step is the default, `--best` takes the lowest loss; a missing step's error lists the existing ones."""
     save_steps(tmp_path, 1, validation_loss=3.0)
     save_steps(tmp_path, 2, validation_loss=2.0)
     save_steps(tmp_path, 3)
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
 def test_a_run_by_its_name_or_checkpoint_is_answered_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
 ) -> None:
-    """The message for a folder without checkpoints differs from that for a path that is not a folder."""
+    """A folder without checkpoints and a path that is not a folder have different messages."""
     (tmp_path / "runs/mine").mkdir(parents=True)
     save_steps(tmp_path / "runs/mine", 1)
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_ne
 
 
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a checkpoint that is still there is not tried again for ever."""
+    """An error in an existing checkpoint is reported, and not retried for ever."""
     save_steps(tmp_path, 1)
     monkeypatch.setattr(_trained, "_recipe", lambda *_: _Recipe(""))
     monkeypatch.setattr(_trained, "only", lambda *_: "gone")

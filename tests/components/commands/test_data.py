@@ -30,7 +30,7 @@ def test_statistics_are_shown(recipe: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_sources_of_a_mixture_are_shown(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has a line below its split, and in training its share of tokens and of rows; a row names its source."""
+    """A source has a line below its split, in training with its share of tokens and rows; a row names its source."""
     store_of(tmp_path / "one", [["abc"] * 9])
     store_of(tmp_path / "other", [["defghij"] * 6])
     sources = [f"tokens.sources.{name}={{use='data.tokenized',path='{name}',{NONE}}}" for name in ("one", "other")]
@@ -74,7 +74,7 @@ def test_what_is_trained_of_a_conversation_is_marked(recipe: str, capsys: pytest
 
 
 def test_what_is_not_there_is_refused(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row beyond the last, and a run without a record, are errors of one line that say what to do."""
+    """A row beyond the last, and a run without a record, are errors in one line with a remedy."""
     assert main(["data", "show", recipe, "--row", "56"]) == 2
     assert "--row 56: train has rows 0 to 55" in capsys.readouterr().err
     words = ("--split", "validation", "corpus.validation_fraction=0.0")
@@ -96,6 +96,6 @@ def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_what_is_neither_a_run_nor_a_store_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe given to `audit` or `verify` is named as what it is not."""
+    """A recipe given to `audit` or `verify` is refused with its path."""
     assert main(["data", "audit", recipe]) == 2 and "tiny.toml is not a run folder" in capsys.readouterr().err
     assert main(["data", "verify", recipe]) == 2 and "tiny.toml is no token store" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `launch` prints and returns for each end of its processes, and its arguments; tests/runs starts processes."""
+"""Output, exit codes and arguments of `launch`; tests/runs starts processes."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ from drawloom.graph.cli.main import main
 
 def _failures(folder: Path, codes: dict[int, int], reported: dict[int, str]) -> ChildFailedError:
     """The failures of ranks by their exit codes; some have written error files."""
-    found = {}
+    failures = {}
     for rank, code in codes.items():
         path = folder / f"error-{rank}"
         if rank in reported:
             write_error_file(str(path), reported[rank], is_cause=rank == min(reported))
-        found[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
-    return ChildFailedError("drawloom", found)
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=code, error_file=str(path))
+    return ChildFailedError("drawloom", failures)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_failure_is_printed_only_if_no_process_has(
     code: int,
     printed: str,
 ) -> None:
-    """The exit code is that of the cause, and of a signal as shells report it; a stopped run is no failure to name."""
+    """The exit code is the cause's, for a signal as in shells; a stopped run is not a failure."""
     assert report_failure(_failures(tmp_path, codes, reported)) == code
     assert capsys.readouterr().err == printed
 
@@ -59,13 +59,13 @@ def test_a_failure_is_printed_only_if_no_process_has(
 def test_wrong_arguments_are_refused_before_a_process_starts(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    """With exit code 2, and what to write."""
+    """The exit code is 2, and the message says what to write."""
     assert main(["launch", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_error_files_are_those_that_torch_reads(tmp_path: Path) -> None:
-    """A rank that has learnt of another's failure is dated later, so that torch takes the other for the cause."""
+    """A rank that learnt of another's failure has a later date, so torch takes the other for the cause."""
     for rank, is_cause in enumerate([False, True]):
         write_error_file(str(tmp_path / f"error-{rank}"), "a bug", is_cause=is_cause)
     assert json.loads((tmp_path / "error-0").read_text())["message"]["message"] == "a bug"

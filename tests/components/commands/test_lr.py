@@ -15,25 +15,25 @@ RAMP = "batch.ramp=[{ size = 4, until_step = 10 }]"
 SMALL = "batch.micro_size=4"
 
 
-def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
+def run_lr(capsys: Capture, *arguments: str, code: int = 0) -> str:
     """The output of the command: stdout if it succeeds, else stderr."""
-    found = main(["lr", *arguments])
+    exit_code = main(["lr", *arguments])
     said = capsys.readouterr()
-    assert found == code, said.err
+    assert exit_code == code, said.err
     return said.err if code else said.out
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
     """The JSON output of the command."""
-    return json.loads(printed(capsys, *arguments, "--format", "json"))
+    return json.loads(run_lr(capsys, *arguments, "--format", "json"))
 
 
 def test_rates_and_rows_are_those_of_the_run(capsys: Capture) -> None:
     """Each step has the optimizer's rate times the schedule's factor; rows are drawn if a ramp changes them."""
-    found = data(capsys, "first_run", RAMP, SMALL)
+    curves = data(capsys, "first_run", RAMP, SMALL)
     lr = Piecewise(start=0.1, phases=[SchedulePiece(until_percent=10.0, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
-    assert found["lr of [optimizer]"] == [[step, 4e-3 * lr.factor(step - 1, 240)] for step in range(1, 241)]
-    assert found["rows in a step of [batch]"] == [[step, 4 if step <= 10 else 16] for step in range(1, 241)]
+    assert curves["lr of [optimizer]"] == [[step, 4e-3 * lr.factor(step - 1, 240)] for step in range(1, 241)]
+    assert curves["rows in a step of [batch]"] == [[step, 4 if step <= 10 else 16] for step in range(1, 241)]
     assert list(data(capsys, "first_run")) == ["lr of [optimizer]"]
 
 
@@ -41,26 +41,26 @@ def test_warm_ups_in_tokens_are_drawn_without_the_data(capsys: Capture, tmp_path
     """A recipe for many ranks and a corpus that is not on this machine has a picture, up to its last step."""
     words = ("lr.use=learning_rate.constant", "lr.warmup_tokens=100000", "lr.batching=@batch", "lr.rows=@packing")
     more = (f"corpus.paths=['{tmp_path}/none.txt']", "corpus.use=data.text_files", "mesh.data_replicate=8")
-    found = data(capsys, "first_run", *words, *more, "batch.micro_size=2", "trainer.steps=100000")
-    points = found["lr of [optimizer]"]
+    curves = data(capsys, "first_run", *words, *more, "batch.micro_size=2", "trainer.steps=100000")
+    points = curves["lr of [optimizer]"]
     assert len(points) == 2000 and points[0] == [1, 0.0] and points[-1] == [100000, 4e-3]
 
 
 def test_pictures_have_all_curves(capsys: Capture) -> None:
     """Text and SVG name both curves and the last step; the SVG is well-formed, whatever the recipe is called."""
-    text = printed(capsys, "first_run", RAMP, SMALL)
-    svg = printed(capsys, "first_run", RAMP, SMALL, "--format", "svg")
+    text = run_lr(capsys, "first_run", RAMP, SMALL)
+    svg = run_lr(capsys, "first_run", RAMP, SMALL, "--format", "svg")
     for name in ("lr of [optimizer]", "rows in a step of [batch]", "240"):
         assert name in text and name in svg
     drawn = ElementTree.fromstring(svg)
-    lines = [each.attrib["points"].split() for each in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
+    lines = [polyline.attrib["points"].split() for polyline in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
     assert [len(points) for points in lines] == [240, 240]
 
 
 def test_what_has_no_rate_is_refused(capsys: Capture, tmp_path: Path) -> None:
     """The message says whether the recipe has no learning rate, no trainer, or a learning rate that is refused."""
-    assert "[optimizer] lr: -1.0 is not above 0" in printed(capsys, "first_run", "optimizer.lr=-1", code=2)
+    assert "[optimizer] lr: -1.0 is not above 0" in run_lr(capsys, "first_run", "optimizer.lr=-1", code=2)
     words = "edit.trainer.phases.remove=@optimizer"
-    assert "no phase of the recipe has a setting lr" in printed(capsys, "first_run", words, code=2)
+    assert "no phase of the recipe has a setting lr" in run_lr(capsys, "first_run", words, code=2)
     (tmp_path / "none.toml").write_text('[device]\nuse = "distributed.device"\n')
-    assert "[trainer]" in printed(capsys, str(tmp_path / "none.toml"), code=2)
+    assert "[trainer]" in run_lr(capsys, str(tmp_path / "none.toml"), code=2)

@@ -24,5 +24,5 @@ def test_a_curve_of_zeros_is_drawn_and_names_are_escaped() -> None:
     for points in ([(1, 0.0)], [(1, 0.0), (2, 0.0)]):
         curve = ScheduleCurve("<b>", points)
         drawn = ElementTree.fromstring(draw_svg("<title>", [curve]))
-        assert "<b>" in [each.text for each in drawn] and "<title>" in [each.text for each in drawn]
+        assert "<b>" in [element.text for element in drawn] and "<title>" in [element.text for element in drawn]
         assert "█" not in draw_text([curve], 40)

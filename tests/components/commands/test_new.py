@@ -22,7 +22,7 @@ def _differences(name: str, base: str) -> list[str]:
 
 @pytest.mark.parametrize("base", ["first_run", "moe", "mine.toml"])
 def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> None:
-    """It has a name of its own; values whose "# " is removed are those of the base."""
+    """The recipe has its own name; removing "# " from a line restores the base's value."""
     Path("mine.toml").write_text('extends = "first_run"\n[run]\nname = "first_run"\n[optimizer]\nlr = 1.0\n', "utf-8")
     assert main(["new", "other", "--from", base]) == 0
     text = Path("other.toml").read_text("utf-8")

@@ -15,27 +15,27 @@ from support.schedules import NAMES, schedule
 Capture = pytest.CaptureFixture[str]
 
 
-def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
+def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
     """The output of the command: stdout if it succeeds, else stderr."""
     try:
-        found = main(["schedule", *arguments])
+        exit_code = main(["schedule", *arguments])
     except SystemExit as error:  # how argparse leaves
-        found = int(error.code or 0)
+        exit_code = int(error.code or 0)
     said = capsys.readouterr()
-    assert found == code, said.err
+    assert exit_code == code, said.err
     return said.err if code else said.out
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
     """The JSON output of the command."""
-    return json.loads(printed(capsys, *arguments, "--format", "json"))
+    return json.loads(run_schedule(capsys, *arguments, "--format", "json"))
 
 
 def test_a_schedule_by_its_name(capsys: Capture) -> None:
-    """Its numbers are those of the simulation, costs given or not."""
+    """The printed numbers equal the simulation's, with and without costs."""
     sizes = ("dual_pipe_v", "--ranks", "8", "--microbatches", "32")
-    found = data(capsys, *sizes, "--stages-per-rank", "2")
-    assert list(found) == [
+    summary = data(capsys, *sizes, "--stages-per-rank", "2")
+    assert list(summary) == [
         "schedule",
         "ranks",
         "stages_per_rank",
@@ -50,8 +50,8 @@ def test_a_schedule_by_its_name(capsys: Capture) -> None:
         "actions",
         "shard_actions",
     ]
-    assert (found["makespan"], found["ideal"], found["peak_activations"]) == (99.5, 96, [17] * 8)
-    assert found["actions"] == {"F": 512, "B": 420, "I": 92, "W": 92}
+    assert (summary["makespan"], summary["ideal"], summary["peak_activations"]) == (99.5, 96, [17] * 8)
+    assert summary["actions"] == {"F": 512, "B": 420, "I": 92, "W": 92}
     assert data(capsys, *sizes, "--costs", "comm=0.125")["bubble"] == pytest.approx(0.079, abs=6e-4)
     assert data(capsys, *sizes, "--costs", "F=2,I=2,W=2,comm=0")["makespan"] == 199
     assert data(capsys, *sizes, "--costs", "B=3")["ideal"] > 96
@@ -61,7 +61,7 @@ def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None
     """They are a setting of some, and fixed for others."""
     words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
     assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
-    error = printed(capsys, "dual_pipe_v", *words, "3", code=2)
+    error = run_schedule(capsys, "dual_pipe_v", *words, "3", code=2)
     assert error == "--stages-per-rank 3: dual_pipe_v takes 2 on each rank; leave it out\n"
 
 
@@ -81,10 +81,10 @@ def test_channels_make_a_difference(capsys: Capture) -> None:
 
 
 def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None:
-    """Schedule, ranks and microbatches are those of the recipe; values are laid over it."""
+    """Schedule, ranks and microbatches come from the recipe; values on the command line override it."""
     words = ("mesh.pipeline=2", "batch.micro_size=2", "schedule.use=pipeline.schedules.zero_bubble_v")
-    found = data(capsys, "first_run", *words)
-    assert [found[key] for key in ("schedule", "ranks", "stages_per_rank", "microbatches")] == [
+    summary = data(capsys, "first_run", *words)
+    assert [summary[key] for key in ("schedule", "ranks", "stages_per_rank", "microbatches")] == [
         "zero_bubble_v",
         2,
         2,
@@ -98,32 +98,32 @@ def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     """A schedule from a file is simulated like any other."""
     (tmp_path / "table.csv").write_text(write_csv(schedule("v_min").program(2, 16)))
     words = ("mesh.pipeline=2", "schedule.use=pipeline.from_csv", f"schedule.path={tmp_path}/table.csv")
-    found = data(capsys, "first_run", *words, "batch.micro_size=1")
-    assert (found["schedule"], found["makespan"]) == ("pipeline.from_csv", 49.5)
+    summary = data(capsys, "first_run", *words, "batch.micro_size=1")
+    assert (summary["schedule"], summary["makespan"]) == ("pipeline.from_csv", 49.5)
 
 
 def test_a_file_is_drawn_like_the_schedule_that_it_was_written_from(capsys: Capture, tmp_path: Path) -> None:
-    """--format csv writes what the command reads again, with the same figures; numbers that are not the file's fail."""
+    """The command reads its own --format csv with the same figures; numbers that contradict the file fail."""
     words = ("v_min", "--ranks", "2", "--microbatches", "6")
     path = tmp_path / "table.csv"
-    path.write_text(printed(capsys, *words, "--format", "csv"))
-    found, wanted = data(capsys, str(path)), data(capsys, *words)
-    assert found == wanted | {"schedule": str(path)}
-    assert data(capsys, str(path), "--costs", "F=2")["makespan"] > found["makespan"]
-    assert "--ranks 3:" in printed(capsys, str(path), "--ranks", "3", code=2)
-    assert "leave --compare out" in printed(capsys, "--compare", *words[1:], "--format", "csv", code=2)
-    assert "can't be read: No such file" in printed(capsys, "nowhere.csv", code=1)
+    path.write_text(run_schedule(capsys, *words, "--format", "csv"))
+    summary, wanted = data(capsys, str(path)), data(capsys, *words)
+    assert summary == wanted | {"schedule": str(path)}
+    assert data(capsys, str(path), "--costs", "F=2")["makespan"] > summary["makespan"]
+    assert "--ranks 3:" in run_schedule(capsys, str(path), "--ranks", "3", code=2)
+    assert "leave --compare out" in run_schedule(capsys, "--compare", *words[1:], "--format", "csv", code=2)
+    assert "can't be read: No such file" in run_schedule(capsys, "nowhere.csv", code=1)
 
 
 def test_the_picture_is_a_document(capsys: Capture) -> None:
     """With --format svg, stdout is XML and nothing else."""
-    picture = printed(capsys, "gpipe", "--ranks", "2", "--microbatches", "3", "--format", "svg")
+    picture = run_schedule(capsys, "gpipe", "--ranks", "2", "--microbatches", "3", "--format", "svg")
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_text_shows_numbers_and_timeline(capsys: Capture) -> None:
     """Title, caption, a row for each rank, and the timeline."""
-    lines = printed(capsys, "gpipe", "--ranks", "2", "--microbatches", "2").splitlines()
+    lines = run_schedule(capsys, "gpipe", "--ranks", "2", "--microbatches", "2").splitlines()
     assert lines[0] == "gpipe: 2 ranks × 1 stage, 2 microbatches"
     assert lines[1] == "makespan 9, ideal 6: bubble 33.3%; longest span of a rank 9: bubble 33.3%"
     assert lines[3].split() == ["peak", "live", "until", "weights", "weights", "pending", "messages"]
@@ -132,43 +132,43 @@ def test_text_shows_numbers_and_timeline(capsys: Capture) -> None:
 
 def test_all_are_compared(capsys: Capture) -> None:
     """The table has a row for each schedule."""
-    rows = printed(capsys, "--compare", "--ranks", "8", "--microbatches", "32").splitlines()
+    rows = run_schedule(capsys, "--compare", "--ranks", "8", "--microbatches", "32").splitlines()
     assert sorted(row.split()[0] for row in rows[1 : len(NAMES) + 1]) == sorted(NAMES)
-    found = data(capsys, "--compare", "--ranks", "4", "--microbatches", "8")
-    assert {item["schedule"]: item["makespan"] for item in found}["v_half"] == 26.5
+    summaries = data(capsys, "--compare", "--ranks", "4", "--microbatches", "8")
+    assert {item["schedule"]: item["makespan"] for item in summaries}["v_half"] == 26.5
 
 
 def test_evaluation_is_drawn_for_the_stages_of_a_schedule(capsys: Capture, tmp_path: Path) -> None:
-    """With --forward-only, each stage runs its forwards alone, and no rank keeps activations; of a file, too."""
+    """With --forward-only, stages run only forwards, and ranks keep no activations; for a file, too."""
     words = ("v_half", "--ranks", "4", "--microbatches", "8")
-    found = data(capsys, *words, "--forward-only")
-    assert found["actions"] == {"F": 64, "B": 0, "I": 0, "W": 0} and found["peak_activations"] == [0] * 4
-    (tmp_path / "half.csv").write_text(printed(capsys, *words, "--format", "csv"))
-    assert data(capsys, str(tmp_path / "half.csv"), "--forward-only")["makespan"] == found["makespan"]
+    summary = data(capsys, *words, "--forward-only")
+    assert summary["actions"] == {"F": 64, "B": 0, "I": 0, "W": 0} and summary["peak_activations"] == [0] * 4
+    (tmp_path / "half.csv").write_text(run_schedule(capsys, *words, "--format", "csv"))
+    assert data(capsys, str(tmp_path / "half.csv"), "--forward-only")["makespan"] == summary["makespan"]
 
 
 def test_a_named_schedule_takes_part_in_the_comparison(capsys: Capture) -> None:
     """The table has a row for a schedule elsewhere, and none twice."""
     words = ("--compare", "--ranks", "2", "--microbatches", "2")
-    found = printed(capsys, "gpipe", *words)
-    assert found == printed(capsys, *words)
+    output = run_schedule(capsys, "gpipe", *words)
+    assert output == run_schedule(capsys, *words)
 
 
 def test_a_run_is_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     """All schedules are compared on its ranks and microbatches, and it has its own number of ranks."""
     (tmp_path / "recipe.lock.toml").write_text(Recipe.load("pipeline").resolved())
-    found = data(capsys, "--compare", str(tmp_path))
-    assert {(item["ranks"], item["microbatches"]) for item in found} == {(2, 8)}
-    assert "a recipe has its own number of ranks" in printed(capsys, str(tmp_path), "--ranks", "4", code=2)
+    summaries = data(capsys, "--compare", str(tmp_path))
+    assert {(item["ranks"], item["microbatches"]) for item in summaries} == {(2, 8)}
+    assert "a recipe has its own number of ranks" in run_schedule(capsys, str(tmp_path), "--ranks", "4", code=2)
 
 
 def test_a_comparison_is_of_one_model(capsys: Capture) -> None:
-    """Stages share the costs of a rank's layers: every schedule has the same work, on each number of ranks."""
-    found = data(capsys, "--compare", "--ranks", "2,4", "--microbatches", "4,8", "--costs", "F=2,I=2,W=2")
-    assert {(item["ranks"], item["microbatches"], item["ideal"]) for item in found} == {
+    """Stages share the costs of a rank's layers: all schedules have the same work, on any number of ranks."""
+    summaries = data(capsys, "--compare", "--ranks", "2,4", "--microbatches", "4,8", "--costs", "F=2,I=2,W=2")
+    assert {(item["ranks"], item["microbatches"], item["ideal"]) for item in summaries} == {
         (ranks, microbatches, 6.0 * microbatches) for ranks in (2, 4) for microbatches in (4, 8)
     }
-    messages = {item["schedule"]: item["messages"] for item in found if item["ranks"] == 2}
+    messages = {item["schedule"]: item["messages"] for item in summaries if item["ranks"] == 2}
     assert (messages["one_f_one_b"], messages["interleaved_1f1b"], messages["v_half"]) == (2 * 8, 3 * 2 * 8, 2 * 2 * 8)
 
 
@@ -178,17 +178,21 @@ SMALL = ("model.num_hidden_layers=4", "model.hidden_size=48", "model.intermediat
 def test_costs_are_planned(capsys: Capture) -> None:
     """In seconds, with bytes of activations; auto gets them as slices, and no published schedule is faster."""
     words = ("pipeline", *SMALL, "--costs", "plan", "--device", "cpu", "--microbatches", "4")
-    found = {item["schedule"]: item for item in data(capsys, *words, "--compare")}
-    assert min(item["makespan"] for item in found.values()) == pytest.approx(found["auto"]["makespan"], rel=1e-4)
-    assert found["gpipe"]["activation_bytes"][0] > 1.5 * found["one_f_one_b"]["activation_bytes"][0]
-    assert data(capsys, *words)["makespan"] == pytest.approx(found["one_f_one_b"]["makespan"])
+    summaries = {item["schedule"]: item for item in data(capsys, *words, "--compare")}
+    assert min(item["makespan"] for item in summaries.values()) == pytest.approx(
+        summaries["auto"]["makespan"], rel=1e-4
+    )
+    assert summaries["gpipe"]["activation_bytes"][0] > 1.5 * summaries["one_f_one_b"]["activation_bytes"][0]
+    assert data(capsys, *words)["makespan"] == pytest.approx(summaries["one_f_one_b"]["makespan"])
 
 
 def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys: Capture) -> None:
-    """With four layers on three ranks, those of one stage a rank are compared; on five ranks the reason is said."""
+    """
+    Four layers on three ranks compare only schedules with one stage a rank; five ranks are refused with the reason.
+    """
     words = ("--compare", "pipeline", *SMALL, "--costs", "plan", "--device", "cpu", "--microbatches", "2", "--ranks")
     assert {item["stages_per_rank"] for item in data(capsys, *words, "3")} == {1}
-    assert "4 layers can't be cut into" in printed(capsys, *words, "5", code=2)
+    assert "4 layers can't be cut into" in run_schedule(capsys, *words, "5", code=2)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,7 @@ def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys:
 )
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
     """A command line that can't be is refused with exit code 2 and one sentence."""
-    assert error in printed(capsys, *words, code=2)
+    assert error in run_schedule(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(100_000, 1), (64, 2000)])

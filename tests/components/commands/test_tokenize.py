@@ -27,7 +27,7 @@ def documents(folder: Path) -> list[list[int]]:
 
 
 def test_files_become_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of a folder and of a glob are tokenized in their order; the command says what the store holds."""
+    """Files from a folder and from a glob are tokenized in their order; the command prints the store's contents."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"body": "x"}\n{"body": "y"}\n')
     (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "z"}\n'))
@@ -52,7 +52,7 @@ def test_a_tokenizer_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_impossible_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No processes, a file that is missing, and an end token for bytes are errors of one line."""
+    """Zero processes, a missing file, and an end token for bytes are errors in one line."""
     (tmp_path / "a.txt").touch()
     words = ["tokenize", str(tmp_path / "a.txt"), "--to", str(tmp_path / "out")]
     assert main([*words, "--end-token", "x"]) == 2

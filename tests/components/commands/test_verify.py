@@ -17,7 +17,7 @@ def _verify(folder: Path) -> int:
 
 
 def test_each_checkpoint_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oldest first, with what it holds; all being whole, the exit code is 0."""
+    """The oldest comes first, with its contents; if all are whole, the exit code is 0."""
     save_steps(tmp_path, 9, 10)
     assert _verify(tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -26,7 +26,7 @@ def test_each_checkpoint_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_corrupt_checkpoint_is_named_with_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An older one too, of which a run that starts again would never know; the exit code is 1."""
+    """Older checkpoints are checked too, though a restarted run would not read them; the exit code is 1."""
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "checkpoints/step-1/rank-0.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed, compared with one that is not."""
+"""A killed and resumed run, compared with an uninterrupted one."""
 
 import json
 import sys
@@ -41,8 +41,8 @@ for step in range(done + 1, steps + 1):
 """Something that behaves like a run."""
 
 
-def _runs(place: Path, steps: int, pause: float, how: str = "") -> Runs:
-    return Runs(place, [sys.executable, "-c", RUN, str(steps), str(pause), how], steps)
+def _runs(folder: Path, steps: int, pause: float, how: str = "") -> Runs:
+    return Runs(folder, [sys.executable, "-c", RUN, str(steps), str(pause), how], steps)
 
 
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def _run(run: Path, **changes: Any) -> Path:
 )
 def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     """A difference names step, metric or tensor, and rank; machine metrics and trackers' state are ignored."""
-    found = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
-    assert len(found) == len(words)
-    assert all(str(text).startswith(word) for text, word in zip(found, words, strict=True))
+    first_differences = list(differences(_run(tmp_path / "a"), _run(tmp_path / "b", **changes), ["aim"]))
+    assert len(first_differences) == len(words)
+    assert all(str(text).startswith(word) for text, word in zip(first_differences, words, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,9 @@ def test_other_causes_than_resuming_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A difference before the kill is none of resuming; on a GPU the setting is named that rules the device out."""
+    """
+    A difference before the kill does not come from resuming; on a GPU the error names the setting for determinism.
+    """
 
     def run(runs: Runs) -> int:
         for name, loss in (("straight", 1.0), ("resumed", 2.0)):

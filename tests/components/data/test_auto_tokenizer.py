@@ -20,7 +20,9 @@ TEXT = ["In 2024, 1234 people paid 1234 for 2024 rooms, and don't say why; é is
 
 
 def byte_level() -> Tokenizer:
-    """A tokenizer that joins digits, unlike Qwen2's, and keeps letters and accents apart, which Qwen2's composes."""
+    """
+    Return a tokenizer that joins digits, unlike Qwen2's, and keeps letters and accents apart, composed in Qwen2's.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +50,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def opened(path: Path) -> HuggingFaceTokenizer:
+def open_tokenizer(path: Path) -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer(path=path, end_token="<end>")
     tokenizer.open()
     return tokenizer
@@ -80,8 +82,8 @@ def own_ids(tokenizer: AnyTokenizer) -> list[list[int]]:
 def test_transformers_gives_the_trained_ids_in_every_family(
     kind: str, model_type: str, sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """AutoTokenizer gives the ids of a tokenizer of one's own, whether code of the folder may run or not."""
-    tokenizer, folder = opened(sources[kind]), model_folder(tmp_path, model_type)
+    """AutoTokenizer gives a trained tokenizer's ids, whether the folder's code may run or not."""
+    tokenizer, folder = open_tokenizer(sources[kind]), model_folder(tmp_path, model_type)
     tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer) == read_ids(folder, trust_remote_code=True)
     assert not caplog.records
@@ -92,13 +94,13 @@ def test_transformers_gives_the_trained_ids_in_every_family(
 def test_a_declared_class_is_replaced_if_it_gives_other_ids(
     model_type: str, declared: str | None, tmp_path: Path
 ) -> None:
-    """Also a class that the tokenizer's own configuration names, and a configuration that names none."""
+    """A class named by the tokenizer's own configuration is replaced too, and a missing class name is added."""
     source = tmp_path / "source"
     source.mkdir()
     by_words().save(str(source / "tokenizer.json"))
     config = {"eos_token": "<end>"} | ({} if declared is None else {"tokenizer_class": declared})
     (source / CONFIG).write_text(json.dumps(config))
-    tokenizer, folder = opened(source), model_folder(tmp_path / "export", model_type)
+    tokenizer, folder = open_tokenizer(source), model_folder(tmp_path / "export", model_type)
     tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer)
 
@@ -110,7 +112,7 @@ def test_a_declared_class_that_gives_the_same_ids_is_kept(tmp_path: Path) -> Non
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(source).save_pretrained(source)  # with Qwen2's normalizer and pre-tokenizer
-    tokenizer = opened(source)
+    tokenizer = open_tokenizer(source)
     tokenizer.save(folder)
     assert json.loads((folder / CONFIG).read_text())["tokenizer_class"] == "Qwen2Tokenizer"
     assert not (folder / CODE_FILE).exists()
@@ -126,10 +128,10 @@ def test_bytes_are_bytes_in_every_family(model_type: str, tmp_path: Path) -> Non
 
 
 def test_an_export_can_be_saved_again(sources: dict[str, Path], tmp_path: Path) -> None:
-    """The export of a model that was trained from an export has all files that its configuration names."""
+    """A model trained from an export is exported with all files named in its configuration."""
     first, second = model_folder(tmp_path / "first", "qwen2"), model_folder(tmp_path / "second", "qwen2")
-    opened(sources["byte_level"]).save(first)
-    tokenizer = opened(first)
+    open_tokenizer(sources["byte_level"]).save(first)
+    tokenizer = open_tokenizer(first)
     tokenizer.save(second)
     assert read_ids(second, trust_remote_code=True) == own_ids(tokenizer)
 
@@ -141,7 +143,7 @@ def test_a_base_that_transformers_reads_otherwise_is_warned_of(
     folder = model_folder(tmp_path / "base", "qwen2", "PreTrainedTokenizerFast")
     byte_level().save(str(folder / "tokenizer.json"))
     with caplog.at_level(logging.WARNING):
-        opened(folder)
+        open_tokenizer(folder)
     [record] = caplog.records
     assert "transformers reads it as Qwen2Tokenizer, which gives other ids" in record.getMessage()
     assert f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("tokenizer")' in record.getMessage()
@@ -149,17 +151,17 @@ def test_a_base_that_transformers_reads_otherwise_is_warned_of(
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(folder).save_pretrained(model_folder(tmp_path / "tokenizer", "qwen2"))
-    opened(tmp_path / "tokenizer")
+    open_tokenizer(tmp_path / "tokenizer")
     assert not caplog.records
 
 
 def test_ids_that_cannot_agree_are_warned_of(
     sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release of transformers that rebuilds yet another family's tokenizers is noticed when one is saved."""
+    """Saving notices a release of transformers that rebuilds yet another family's tokenizers."""
     monkeypatch.setattr(auto_tokenizer, "REBUILT", ())
     with caplog.at_level(logging.WARNING):
-        opened(sources["byte_level"]).save(model_folder(tmp_path, "qwen2"))
+        open_tokenizer(sources["byte_level"]).save(model_folder(tmp_path, "qwen2"))
     [record] = caplog.records
     assert "the tokenizer is saved, but transformers reads it as Qwen2Tokenizer" in record.getMessage()
 
@@ -168,7 +170,7 @@ def test_a_tokenizer_is_pinned_without_transformers(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing can be compared, a tokenizer that declares no family's class is still read unchanged."""
-    tokenizer, folder = opened(sources["byte_level"]), model_folder(tmp_path, "qwen2")
+    tokenizer, folder = open_tokenizer(sources["byte_level"]), model_folder(tmp_path, "qwen2")
     with monkeypatch.context() as patch:
         absent: Any = None
         patch.setitem(sys.modules, "transformers", absent)

@@ -15,7 +15,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the tokenizer writes."""
     folder = tmp_path_factory.mktemp("tokenizer")
     Bytes().save(folder)
@@ -32,29 +32,31 @@ def test_ids_are_bytes_and_decode_to_the_text(text: str) -> None:
 
 
 def test_each_byte_counts_once_and_the_end_not_at_all() -> None:
-    """257 ids, of which the last is no text."""
+    """There are 257 ids, the last without text."""
     assert Bytes().token_bytes().tolist() == [1] * 256 + [0]
 
 
 @given(texts)
 @example("<|end|>")
 @example(" \n\r\0\ufeff<0x00>Ġ")
-def test_saved_tokenizer_gives_the_same_ids(saved: Path, text: str) -> None:
+def test_saved_tokenizer_gives_the_same_ids(tokenizer_folder: Path, text: str) -> None:
     """`tokenizers` encodes every text to the same ids with the saved file, even one that contains the end."""
-    assert Tokenizer.from_file(str(saved / "tokenizer.json")).encode(text).ids == Bytes().encode(text).tolist()
+    assert (
+        Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).encode(text).ids == Bytes().encode(text).tolist()
+    )
 
 
 @given(st.lists(st.integers(0, 255)))
-def test_saved_tokenizer_decodes_equally(saved: Path, ids: list[int]) -> None:
+def test_saved_tokenizer_decodes_equally(tokenizer_folder: Path, ids: list[int]) -> None:
     """Any bytes, UTF-8 or not, decode to the same text."""
-    assert Tokenizer.from_file(str(saved / "tokenizer.json")).decode(ids) == Bytes().decode(ids)
+    assert Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).decode(ids) == Bytes().decode(ids)
 
 
-def test_transformers_reads_the_saved_files(saved: Path) -> None:
+def test_transformers_reads_the_saved_files(tokenizer_folder: Path) -> None:
     """`transformers` knows the end, encodes a text that contains it as text, and skips it when decoding."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     assert tokenizer.eos_token_id == Bytes().eos_id
     assert len(tokenizer) == Bytes().vocab_size
     text = "a <|end|> é , 'll ."

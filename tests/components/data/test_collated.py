@@ -47,17 +47,23 @@ IDS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 1]]
 
 @attrs.frozen
 class Own:
-    """Examples of one's own, as a list, a sequence that is no list, or an iterable."""
+    """User-defined examples, as a list, another sequence, or an iterable."""
 
     kind: str = "list"
     ids: list[list[int]] = attrs.field(factory=lambda: IDS)
 
     def examples(self, split: str) -> Iterable[Example]:
-        found: list[Example] = [{"input_ids": ids, "source": f"mine:{number}"} for number, ids in enumerate(self.ids)]
-        found = found if split == "train" else found[:1]
-        kinds: dict[str, Any] = {"list": found, "sequence": Lazy(found), "iterable": iter(found)}
-        held: Iterable[Example] = kinds[self.kind]
-        return held
+        split_examples: list[Example] = [
+            {"input_ids": ids, "source": f"mine:{number}"} for number, ids in enumerate(self.ids)
+        ]
+        split_examples = split_examples if split == "train" else split_examples[:1]
+        kinds: dict[str, Any] = {
+            "list": split_examples,
+            "sequence": Lazy(split_examples),
+            "iterable": iter(split_examples),
+        }
+        collection: Iterable[Example] = kinds[self.kind]
+        return collection
 
 
 @attrs.frozen
@@ -73,7 +79,7 @@ class Lazy:
         return self.held[number]
 
 
-def opened(data: Own, **settings: Any) -> Collated:
+def open_rows(data: Own, **settings: Any) -> Collated:
     rows = Collated(data=data, collator=PadCollator(), **{"max_length": 8, **settings})
     rows.open()
     return rows
@@ -82,26 +88,28 @@ def opened(data: Own, **settings: Any) -> Collated:
 @pytest.mark.parametrize("kind", ["list", "sequence", "iterable"])
 def test_each_example_is_a_row(kind: str) -> None:
     """Whatever has the examples, rows come in their order, as long as the longest; also in another process."""
-    rows = opened(Own(kind))
+    rows = open_rows(Own(kind))
     assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
     assert rows.fill_rate("train") == 10 / 15
-    held = pickle.loads(pickle.dumps(rows)) if kind != "iterable" else rows
-    batch = token_batch(held.batch("train", [2, 0]), "test")
+    unpickled = pickle.loads(pickle.dumps(rows)) if kind != "iterable" else rows
+    batch = token_batch(unpickled.batch("train", [2, 0]), "test")
     assert batch.tokens.tolist() == [[6, 7, 8, 9, 1], [1, 2, 3, 0, 0]] and batch.token_count == 8
     assert rows.sources("train", 1) == ["mine:1"]
 
 
 def test_the_length_is_a_multiple_up_to_the_greatest() -> None:
-    """Of 4, and of 3, and not above what is allowed."""
-    lengths = [opened(Own(), multiple=multiple, max_length=most).length for multiple, most in ((4, 9), (3, 9), (4, 7))]
+    """The length is a multiple within the maximum."""
+    lengths = [
+        open_rows(Own(), multiple=multiple, max_length=most).length for multiple, most in ((4, 9), (3, 9), (4, 7))
+    ]
     assert lengths == [8, 6, 7]
 
 
 def test_a_bad_example_is_named() -> None:
     """One that is too long when it is opened, and one with an unknown id when it is read, by its source."""
     with pytest.raises(UserError, match=r"^mine:2: it has 5 tokens, and rows 4; cut it, or raise max_length"):
-        opened(Own(), max_length=4)
-    rows = opened(Own(), models=Every({"model": fake(LanguageModel, vocab_size=9)}))
+        open_rows(Own(), max_length=4)
+    rows = open_rows(Own(), models=Every({"model": fake(LanguageModel, vocab_size=9)}))
     assert rows.batch("train", [0, 1]).weights.shape == (2, 5)
     with pytest.raises(UserError, match=r"^mine:2: it has ids outside of the model's vocabulary, 0 to 8"):
         rows.batch("train", [0, 2])
@@ -109,28 +117,28 @@ def test_a_bad_example_is_named() -> None:
 
 def test_other_examples_are_refused_at_a_resume() -> None:
     """As many with another token are, and fewer, unless changes are accepted."""
-    state = opened(Own()).state_dict()
-    opened(Own("iterable")).load_state_dict(state)
+    state = open_rows(Own()).state_dict()
+    open_rows(Own("iterable")).load_state_dict(state)
     for ids, message in (
         ([*IDS[:2], [6, 7, 8, 9, 2]], "train had other tokens in its 3 rows"),
         (IDS[1:], "had 3 rows"),
     ):
         with pytest.raises(UserError, match=message):
-            opened(Own(ids=ids)).load_state_dict(state)
-        opened(Own(ids=ids), recipe=ResolvedRecipe("", "", accept_changes=True)).load_state_dict(state)
+            open_rows(Own(ids=ids)).load_state_dict(state)
+        open_rows(Own(ids=ids), recipe=ResolvedRecipe("", "", accept_changes=True)).load_state_dict(state)
 
 
 def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """The longest example counts, and not the multiple that rows are rounded up to."""
     for longest, count in ((5, 0), (4, 1)):
         model = fake(LanguageModel, vocab_size=10, longest_text=longest)
-        opened(Own(), multiple=8, models=Every({"model": model}))
+        open_rows(Own(), multiple=8, models=Every({"model": model}))
         assert len(caplog.records) == count
     assert "has 5 tokens, and the positions of [model] are made for 4" in caplog.text
 
 
 def test_a_tokenizer_file_may_be_the_vocabulary_of_the_model(tmp_path: Path) -> None:
-    """Rows that open before the tokenizer know its vocabulary: a run trains, and an example of other ids is named."""
+    """Rows opened before the tokenizer know its vocabulary: a run trains, and an example with other ids is named."""
     write_corpus(tmp_path)
     tokenizer_folder(tmp_path / "tokenizer")
     examples = [{"input_ids": [number, 1, 2, 3]} for number in range(40)]

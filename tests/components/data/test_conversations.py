@@ -28,16 +28,16 @@ def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: 
     return made
 
 
-def trained(made: Conversations) -> list[str]:
-    """The trained text of each row for training."""
+def trained_texts(made: Conversations) -> list[str]:
+    """Return the rows' trained text."""
     documents = made.documents("train")
     tokenizer: Any = made.tokenizer
-    found = []
+    texts = []
     for number, length in enumerate(documents.lengths):
         ids, weights, _ = documents.read(number, 0, length)
         assert weights is not None
-        found.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
-    return found
+        texts.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
+    return texts
 
 
 def test_lines_of_all_forms(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
         {"prompt": say("a", "b", "c"), "completion": say("x", "y")[1:]},
     )
     assert not find_mismatches(Conversations, TokenCorpus)
-    assert trained(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
+    assert trained_texts(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
 
 
 def test_a_table_has_the_conversations_of_lines(tmp_path: Path) -> None:
@@ -61,17 +61,17 @@ def test_a_table_has_the_conversations_of_lines(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     table = Conversations(tokenizer=lines.tokenizer, paths=[str(tmp_path / "rows.parquet")], validation_fraction=0.0)
     table.open()
-    assert trained(table) == trained(lines)
+    assert trained_texts(table) == trained_texts(lines)
     assert table.documents("train").fingerprint == lines.documents("train").fingerprint
 
 
 def test_which_turns_are_trained(tmp_path: Path) -> None:
-    """All, the last, or each in a row of its own, where history is rendered as it was when the turn was answered."""
+    """All turns, the last, or one per row are trained, with history rendered as it was when the turn was answered."""
     row = {"messages": say("a", "<think>\nx\n</think>\n\none", "b", "<think>\ny\n</think>\n\ntwo")}
-    assert trained(corpus(tmp_path, {"messages": say("a", "one", "b", "two")})) == ["one<|im_end|>two<|im_end|>"]
+    assert trained_texts(corpus(tmp_path, {"messages": say("a", "one", "b", "two")})) == ["one<|im_end|>two<|im_end|>"]
     answers = ["<think>\nx\n</think>\n\none<|im_end|>", "<think>\ny\n</think>\n\ntwo<|im_end|>"]
-    assert trained(corpus(tmp_path, row, template=THINKING, turns="last")) == answers[1:]
-    assert trained(corpus(tmp_path, row, template=THINKING, turns="one_row_per_turn")) == answers
+    assert trained_texts(corpus(tmp_path, row, template=THINKING, turns="last")) == answers[1:]
+    assert trained_texts(corpus(tmp_path, row, template=THINKING, turns="one_row_per_turn")) == answers
     with pytest.raises(UserError, match=r"rows.jsonl:1: turn 2: .*one_row_per_turn"):
         corpus(tmp_path, row, template=THINKING)
 
@@ -87,7 +87,7 @@ def test_a_line_without_an_answer_is_dropped_and_counted(tmp_path: Path, caplog:
     """A mask of zeros would train on nothing without a word; a corpus of such lines is refused."""
     with caplog.at_level(logging.INFO, "drawloom.data"):
         made = corpus(tmp_path, {"messages": say("a")}, {"messages": say("a", "b")})
-    assert trained(made) == ["b<|im_end|>"]
+    assert trained_texts(made) == ["b<|im_end|>"]
     assert "1 lines have no token to train, and are dropped" in caplog.text
     with pytest.raises(UserError, match="no line has a turn to train; roles has system"):
         corpus(tmp_path, {"messages": say("a", "b")}, roles={"system": 1.0})
@@ -121,7 +121,7 @@ def test_a_template_is_needed(tmp_path: Path) -> None:
     lines, tokenizer = [str(tmp_path / "rows.jsonl")], open_tokenizer(tmp_path / "tokenizer")
     made = Conversations(tokenizer=tokenizer, paths=lines, template=own, validation_fraction=0.0)
     made.open()
-    assert trained(made) == ["b<|im_end|>"] and made.files_read() == {"template": [own]}
+    assert trained_texts(made) == ["b<|im_end|>"] and made.files_read() == {"template": [own]}
 
 
 def test_the_split_depends_on_the_line_alone(tmp_path: Path) -> None:

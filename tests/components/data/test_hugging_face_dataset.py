@@ -17,8 +17,8 @@ def test_the_splits_are_those_of_the_data_set(tmp_path: Path) -> None:
     assert list(whole.documents("train")) == train
     assert list(whole.documents("validation")) == [f"test 5 text {number}" for number in range(5)]
     divided = HuggingFaceDataset(path=tmp_path / "saved", validation_fraction=0.3)
-    found = [list(divided.documents(split)) for split in ("train", "validation")]
-    assert sorted(found[0] + found[1]) == sorted(train) and all(found)
+    split_documents = [list(divided.documents(split)) for split in ("train", "validation")]
+    assert sorted(split_documents[0] + split_documents[1]) == sorted(train) and all(split_documents)
 
 
 def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    """A folder that is no data set, and a name that it has not, are errors."""
+    """A folder without a data set, and an unknown name in one, are errors."""
     with pytest.raises(UserError, match="is not a data set: it has no state"):
         list(HuggingFaceDataset(path=tmp_path).documents("train"))
     write_dataset(tmp_path / "saved", "text")

@@ -27,7 +27,7 @@ def write(folder: Path) -> Path:
     return path
 
 
-def opened(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer:
+def open_tokenizer(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer:
     tokenizer = HuggingFaceTokenizer(path=path, end_token=end_token)
     tokenizer.open()
     return tokenizer
@@ -35,14 +35,14 @@ def opened(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer:
 
 def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
     """Nothing is added, truncated or padded, whatever the file configures."""
-    ids = opened(write(tmp_path)).encode("hello world hello")
+    ids = open_tokenizer(write(tmp_path)).encode("hello world hello")
     assert ids.dtype == np.int32
     assert ids.tolist() == [0, 1, 0]
 
 
 def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
     """A text that contains the end token is encoded as text."""
-    tokenizer = opened(write(tmp_path))
+    tokenizer = open_tokenizer(write(tmp_path))
     ids = tokenizer.encode("hello <end> world")
     assert tokenizer.eos_id == 6
     assert 6 not in ids
@@ -52,31 +52,31 @@ def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
 def test_vocab_size_is_above_the_highest_id(tmp_path: Path) -> None:
     """Added tokens count, and so do gaps in the numbering."""
     path = write(tmp_path)
-    assert opened(path).vocab_size == 7
+    assert open_tokenizer(path).vocab_size == 7
     content = json.loads(path.read_text())
     content["model"]["vocab"]["far"] = 99
     path.write_text(json.dumps(content))
-    assert opened(path).vocab_size == 100
+    assert open_tokenizer(path).vocab_size == 100
 
 
 def test_special_tokens_are_not_decoded(tmp_path: Path) -> None:
     """Decoding returns the words without special tokens."""
-    assert opened(write(tmp_path)).decode([0, 1, 6]) == "hello world"
+    assert open_tokenizer(write(tmp_path)).decode([0, 1, 6]) == "hello world"
 
 
 def test_an_unknown_end_token_lists_candidates(tmp_path: Path) -> None:
     """The error lists the file's special tokens."""
     with pytest.raises(UserError, match=r'has no token "</s>"; write one of "<end>"'):
-        opened(write(tmp_path), "</s>")
+        open_tokenizer(write(tmp_path), "</s>")
 
 
 def test_invalid_paths_are_refused(tmp_path: Path) -> None:
-    """A missing file, and a file that is not a tokenizer, are errors that name it."""
+    """A missing file, and a file that is not a tokenizer, are errors naming it."""
     with pytest.raises(UserError, match="there is no file"):
-        opened(tmp_path / "tokenizer.json")
+        open_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     with pytest.raises(UserError, match="is not a tokenizer"):
-        opened(tmp_path / "tokenizer.json")
+        open_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     absent: Any = None
     monkeypatch.setitem(sys.modules, "tokenizers", absent)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tokenizers\]'"):
-        opened(write(tmp_path))
+        open_tokenizer(write(tmp_path))
 
 
 def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
     for folder in (source, one, two):
         folder.mkdir()
     path = write(source)
-    opened(path).save(one)
+    open_tokenizer(path).save(one)
     assert (one / "tokenizer.json").read_bytes() == path.read_bytes()
     assert json.loads((one / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
     (source / "tokenizer_config.json").write_text('{"mine": 1}')
-    opened(path).save(two)
+    open_tokenizer(path).save(two)
     assert json.loads((two / "tokenizer_config.json").read_text()) == {"mine": 1}
 
 
@@ -113,7 +113,7 @@ def test_a_folder_says_its_end_token(eos: Any, tmp_path: Path) -> None:
 
 
 def test_an_end_token_that_nothing_says_is_asked_for(tmp_path: Path) -> None:
-    """Without a setting and without a tokenizer_config.json the message lists what to write."""
+    """Without a setting and without a tokenizer_config.json the message lists the possible settings."""
     write(tmp_path)
     with pytest.raises(UserError, match=r'has no eos_token, and it is left out; write one of "<end>"'):
         HuggingFaceTokenizer(path=tmp_path).open()

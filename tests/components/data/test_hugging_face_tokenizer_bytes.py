@@ -35,7 +35,9 @@ def byte_fallback() -> Any:
 
 @pytest.mark.parametrize("made", [byte_level(False), byte_level(True), byte_fallback()])
 def test_bytes_of_ids_are_those_of_the_text(made: Any, tmp_path: Path) -> None:
-    """In byte-level vocabularies, and in those with a byte fallback; added tokens are text unless they are special."""
+    """
+    Ids' bytes join to the text in byte-level and byte-fallback vocabularies; added tokens are text unless special.
+    """
     made.add_special_tokens([AddedToken("<end>", special=True)])
     made.add_tokens([AddedToken("Übung")])
     made.save(str(tmp_path / "tokenizer.json"))

@@ -15,16 +15,18 @@ def test_lines_are_examples_with_their_place(tmp_path: Path) -> None:
     """Each object is one, whose source is its file and line; a line's split does not depend on others."""
     lines = [f'{{"input_ids": [{number}]}}' for number in range(50)]
     splits = []
-    for name, held in (("all", lines), ("some", ["", *lines[::2]])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(held), "utf-8")
+    for name, members in (("all", lines), ("some", ["", *lines[::2]])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(members), "utf-8")
         data = JsonExamples(paths=[str(tmp_path / f"{name}.jsonl")], validation_fraction=0.4)
         data.open()
         splits.append(
-            {split: [each["input_ids"][0] for each in data.examples(split)] for split in ("train", "validation")}
+            {split: [example["input_ids"][0] for example in data.examples(split)] for split in ("train", "validation")}
         )
     assert data.examples("train")[0]["source"].endswith("some.jsonl:2")
     assert sorted(splits[0]["train"] + splits[0]["validation"]) == list(range(50)) and len(splits[0]["train"]) > 20
-    assert all(splits[1][split] == [number for number in held if number % 2 == 0] for split, held in splits[0].items())
+    assert all(
+        splits[1][split] == [number for number in members if number % 2 == 0] for split, members in splits[0].items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
     return [names(loader.next_step()) for _ in range(number)]
 
 
-def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
+def reference_steps(seed: int, first: int, last: int) -> list[list[list[int]]]:
     """The steps of one rank, from the concatenated permutations of the epochs."""
     epochs = range(last * STEP // ROWS + 1)
     endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).all().tolist() for epoch in epochs)))
@@ -58,16 +58,16 @@ def expected(seed: int, first: int, last: int) -> list[list[list[int]]]:
 def test_a_resumed_loader_continues_the_order(
     rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
 ) -> None:
-    """A loader with other workers that loads the state of any step continues its order, also across epochs."""
+    """A loader with other workers, loaded from any step's state, continues the order, also across epochs."""
     rows = rows_of(train=ROWS)
     with loading(rows, one_rank, job, workers=workers) as loader:
-        assert steps(loader, names, 3) == expected(job.seed, 0, 3)
+        assert steps(loader, names, 3) == reference_steps(job.seed, 0, 3)
         state = loader.state_dict()
-        assert steps(loader, names, 4) == expected(job.seed, 3, 7)
+        assert steps(loader, names, 4) == reference_steps(job.seed, 3, 7)
     for others in (0, 1, 2):
         with loading(rows, one_rank, job, workers=others) as loader:
             loader.load_state_dict(state)
-            assert steps(loader, names, 4) == expected(job.seed, 3, 7)
+            assert steps(loader, names, 4) == reference_steps(job.seed, 3, 7)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -78,21 +78,23 @@ def test_state_can_be_loaded_into_a_running_loader(
     with loading(rows_of(train=ROWS), one_rank, job, workers=workers) as loader:
         steps(loader, names, 3)
         loader.load_state_dict({"step": 1, "position": STEP})
-        assert steps(loader, names, 3) == expected(job.seed, 1, 4)
+        assert steps(loader, names, 3) == reference_steps(job.seed, 1, 4)
 
 
 def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """The state is steps and rows taken, and not those that are prefetched; anything else is refused."""
+    """The state counts steps and rows taken without prefetched ones; other states are refused."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=1, prefetch=3) as loader:
         assert loader.state_dict() == {"step": 0, "position": 0}
         steps(loader, names, 2)
         assert loader.state_dict() == {"step": 2, "position": 2 * STEP}
         wrong: list[tuple[Any, Any]] = [(-1, 0), ("2", 0), (2, -1), (2, 8.0)]
-        refused: list[tuple[Any, Any]] = [({"step": step, "position": place}, ValueError) for step, place in wrong]
+        refused: list[tuple[Any, Any]] = [
+            ({"step": step, "position": position}, ValueError) for step, position in wrong
+        ]
         for state, error in (({}, KeyError), *refused):
             with pytest.raises(error):
                 loader.load_state_dict(state)
-        assert steps(loader, names, 1) == expected(job.seed, 2, 3)
+        assert steps(loader, names, 1) == reference_steps(job.seed, 2, 3)
 
 
 def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of: MeshOf, job: Any, names: Any) -> None:
@@ -111,7 +113,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of:
             for step in range(2):
                 taken[step] += chain(*names(loader.next_step()))
         first = state["step"]
-        assert taken == [list(chain(*step)) for step in expected(job.seed, first, first + 2)]
+        assert taken == [list(chain(*step)) for step in reference_steps(job.seed, first, first + 2)]
         state = loader.state_dict()
 
 
@@ -129,7 +131,7 @@ def test_ranks_of_a_replica_have_the_same_batches(
     """Whichever pipeline, context, tensor or expert rank it is, in two epochs and after a resume in the second."""
     rows = rows_of(train=ROWS)
     orders: dict[str, RowOrder] = {"shuffled": Shuffled(job=job), "sequential": Sequential()}
-    found = []
+    digests_by_rank = []
     for indices in ({}, *({dimension: 1} for dimension in dimensions)):
         mesh = mesh_of({"data_shard": 2, **dict.fromkeys(dimensions, 2)}, {"data_shard": 1, **indices})
         digests, state = [], {"step": 0, "position": 0}
@@ -138,8 +140,8 @@ def test_ranks_of_a_replica_have_the_same_batches(
                 loader.load_state_dict(state)
                 digests += [row_digests(batch) for _ in range(2) for batch in loader.next_step()]
                 state = loader.state_dict()
-        found.append(digests)
-    assert all(digests == found[0] for digests in found) and len(found[0]) == 4
+        digests_by_rank.append(digests)
+    assert all(digests == digests_by_rank[0] for digests in digests_by_rank) and len(digests_by_rank[0]) == 4
 
 
 def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
@@ -156,7 +158,7 @@ def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any
 
 
 def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
-    """Each epoch has all rows in an order that depends on the seed; unshuffled, rows are in the order of packing."""
+    """An epoch has all rows in an order that depends on the seed; unshuffled rows keep the packing's order."""
     rows = rows_of(train=20)
     orders = []
     for seed in (1, 1, 2):
@@ -217,7 +219,7 @@ def test_a_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, n
 
 @attrs.frozen
 class Disagreeing:
-    """A world in which another rank of the same data-parallel index sees other rows."""
+    """A world in which another rank with the same data-parallel index sees other rows."""
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value, [*value[:-1], "other"]]

@@ -7,7 +7,7 @@ from drawloom.components.ports.data import TokenBatch
 
 
 def test_documents_are_cut_and_no_token_is_lost() -> None:
-    """Positions start anew after each `length` tokens of a document, in a document of its own; all else is the same."""
+    """After every `length` tokens a new document begins with position 0; all else is the same."""
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2], [0] * 8])
     tokens = torch.arange(16).reshape(2, 8)
@@ -20,6 +20,6 @@ def test_documents_are_cut_and_no_token_is_lost() -> None:
 
 
 def test_a_stage_ends_at_a_step_or_after_tokens() -> None:
-    """A stage ends with the step that is named, or with the one that reaches the number of tokens."""
+    """A stage ends with the named step, or with the step that reaches the number of tokens."""
     assert [LengthStage(length=2, until_step=3).holds(step, 0) for step in (1, 3, 4)] == [True, True, False]
     assert [LengthStage(length=2, until_tokens=64).holds(9, tokens) for tokens in (0, 63, 64)] == [True, True, False]

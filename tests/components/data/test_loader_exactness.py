@@ -44,7 +44,7 @@ class Documents:
 
 
 class Runs(RuleBasedStateMachine):
-    """The steps that a run takes, whatever happens to it, are those of a run of one rank without interruption."""
+    """A machine that checks interrupted runs against an uninterrupted run on one rank."""
 
     workers = st.just(0)
 
@@ -72,7 +72,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 4), save=st.booleans())
     def take_steps(self, steps: int, save: bool) -> None:
-        """Take steps, each of which has to be that of the reference."""
+        """Take steps, and compare their rows with the reference."""
         for _ in range(min(steps, len(self.reference) - self.step)):
             assert self._names(self.loaders) == self.reference[self.step], f"step {self.step + 1} differs"
             self.step += 1
@@ -121,10 +121,8 @@ WEIGHTS = st.fixed_dictionaries({name: st.integers(0, 4) for name in "abc"}).fil
 
 class Mixtures(Runs):
     """
-    The same with a mixture, whose weights change at some resumes, and to which a source is added.
-
-    Each source's rows then come in the order that it has alone, whatever its weights were: none is lost, and none comes
-    twice in an epoch.
+    The same machine with a mixture: some resumes change its weights or add a source. A source's rows come in the order
+    they have alone, under any weights: none is lost, and none comes twice in an epoch.
     """
 
     def __init__(self) -> None:
@@ -169,7 +167,7 @@ class Mixtures(Runs):
 
     @invariant()
     def each_source_continues(self) -> None:
-        """The rows of each source so far are the beginning of those that it has alone."""
+        """Compare the rows of all sources so far with the beginning of their orders alone."""
         if not hasattr(self, "step"):
             return
         names = [row[0] for step in self.reference[: self.step] for row in step]
@@ -181,7 +179,7 @@ class Mixtures(Runs):
 
 @cache
 def _alone(source: "Documents", name: str) -> list[int]:
-    """The first tokens of the rows of a source that is the only one of a mixture, in the order in which they come."""
+    """Return the first tokens of a source's rows in order, from a mixture without other sources."""
     rows = BestFit(tokens=Mixture(sources={name: source}), job=_fixtures["job"], length=16)
     rows.open()
     batching = GlobalBatch(mesh=_fixtures["mesh_of"](), global_size=480, micro_size=480)
@@ -199,12 +197,12 @@ class RunsWithWorkers(Runs):
 
 @pytest.fixture(autouse=True)
 def fixtures(job: Any, mesh_of: Any) -> None:
-    """What the machines are made of."""
+    """Make the fixtures for the machines."""
     _fixtures.update(job=job, mesh_of=mesh_of)
 
 
 def test_a_run_sees_the_same_rows_whatever_happens() -> None:
-    """After any number of kills and resumes, with any ranks, each step has the rows of the reference."""
+    """After any number of kills and resumes, with any ranks, steps have the reference's rows."""
     run_state_machine_as_test(Runs, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
@@ -215,7 +213,7 @@ def test_a_mixture_sees_the_same_rows_whatever_happens() -> None:
 
 @pytest.mark.soak
 def test_a_run_with_workers_sees_the_same_rows_whatever_happens() -> None:
-    """The same with worker processes, which are started anew at each resume."""
+    """Worker processes, started anew at each resume, change no row."""
     run_state_machine_as_test(
         RunsWithWorkers, settings=settings(max_examples=20, stateful_step_count=12, deadline=None)
     )

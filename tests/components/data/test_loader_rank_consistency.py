@@ -34,7 +34,7 @@ def batch(token: int) -> TokenBatch:
 
 
 def errors_of(*ranks: tuple[int, int, TokenBatch]) -> list[str]:
-    """The error of each rank, given by its data-parallel index, number of rows and batch; "" if none."""
+    """Return the errors by rank ("" if none) for data-parallel indices, row counts and batches."""
     world: Any = Threads(len(ranks), barrier=threading.Barrier(len(ranks)))
     errors = [""] * len(ranks)
 
@@ -58,7 +58,7 @@ def test_equal_batches_in_each_replica_pass() -> None:
 
 
 def test_different_batches_in_a_replica_are_an_error_on_every_rank() -> None:
-    """All ranks raise the same error, which names the two ranks that differ."""
+    """All ranks raise the same error naming the two differing ranks."""
     errors = errors_of((0, 9, batch(1)), (1, 9, batch(2)), (0, 9, batch(1)), (1, 9, batch(3)))
     assert errors == [errors[0]] * 4
     assert errors[0].startswith("data: ranks 1 and 3 have the same data-parallel index 1, and see different rows")

@@ -20,15 +20,15 @@ def corpus(folder: Path, **settings: Any) -> Megatron:
 
 
 def test_documents_are_read_as_they_are(tmp_path: Path) -> None:
-    """Ids, lengths and order are those of the files, in both splits together, and after pickling."""
+    """Ids, lengths and order equal the files', in both splits together, and after pickling."""
     write_megatron(tmp_path / "data_text_document", DOCUMENTS)
-    found = {}
+    ids_by_document = {}
     for split in ("train", "validation"):
         documents = pickle.loads(pickle.dumps(corpus(tmp_path, validation_fraction=0.3).documents(split)))
         for number, length in enumerate(documents.lengths.tolist()):
-            found[int(documents.chosen[number])] = documents.read(number, 0, length + 9).ids.tolist()
+            ids_by_document[int(documents.chosen[number])] = documents.read(number, 0, length + 9).ids.tolist()
             assert documents.read(number, 0, length).weights is None
-    assert found == dict(enumerate(DOCUMENTS))
+    assert ids_by_document == dict(enumerate(DOCUMENTS))
     assert 4 < len(corpus(tmp_path, validation_fraction=0.3).documents("validation").lengths) < 20
     assert corpus(tmp_path).documents("train").source(0).startswith(f"{tmp_path}/data_text_document.bin:")
 
@@ -40,7 +40,7 @@ def test_an_empty_data_set_has_no_documents(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    """A missing file, another format, and files that are cut off are errors that name the file."""
+    """A missing file, another format, and a truncated file are errors naming the file."""
     with pytest.raises(UserError, match=r"data_text_document\.idx can't be read"):
         corpus(tmp_path)
     write_megatron(tmp_path / "data_text_document", DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Mixtures: shares, validation, and what is refused."""
+"""Mixtures: shares, validation, and refused settings."""
 
 from collections import Counter
 from typing import Any
@@ -27,24 +27,26 @@ def weights_of(**settings: Any) -> dict[str, float]:
 
 
 def test_shares_follow_from_weights_epochs_or_temperature() -> None:
-    """Weights are taken as they are; epochs multiply tokens, of which there are 16 each; a temperature flattens."""
+    """Weights are used unchanged; epochs multiply the 16 tokens in a source; a temperature flattens the shares."""
     assert weights_of(weights={"web": 30, "code": 70}) == {"web": 30, "code": 70}
     assert weights_of(epochs={"code": 2.5}) == {"web": 16, "code": 40}
     assert weights_of(epochs={"web": 0.0}, temperature=2.0) == {"web": 0, "code": 4}
 
 
 def test_rows_are_of_one_source_each(job: Any) -> None:
-    """A packing numbers the rows of one source after those of another, in both splits, and names their sources."""
+    """A packing numbers one source's rows after another's, in both splits, and names their sources."""
     mixture = Mixture(sources=SOURCES, weights={"web": 1, "code": 2})
     rows = Padded(tokens=mixture, job=job, length=6)
     rows.open()
-    held = [(each.name, each.first, each.rows, each.tokens, each.weight) for each in rows.row_sources("train")]
-    assert held == [("web", 0, 4, 16, 1), ("code", 4, 4, 16, 2)]
+    row_sources = [
+        (source.name, source.first, source.rows, source.tokens, source.weight) for source in rows.row_sources("train")
+    ]
+    assert row_sources == [("web", 0, 4, 16, 1), ("code", 4, 4, 16, 2)]
     assert rows.row_tokens("train").tolist() == [6, 6, 2, 2, 4, 4, 4, 4]
     batch = rows.batch("train", range(8))
     assert batch.tokens[:, 0].tolist() == [1] * 4 + [2] * 4
     assert rows.sources("train", 7)[0].startswith("code: document ")
-    assert [(each.name, each.rows) for each in rows.row_sources("validation")] == [("web", 1), ("code", 2)]
+    assert [(source.name, source.rows) for source in rows.row_sources("validation")] == [("web", 1), ("code", 2)]
     assert rows.batch("validation", [2]).tokens.tolist() == [[2, 2, 2, 0, 0, 0]]
 
 
@@ -90,7 +92,7 @@ def problems(**settings: Any) -> Counter[str]:
 
 
 def test_check_finds_what_is_wrong_with_shares() -> None:
-    """Names without a source, sources without a weight, numbers that are no shares, and shares that are given twice."""
+    """Names without a source, sources without a weight, impossible shares, and duplicate shares are problems."""
     assert problems(weights={"web": 1.0, "cod": 1.0}).keys() == {
         "weights.cod: sources has no 'cod'; did you mean 'code'?",
         "weights leaves out code; write weights.code, which may be 0",

@@ -14,7 +14,7 @@ EXAMPLES: list[dict[str, Any]] = [
 
 
 def test_padding_is_on_one_side() -> None:
-    """Tokens, targets, weights and positions of each example are the same on either side of padding."""
+    """Tokens, targets, weights and positions are the same on either side of padding."""
     right = PadCollator(pad_id=0).collate(EXAMPLES, 4)
     assert right.tokens.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0], [1, 2, 3, 4]]
     assert right.targets.tolist() == [[-100, 7, -100, -100], [9, -100, -100, -100], [2, 3, 4, -100]]
@@ -42,7 +42,7 @@ def test_padding_is_on_one_side() -> None:
     ],
 )
 def test_what_is_no_example_is_refused(example: dict[str, Any], message: str | None) -> None:
-    """The message says what is there, and what has to be."""
+    """The message shows the example and the required form."""
     if message is None:
         PadCollator().collate([example], 2)
         return

@@ -10,7 +10,7 @@ from support.stores import write_table
 
 
 def test_rows_are_documents_of_one_split(tmp_path: Path) -> None:
-    """The rows of all files come in order, each in the split of its text."""
+    """All files' rows come in order, in the splits of their texts."""
     write_table(tmp_path / "a.parquet", "a", 30)
     table = pyarrow.table({"text": [f"b {number}" for number in range(10)]})
     with ipc.new_file(str(tmp_path / "b.arrow"), table.schema) as out:

@@ -29,10 +29,10 @@ def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = 
     return made
 
 
-def compared(made: Preferences) -> list[tuple[str, str]]:
-    """The compared text of both documents of each pair; checks the weights."""
+def compared_texts(made: Preferences) -> list[tuple[str, str]]:
+    """Return both documents' compared texts by pair, and check the weights."""
     documents, tokenizer = made.documents("train"), made.tokenizer
-    found = []
+    pairs = []
     for pair in range(len(documents.lengths) // 2):
         texts, total = [], 0.0
         for number in (2 * pair, 2 * pair + 1):
@@ -41,8 +41,8 @@ def compared(made: Preferences) -> list[tuple[str, str]]:
             total += float(weights[1:].sum(dtype=np.float64))
             texts.append(tokenizer.decode_control(ids[weights > 0].tolist()))
         assert total == pytest.approx(1.0, rel=1e-6), "the weights of a pair do not add up to 1"
-        found.append((texts[0], texts[1]))
-    return found
+        pairs.append((texts[0], texts[1]))
+    return pairs
 
 
 ASK = say("a")
@@ -59,7 +59,7 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
         {"chosen": [*long, *say("", "x")[1:]], "rejected": [*long, *say("", "y", "z", "w")[1:]]},
     )
     assert not find_mismatches(Preferences, TokenCorpus)
-    assert compared(made) == [
+    assert compared_texts(made) == [
         (" is blue</s>", " is a lie</s>"),
         ("yes<|im_end|>", "well, no<|im_end|>"),
         ("x<|im_end|>", "y<|im_end|>w<|im_end|>"),
@@ -69,7 +69,7 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
 def test_texts_need_no_template_and_messages_do(tmp_path: Path) -> None:
     """A base model's tokenizer has none."""
     texts = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert compared(corpus(tmp_path, texts, template=None)) == [("b</s>", "c</s>")]
+    assert compared_texts(corpus(tmp_path, texts, template=None)) == [("b</s>", "c</s>")]
     with pytest.raises(UserError, match="the tokenizer has no chat template"):
         corpus(tmp_path, texts, {"prompt": ASK, **ANSWERS}, template=None)
 
@@ -79,14 +79,14 @@ def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplo
     same = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": ANSWERS["chosen"]}
     none = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": [{"role": "user", "content": "b"}]}
     made = corpus(tmp_path, same, {"prompt": ASK, **ANSWERS}, none)
-    assert compared(made) == [("yes<|im_end|>", "well, no<|im_end|>")]
+    assert compared_texts(made) == [("yes<|im_end|>", "well, no<|im_end|>")]
     assert "2 lines have no token to train, and are dropped" in caplog.text
     with pytest.raises(UserError, match="no line has two different answers to compare"):
         corpus(tmp_path, same)
 
 
 def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
-    """Both documents begin with the ids of the same prompt; the template's BOS is in each once, and in no answer."""
+    """Both documents begin with the same prompt's ids; the template's BOS is in both once, and in no answer."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS}, template=HEADERS)
     documents, [begin] = made.documents("train"), made.tokenizer.encode_control("<s>").tolist()
     pair = [documents.read(number, 0, 99).ids.tolist() for number in (0, 1)]
@@ -96,7 +96,7 @@ def test_a_pair_has_one_prompt_and_one_beginning(tmp_path: Path) -> None:
 
 
 def test_parquet_has_the_pairs_of_json_lines(tmp_path: Path) -> None:
-    """Also where some messages have keys that others lack, which a table fills with nulls."""
+    """The pairs agree even if some messages lack keys, filled with nulls in a table."""
     rows = [{"prompt": ASK, **ANSWERS}, {"prompt": [{**ASK[0], "name": "Ann"}], **ANSWERS}]
     template = CHATML.replace("message.role +", "message.role + (message.name if message.name is defined else '') +")
     one = corpus(tmp_path, *rows, template=template)

@@ -1,4 +1,4 @@
-"""The record of the rows that steps have seen."""
+"""The record of rows seen by steps."""
 
 import os
 import shutil
@@ -39,18 +39,18 @@ def test_each_row_has_its_own_digest() -> None:
     one, two = row_digests(batch(1, 2))
     assert one != two and row_digests(batch(2)) == [two]
     changes: list[dict[str, Any]] = [{name: torch.full((1, 3), 9.0)} for name in ("weights", "targets")]
-    changed = [batch(1).evolve(**each) for each in changes]
-    assert len({one, *(digest for each in changed for digest in row_digests(each))}) == 3
+    changed = [batch(1).evolve(**change) for change in changes]
+    assert len({one, *(digest for change in changed for digest in row_digests(change))}) == 3
 
 
 def test_each_step_has_a_line(tmp_path: Path) -> None:
-    """A step's line has the rows of all its microbatches, and which part of the step they are."""
+    """A step's line lists the rows in all its microbatches, and their part of the step."""
     record(tmp_path).run_phase(Step(1, 9, state={"batches": [batch(1, 2), batch(3)]}))
     assert lines(tmp_path) == [{"step": 1, "part": 0, "parts": 1, "rows": row_digests(batch(1, 2, 3))}]
 
 
 def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
-    """Later lines, an incomplete one, and those of ranks that are gone are removed."""
+    """Resuming removes later lines, an incomplete line, and lines from removed ranks."""
     first = record(tmp_path)
     for step in (1, 2, 3):
         first.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
@@ -64,7 +64,7 @@ def test_a_resumed_run_removes_later_steps(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resume counts damaged lines; a folder that is removed meanwhile is written anew, each with a warning."""
+    """A resume counts damaged lines; a folder removed meanwhile is written anew; both are warnings."""
     node = record(tmp_path)
     for step in (1, 2, 3):
         node.run_phase(Step(step, 9, state={"batches": [batch(step)]}))
@@ -80,7 +80,7 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
 
 
 def test_a_pipe_in_place_of_a_record_is_refused(tmp_path: Path) -> None:
-    """A run folder that a stranger sent can't make a run wait, also by the file of a rank that the run lacks."""
+    """A run folder from a stranger can't make a run wait, also with a nonexistent rank's file."""
     for name in ("rank-0", "rank-7"):
         folder = tmp_path / name
         (folder / "rows").mkdir(parents=True)

@@ -9,7 +9,7 @@ from drawloom.graph import UserError
 
 
 def test_documents_of_both_splits_are_the_files(tmp_path: Path) -> None:
-    """Each file is a document of one split, in the order of names."""
+    """A file is a document in one split, in the order of names."""
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(str(number))
     corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)

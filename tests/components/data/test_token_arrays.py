@@ -8,16 +8,16 @@ from drawloom.components.data.token_arrays import TokenArrays
 
 
 def arrays(*documents: list[int], weights: list[list[float]] | None = None) -> TokenArrays:
-    own = None if weights is None else [np.array(each, np.float32) for each in weights]
+    own = None if weights is None else [np.array(document_weights, np.float32) for document_weights in weights]
     return TokenArrays.of([np.array(document) for document in documents], np.uint16, own)
 
 
 def test_parts_of_documents_stay_inside_of_them() -> None:
-    """A part is that of the whole document, and ends with it; weights follow."""
-    held = arrays([1, 2, 3], [], [4, 5], weights=[[0.0, 1.0, 2.0], [], [3.0, 4.0]])
-    assert held.lengths.tolist() == [3, 0, 2]
-    assert held.read(0, 1, 9).ids.tolist() == [2, 3] and held.read(2, 0, 1).ids.tolist() == [4]
-    weights = held.read(0, 1, 9).weights
+    """A part equals the same part in the whole document, and ends with it; weights follow."""
+    token_arrays = arrays([1, 2, 3], [], [4, 5], weights=[[0.0, 1.0, 2.0], [], [3.0, 4.0]])
+    assert token_arrays.lengths.tolist() == [3, 0, 2]
+    assert token_arrays.read(0, 1, 9).ids.tolist() == [2, 3] and token_arrays.read(2, 0, 1).ids.tolist() == [4]
+    weights = token_arrays.read(0, 1, 9).weights
     assert weights is not None and weights.tolist() == [1.0, 2.0]
     assert arrays([1]).read(0, 0, 1).weights is None
 
@@ -27,8 +27,8 @@ def test_the_fingerprint_is_of_everything() -> None:
     same = [arrays([1, 2], [3]), arrays([1, 2], [3])]
     others = [arrays([1, 2, 3]), arrays([1, 2], [4]), arrays([1, 2], [3], weights=[[1.0, 1.0], [1.0]])]
     others.append(arrays([1, 2], [3], weights=[[1.0, 1.0], [0.5]]))
-    assert len({each.fingerprint for each in same}) == 1
-    assert len({each.fingerprint for each in [same[0], *others]}) == 5
+    assert len({token_arrays.fingerprint for token_arrays in same}) == 1
+    assert len({token_arrays.fingerprint for token_arrays in [same[0], *others]}) == 5
 
 
 @pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])

@@ -59,7 +59,7 @@ def test_documents_end_with_the_end(drawloom_opened: Any, job: Any) -> None:
 
 @pytest.mark.parametrize("vocabulary", [65_536, 65_537, 200_000])
 def test_the_highest_id_survives(drawloom_opened: Any, job: Any, vocabulary: int) -> None:
-    """The last id of a vocabulary is kept, on either side of what two bytes hold."""
+    """A vocabulary's last id is kept, below and above the limit of two bytes."""
     corpus = drawloom_opened(
         TokenizedText(corpus=Texts([f"1 {vocabulary - 1} 2"]), tokenizer=Wide(vocabulary), job=job)
     )
@@ -80,8 +80,8 @@ def test_files_are_tokenized_once(
         return made
 
     first = run()
-    found = [bytes(ids[:-1]).decode() for split in ("train", "validation") for ids in tokens_of(first, split)]
-    assert sorted(found) == sorted(f"text {number}" for number in range(20))
+    texts = [bytes(ids[:-1]).decode() for split in ("train", "validation") for ids in tokens_of(first, split)]
+    assert sorted(texts) == sorted(f"text {number}" for number in range(20))
     stores = sorted((tmp_path / "runs" / ".tokens").iterdir())
     assert len(stores) == 2
     with monkeypatch.context() as patch:

@@ -36,19 +36,18 @@ def rows(rows_of: Callable[..., Any]) -> Any:
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
 def test_every_row_is_evaluated_once(rows: Any, names: Any, rows_used: int, replicas: int, micro_size: int) -> None:
     """
-    All ranks see the rows that a single rank sees, each once, in microbatches of their size, and count all.
-
-    Each has as many microbatches, the last of which may have no weight.
+    All ranks together see a single rank's rows once, in microbatches of their size, and count all. They have equally
+    many microbatches; the last may have no weight.
     """
     alone = [row for batch in names(list(validation(rows, rows_used).batches())) for row in batch]
     together, counts = [], set()
     for replica in range(replicas):
         data = validation(rows, rows_used, micro_size=micro_size, dp_size=replicas, dp_rank=replica)
-        found = list(data.batches())
-        counts.add(len(found))
-        batches = names([batch for batch in found if batch.weights.any()])
+        all_batches = list(data.batches())
+        counts.add(len(all_batches))
+        batches = names([batch for batch in all_batches if batch.weights.any()])
         assert all(0 < len(batch) <= micro_size for batch in batches)
-        assert all(batch.token_count == 0 for batch in found[len(batches) :])
+        assert all(batch.token_count == 0 for batch in all_batches[len(batches) :])
         together += [row for batch in batches for row in batch]
     assert sorted(together) == alone and len(counts) == 1
     assert len(set(alone)) == min(rows_used, 40)

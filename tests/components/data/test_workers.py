@@ -25,7 +25,7 @@ RowsOf = Callable[..., Any]
 
 
 @contextmanager
-def spawned(rows: Any, number: int) -> Iterator[Workers]:
+def spawn_workers(rows: Any, number: int) -> Iterator[Workers]:
     workers = Workers(rows, "train", number)
     try:
         yield workers
@@ -42,7 +42,7 @@ def ones(first: int = 0) -> Iterator[list[int]]:
 @pytest.mark.parametrize("ahead", [1, 7])
 def test_batches_come_in_the_order_of_the_requests(rows_of: RowsOf, names: Any, number: int, ahead: int) -> None:
     """For any number of workers and prefetched batches, also for a second iterator."""
-    with spawned(rows_of(train=50), number) as workers:
+    with spawn_workers(rows_of(train=50), number) as workers:
         for first in (0, 5):
             batches = list(islice(workers.batches(ones(first), ahead, timeout=30), 60))
             assert names(batches) == list(islice(ones(first), 60))
@@ -51,14 +51,14 @@ def test_batches_come_in_the_order_of_the_requests(rows_of: RowsOf, names: Any, 
 def test_large_requests_and_large_batches_do_not_block(rows_of: RowsOf) -> None:
     """Requests and batches far larger than a pipe's buffer do not deadlock."""
     wanted: list[list[int]] = [list(range(50)) * 1_000] * 3  # 100 kB each
-    with spawned(rows_of(train=50), 1) as workers:
+    with spawn_workers(rows_of(train=50), 1) as workers:
         batches = list(workers.batches(iter(wanted * 2), ahead=3, timeout=30))
         assert [batch.row_count for batch in batches] == [50_000] * 3
 
 
 def test_every_leaf_of_an_own_batch_comes_from_another_process() -> None:
-    """Trees of tensors, dtypes that numpy does not have, tensors without dimensions, and values of the host."""
-    with spawned(ClipRows(), 1) as workers:
+    """Trees of tensors, dtypes missing in numpy, tensors without dimensions, and host values arrive unchanged."""
+    with spawn_workers(ClipRows(), 1) as workers:
         batch: Any = next(workers.batches(iter([[3, 5]] * 2), 1, timeout=30))
     wanted = clips([3, 5])
     assert type(batch) is Clips and batch.skipped == 2 and batch.mask is None
@@ -68,13 +68,13 @@ def test_every_leaf_of_an_own_batch_comes_from_another_process() -> None:
 
 def test_batches_can_be_written_to(rows_of: RowsOf) -> None:
     """A batch from a worker owns its memory."""
-    with spawned(rows_of(train=50), 1) as workers:
+    with spawn_workers(rows_of(train=50), 1) as workers:
         next(workers.batches(ones(), 1, timeout=30)).weights.fill_(0)
 
 
 def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
     """It ends the run within seconds, long before the timeout, with the signal in the message."""
-    with spawned(rows_of(train=50), 2) as workers:
+    with spawn_workers(rows_of(train=50), 2) as workers:
         batches = workers.batches(ones(), 4, timeout=600)
         next(batches)
         os.kill(workers.members[1].child.process.pid or 0, signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
 
 def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
     """Ctrl-C signals every process of the terminal; the run still needs the batches of its last step."""
-    with spawned(rows_of(train=50), 1) as workers:
+    with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(ones(), 1, timeout=30)
         next(batches)
         os.kill(workers.members[0].child.process.pid or 0, signal.SIGINT)
@@ -96,7 +96,7 @@ def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
 
 def test_a_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None:
     """Stopping it does not wait for it."""
-    with spawned(rows_of(train=50), 1) as workers:
+    with spawn_workers(rows_of(train=50), 1) as workers:
         next(workers.batches(ones(), 1, timeout=60))
         os.kill(workers.members[0].child.process.pid or 0, signal.SIGSTOP)
         start = time.monotonic()
@@ -108,7 +108,7 @@ def test_a_hanging_worker_is_an_error_after_the_timeout(rows_of: RowsOf) -> None
 def test_an_error_in_a_worker_has_its_traceback(rows_of: RowsOf) -> None:
     """The exception in this process contains the worker's traceback."""
     with (
-        spawned(rows_of(train=50), 1) as workers,
+        spawn_workers(rows_of(train=50), 1) as workers,
         pytest.raises(RuntimeError, match=r"(?s)data worker 0.*packed_rows\.py.*Index"),
     ):
         next(workers.batches(iter([[99], [0]]), 1, timeout=30))
@@ -178,7 +178,7 @@ def test_a_file_that_a_worker_cannot_read_is_named(tmp_path: Path, job: Any) -> 
     tokens.open()
     rows = Padded(tokens=tokens, job=job, length=8)
     rows.open()
-    with spawned(rows, 1) as workers:
+    with spawn_workers(rows, 1) as workers:
         # the worker maps the file when it first reads from it
         os.truncate(tmp_path / "store" / "00000.tokens", 4)
         with pytest.raises(UserError, match=r"^part 0:[01]: tokens 0 to \d can't be read \(ValueError: mmap length"):
@@ -186,8 +186,8 @@ def test_a_file_that_a_worker_cannot_read_is_named(tmp_path: Path, job: Any) -> 
 
 
 def test_the_documents_of_a_dead_workers_rows_are_named(rows_of: RowsOf) -> None:
-    """A worker that dies of a document, or of its file, can't name it: the rows that it was asked for are."""
-    with spawned(rows_of(train=50), 1) as workers:
+    """A worker that dies from a document can't name it, so the error names the requested rows."""
+    with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(iter([[number, 1, 2, 3, 4, 5] for number in range(9)]), 1, timeout=600)
         next(batches)
         os.kill(workers.members[0].child.process.pid or 0, signal.SIGBUS)

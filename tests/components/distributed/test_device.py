@@ -16,7 +16,7 @@ from drawloom.kernels.triton.primitives import input_precision
 
 @attrs.define
 class View:
-    """The part of a NodeView that `constraints` reads."""
+    """The NodeView members read by `constraints`."""
 
     settings: dict[str, Any]
 
@@ -25,7 +25,7 @@ class View:
         return key
 
 
-def refused(**settings: Any) -> list[Any]:
+def refused_settings(**settings: Any) -> list[Any]:
     """The settings that `check` refuses."""
     view: Any = View({"kind": "auto", "backend": "auto", "tf32": False, **settings})
     return list(ComputeDevice.constraints(view))
@@ -85,7 +85,7 @@ def test_more_processes_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("gpus", "index", "host"), [(2, 1, "drawloom rank 5"), (4, 3, "mine")])
 def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL takes them for hosts while the device is open, but not where each has a GPU of its own."""
+    """NCCL takes them for hosts while the device is open, but not if all have GPUs of their own."""
     patch_gpus(monkeypatch, gpus)
     patch_launch(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)
     monkeypatch.setenv("NCCL_HOSTID", "mine")
@@ -99,15 +99,15 @@ def test_ranks_take_turns_on_too_few_gpus(gpus: int, index: int, host: str, monk
 @pytest.mark.usefixtures("no_gpu")
 def test_nccl_on_a_cpu_is_refused() -> None:
     """`check` finds it on any machine if both are written, and on one without a GPU if auto is the CPU."""
-    assert refused(kind="cpu", backend="nccl") == ["backend"]
-    assert not refused(kind="auto", backend="nccl")
+    assert refused_settings(kind="cpu", backend="nccl") == ["backend"]
+    assert not refused_settings(kind="auto", backend="nccl")
     with pytest.raises(UserError, match="write backend = 'gloo'"):
         ComputeDevice(kind="auto", backend="nccl").check_machine()
 
 
 def test_tf32_on_a_cpu_is_refused() -> None:
     """Where the recipe says that the device is a CPU; a recipe for any device may ask for it."""
-    assert refused(kind="cpu", tf32=True) == ["tf32"] and not refused(kind="auto", tf32=True)
+    assert refused_settings(kind="cpu", tf32=True) == ["tf32"] and not refused_settings(kind="auto", tf32=True)
 
 
 @pytest.mark.parametrize(("tf32", "name"), [(False, "ieee"), (True, "tf32")])
@@ -142,7 +142,7 @@ def test_threads_are_set_and_restored() -> None:
 def test_threads_are_the_cores_divided_by_the_processes(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int, threads: int
 ) -> None:
-    """At most torch's own number, which is left alone if OMP_NUM_THREADS, that torch has read already, is set."""
+    """At most torch's own number, left alone if OMP_NUM_THREADS, already read by torch, is set."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)

@@ -1,4 +1,4 @@
-"""What devices can do."""
+"""Device capabilities."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_names_of_devices_are_found(name: str, products: str, peak: float | None
 
 
 def test_every_row_of_the_table_has_its_source() -> None:
-    """Those that can be planned for are read strictly; TF32 is half as fast as bfloat16: none has sparsity."""
+    """Rows for planning are read strictly; TF32 is half as fast as bfloat16: no number has sparsity."""
     for row in rows():
         if row["name"] == "cpu":
             continue
@@ -54,11 +54,11 @@ def test_float32_is_multiplied_as_torch_says() -> None:
 
 
 def test_a_gpu_is_found_by_its_name() -> None:
-    """And one that the table has no memory of can't be planned for."""
-    found = model_of_gpu("NVIDIA H100 80GB HBM3")
-    assert found == device_model("h100")
-    assert found is not None
-    assert found.is_gpu
+    """A GPU is matched by its product name; one without a memory size in the table can't be planned for."""
+    gpu = model_of_gpu("NVIDIA H100 80GB HBM3")
+    assert gpu == device_model("h100")
+    assert gpu is not None
+    assert gpu.is_gpu
     assert not device_model("cpu").is_gpu
     assert model_of_gpu("NVIDIA GeForce RTX 4090") is None
 
@@ -67,13 +67,13 @@ DESCRIBED = "bfloat16 = 100\nfloat32 = 50\nmemory = 8\nbandwidth = 500\nlink = 1
 
 
 def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
-    """In units of data sheets; products are of the rate that a step reaches, also in a dtype without a figure."""
+    """The units are data sheets'; products have the rate reached in steps, also in a dtype without a figure."""
     path = tmp_path / "mine.toml"
     path.write_text(f"{DESCRIBED}[reached]\nproducts = 0.5\n")
-    found = device_model(str(path))
-    assert (found.name, found.memory, found.bandwidth, found.link) == ("mine", 2**33, 500e9, 10e9)
-    assert found.product_rate(torch.bfloat16) == 50e12
-    assert found.product_rate(torch.float64) == 25e12
+    described = device_model(str(path))
+    assert (described.name, described.memory, described.bandwidth, described.link) == ("mine", 2**33, 500e9, 10e9)
+    assert described.product_rate(torch.bfloat16) == 50e12
+    assert described.product_rate(torch.float64) == 25e12
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_that_is_not_described_is_an_error(text: str | None, reason: str, tmp_path: Path) -> None:
-    """In one sentence that says what a device has."""
+    """The error is one sentence with the keys of a device."""
     path = tmp_path / "mine.toml"
     path.write_text(text or "")
     with pytest.raises(UserError, match=reason):

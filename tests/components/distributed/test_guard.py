@@ -1,4 +1,4 @@
-"""The process that ends this one when its threads can't; each test starts Pythons without torch."""
+"""The process that ends this one when its threads can't; tests start Pythons without torch."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def _start(program: str) -> "subprocess.Popen[str]":
 
 
 def test_a_process_whose_lock_is_held_is_named_and_killed() -> None:
-    """The message and the stack of the function that holds it are printed, though no Python thread can run."""
+    """The message and the lock holder's stack are printed, though no Python thread can run."""
     with _start(HOLD + "guard.allow(0.5, 'rank 3 hangs: open() of [corpus]')\nhold()") as process:
         out, printed = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and out == "holding\n"

@@ -13,7 +13,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.hang_diagnosis import RankStatus, diagnosis
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 WAITS = "waits for an all-reduce in group world"
 
@@ -50,7 +50,7 @@ WAITS = "waits for an all-reduce in group world"
     ],
 )
 def test_silent_ranks_are_named_before_ranks_in_no_collective(answers: dict[int, RankStatus], words: str) -> None:
-    """If all answer, ranks in no collective are named; if all are in one, the collective of each."""
+    """If all answer, ranks in no collective are named; if all are in one, their collectives are."""
     assert diagnosis(answers, 3).startswith(words)
 
 
@@ -123,7 +123,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 )
 def test_the_hanging_rank_is_named_by_all_others(fault: str, faulty: int, seconds: float, words: str) -> None:
     """Whether it is killed, stopped or busy elsewhere, every other rank names it in time."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_work, 3, 1.0, fault, faulty, timeout=30, lost={faulty})
     errors = caught.value.values
     assert errors.keys() >= {0, 1, 2} - {faulty}, str(caught.value)
@@ -135,7 +135,7 @@ def test_the_hanging_rank_is_named_by_all_others(fault: str, faulty: int, second
 
 def test_a_rank_that_raises_reports_its_own_error() -> None:
     """The other rank names it; its own error is the exception."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_work, 2, 5.0, "fail", 1, timeout=8)
     assert "a fault of its own" in caught.value.failures[1]
     assert "failed on rank 0: rank 1" in caught.value.values[0][0]

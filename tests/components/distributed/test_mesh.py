@@ -20,12 +20,12 @@ from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 @attrs.define
 class FakeProcesses:
-    """A launch of any world size, of which only this process exists."""
+    """A launch with any world size, in which only this process exists."""
 
     world_size: int
     rank: int = 0
@@ -49,7 +49,7 @@ class FakeProcesses:
 
 @attrs.define
 class View:
-    """The part of a NodeView that `constraints` reads."""
+    """The NodeView members read by `constraints`."""
 
     settings: dict[str, Any]
 
@@ -112,13 +112,15 @@ def test_every_process_makes_the_same_groups() -> None:
         processes = FakeProcesses(world_size=4, rank=rank)
         RankMesh(processes=processes).open()
         requests.append(processes.requests)
-    assert all(each == requests[0] for each in requests)
+    assert all(rank_requests == requests[0] for rank_requests in requests)
     assert dict(requests[0])["data_replicate"] == [[0, 1, 2, 3]]
     assert dict(requests[0])["tensor"] == [[0], [1], [2], [3]]
 
 
 def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, int]]:
-    """Seconds that a mesh of 1,024 ranks takes, torch's groups in it, and where this rank is; no other rank exists."""
+    """
+    Return the seconds for a mesh of 1,024 ranks, torch's groups in it, and this rank's indices; no other rank exists.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
     processes._launch, processes._joined, processes._limit = Launch(rank, 1024, rank % 8, 8), True, timedelta(seconds=9)
@@ -126,22 +128,22 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
     mesh.torch_mesh(("data_replicate",), SHARDS)
-    found = mesh.indices.dense()
-    return time.monotonic() - began, len({*filter(None, processes._handles.values())}), found
+    indices = mesh.indices.dense()
+    return time.monotonic() - began, len({*filter(None, processes._handles.values())}), indices
 
 
 def test_a_thousand_ranks_take_no_time() -> None:
-    """A rank makes each group that it needs once, of its own dimensions alone, and knows where it is."""
+    """A rank makes only its own groups, once apiece, and knows its indices."""
     sizes = {"pipeline": 4, "data_replicate": 4, "data_shard": 8, "context": 2, "tensor": 4}
-    seconds, groups, found = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
-    assert found == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}
+    seconds, groups, indices = run_ranks(_of_many, 1, 777, sizes, variables=False)[0]
+    assert indices == {"pipeline": 3, "data_replicate": 0, "data_shard": 1, "context": 0, "tensor": 1}
     assert groups == 8  # all; pipeline, data_replicate, context and tensor; those of shards, of data and of a model
     assert seconds < 5
     assert run_ranks(_of_many, 1, 777, {"data_shard": 512}, variables=False)[0][1] == 3
 
 
 def test_experts_divide_the_ranks_of_a_stage() -> None:
-    """`check` reports an `expert` that does not divide the known ranks of a stage, and an unchecked mesh raises."""
+    """`check` reports an `expert` that does not divide a stage's known ranks, and an unchecked mesh raises."""
     text = "expert = 2 does not divide data_replicate × data_shard × context × tensor"
     for sizes in ({"data_replicate": 3}, {"data_replicate": 1}, {"context": 3, "pipeline": 2, "data_replicate": 1}):
         problems: list[Any] = list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
@@ -160,11 +162,11 @@ def test_groups_of_experts_are_made_if_they_share_them_out() -> None:
     ):
         processes = FakeProcesses(world_size=8)
         RankMesh(processes=processes, data_shard=4, expert=expert).open()
-        found = {name: sets for name, sets in processes.requests if name.startswith("expert")}
-        assert found.keys() == names
-    assert found["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert found["expert_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert found["expert_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        requested = {name: sets for name, sets in processes.requests if name.startswith("expert")}
+        assert requested.keys() == names
+    assert requested["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert requested["expert_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert requested["expert_replicate × expert_shard"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -177,7 +179,7 @@ def test_sizes_are_at_least_one(size: int) -> None:
 
 def test_a_lost_replica_is_named() -> None:
     """When a process fails early, the others raise an error that names their group."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_leave_early, 2)
     assert "rank 1 gave up" in caught.value.failures[1]
     assert "in group data_replicate (ranks 0, 1)" in caught.value.failures[0]

@@ -20,8 +20,8 @@ SIZES = st.tuples(*[st.integers(1, 3)] * 5)
 def test_ranks_are_row_major(sizes: tuple[int, ...]) -> None:
     """The tensor index varies fastest with the rank, the pipeline index slowest."""
     layout = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
-    for rank, place in enumerate(itertools.product(*map(range, sizes))):
-        assert tuple(layout.indices(rank).dense().values()) == place
+    for rank, indices in enumerate(itertools.product(*map(range, sizes))):
+        assert tuple(layout.indices(rank).dense().values()) == indices
 
 
 @hypothesis.given(SIZES)
@@ -74,7 +74,7 @@ def test_a_wrong_product_names_the_command() -> None:
 
 @hypothesis.given(SIZES, st.data())
 def test_ranks_of_one_copy_of_the_model_hold_each_parameter_together(sizes: tuple[int, ...], data: Any) -> None:
-    """Ranks along `expert_replicate` are all that have equal indices along each dimension that splits parameters."""
+    """Ranks along `expert_replicate` have equal indices along all dimensions that split parameters."""
     whole = Layout(dict(zip(DIMENSIONS, sizes, strict=True)))
     stage = math.prod(sizes[1:])
     expert = data.draw(st.sampled_from([number for number in range(1, stage + 1) if stage % number == 0]))

@@ -12,14 +12,14 @@ from drawloom.graph import UserError
 from support.processes import run_ranks
 
 
-def _opened() -> TorchProcesses:
+def _open_processes() -> TorchProcesses:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     return processes
 
 
 def _exchange(lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float]]:
-    processes = _opened()
+    processes = _open_processes()
     links = p2p_links(processes, "line", lines, edges)
     sent = [link.send(torch.full((2,), 10.0 * processes.rank + n)) for n in range(3) for link in links.values()]
     received = {}
@@ -35,8 +35,8 @@ def _exchange(lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float
     return received
 
 
-def expected(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float]]:
-    """What each peer of a rank sends, by its index in the line."""
+def messages_to(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[int, list[float]]:
+    """Return the messages of a rank's peers, by their index in the line."""
     line = next(line for line in lines if rank in line)
     here = line.index(rank)
     peers = {index for edge in edges if here in edge for index in edge} - {here}
@@ -54,17 +54,17 @@ def expected(rank: int, lines: list[list[int]], edges: list[Edge]) -> dict[int, 
     ],
 )
 def test_tensors_arrive_in_the_order_sent(lines: list[list[int]], edges: list[Edge]) -> None:
-    """Each rank receives from all of its peers, in order, along any edges and in several lines at once."""
+    """Ranks receive from all their peers, in order, along any edges and in several lines at once."""
     world = sum(len(line) for line in lines)
-    assert run_ranks(_exchange, world, lines, edges) == [expected(rank, lines, edges) for rank in range(world)]
+    assert run_ranks(_exchange, world, lines, edges) == [messages_to(rank, lines, edges) for rank in range(world)]
 
 
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda edge: edge[0] != edge[1])))
 def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
     """The rounds hold each edge exactly once, and no index twice in one round."""
-    found = rounds(edges)
-    assert sorted(edge for members in found for edge in members) == sorted({(min(e), max(e)) for e in edges})
-    for members in found:
+    edges_by_round = rounds(edges)
+    assert sorted(edge for members in edges_by_round for edge in members) == sorted({(min(e), max(e)) for e in edges})
+    for members in edges_by_round:
         indices = [index for edge in members for index in edge]
         assert len(indices) == len(set(indices))
 
@@ -76,7 +76,7 @@ def test_a_ring_connects_in_three_rounds(size: int) -> None:
 
 
 def _channels_open() -> int:
-    processes = _opened()
+    processes = _open_processes()
     if processes.rank < 2:  # the other two ranks take no part
         p2p_links(processes, "line", [[0, 1]], [(0, 1)])
     processes.close()
@@ -89,7 +89,7 @@ def test_connecting_two_ranks_does_not_involve_the_others() -> None:
 
 
 def _opposite() -> str:
-    processes = _opened()
+    processes = _open_processes()
     ((_, link),) = p2p_links(processes, "ring", [[0, 1]], [(0, 1)]).items()
     mine = link.receive(torch.zeros(1))
     link.send(torch.ones(1)).wait()
@@ -103,8 +103,8 @@ def test_opposite_directions_do_not_deadlock() -> None:
     assert run_ranks(_opposite, 2) == ["received", "received"]
 
 
-def _deserted() -> str:
-    processes = _opened()
+def _wait_for_missing_peer() -> str:
+    processes = _open_processes()
     ((_, link),) = p2p_links(processes, "ring", [[0, 1]], [(0, 1)]).items()
     if processes.rank == 1:
         return "left"
@@ -114,5 +114,5 @@ def _deserted() -> str:
 
 
 def test_a_dead_peer_is_an_error() -> None:
-    """A receive from a process that has ended raises an error that names it instead of hanging."""
-    assert run_ranks(_deserted, 2) == ["error", "left"]
+    """A receive from a process that has ended raises an error naming it instead of hanging."""
+    assert run_ranks(_wait_for_missing_peer, 2) == ["error", "left"]

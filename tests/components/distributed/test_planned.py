@@ -8,7 +8,7 @@ from drawloom.graph import UserError
 
 
 def test_groups_are_those_of_the_layout() -> None:
-    """Of the first rank of a pipeline stage; a dimension of size "auto" takes the rest."""
+    """Groups equal the layout's for a pipeline stage's first rank; a dimension with size "auto" takes the rest."""
     mesh = PlannedMesh.of({"pipeline": 2, "data_replicate": "auto", "tensor": 2}, 8)
     assert [*mesh.sizes.dense().values()] == [2, 2, 1, 1, 2]
     assert mesh.world.size == 8

@@ -11,7 +11,7 @@ from drawloom.graph.registry.spec import read_spec
 
 
 def test_names_become_dtypes() -> None:
-    """Each purpose has its own dtype; compute and gradient are those of parameters where nothing is said."""
+    """A purpose has its own dtype; compute and gradient default to the parameter dtype."""
     precision = DtypePolicy(parameter="float32", compute="bfloat16", gradient="float64")
     given = (precision.parameter, precision.compute, precision.gradient, precision.reduce)
     assert given == (torch.float32, torch.bfloat16, torch.float64, torch.float32)
@@ -33,7 +33,7 @@ def test_names_become_dtypes() -> None:
     ],
 )
 def test_dtypes_that_cannot_work_together_are_refused(values: dict[str, Any], message: str) -> None:
-    """What would train wrongly or do nothing is refused, with the values in the message."""
+    """Settings that would train wrongly or do nothing are refused, with the values in the message."""
     with pytest.raises(ValueError, match=re.escape(message)):
         DtypePolicy(**values)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 
@@ -70,7 +70,7 @@ def _lose_a_peer() -> tuple[str, float]:
 
 
 def test_reductions_keep_the_dtype() -> None:
-    """Sum and maximum are those of all ranks, in place, in the tensor's dtype."""
+    """Sum and maximum run over all ranks, in place, in the tensor's dtype."""
     expected = [(str(dtype), [2, 5], [1, 3]) for dtype in DTYPES]
     assert run_ranks(_reductions, 2) == [expected, expected]
 
@@ -88,18 +88,17 @@ def test_ranks_gather_values_of_unequal_length() -> None:
 
 def test_a_rank_sends_to_all_and_ranks_gather_tensors_of_any_shape() -> None:
     """
-    A column becomes that of rank 2, and its neighbours stay; gathered tensors have their own shapes, 0 rows too.
-
-    Two gathers may be in progress, and be waited for in any order.
+    Rank 2's column is sent to all, and its neighbours stay; gathered tensors have their own shapes, 0 rows too. Two
+    gathers may be in progress, and are awaited in any order.
     """
     expected = [[[], []], [[2.0, 2.0, 2.0]], [[3.0, 3.0], [3.0, 3.0]], 0.0, 1.0, 2.0]
-    for rank, found in enumerate(run_ranks(_broadcast_and_gather_each, 3)):
-        assert found == ([rank, 2.0, rank], expected, ["torch.bfloat16"] * 3)
+    for rank, received in enumerate(run_ranks(_broadcast_and_gather_each, 3)):
+        assert received == ([rank, 2.0, rank], expected, ["torch.bfloat16"] * 3)
 
 
 def test_a_lost_peer_is_an_error_that_names_the_group() -> None:
     """The survivor of a killed rank raises within seconds, with the group and its ranks in the message."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_lose_a_peer, 2)
     assert list(caught.value.failures) == [1]
     text, seconds = caught.value.values[0]

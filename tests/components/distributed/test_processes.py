@@ -22,9 +22,9 @@ def _numbers() -> tuple[int, int, int, int, bool]:
     processes = _processes()
     before = processes.world_size, dist.is_initialized()
     processes.open()
-    found = processes.rank, processes.world_size, processes.local_rank, processes.local_world_size
+    numbers = processes.rank, processes.world_size, processes.local_rank, processes.local_world_size
     processes.close()
-    return (*found, before == (1, False) and not dist.is_initialized())
+    return (*numbers, before == (1, False) and not dist.is_initialized())
 
 
 def _halves() -> tuple[list[int], list[int]]:
@@ -32,9 +32,9 @@ def _halves() -> tuple[list[int], list[int]]:
     processes.open()
     pair = processes.group("pair", [[0, 1], [2, 3]])
     across = processes.group("across", [[0, 2], [1, 3]])
-    found = pair.gather_json(processes.rank), across.gather_json(processes.rank)
+    gathered = pair.gather_json(processes.rank), across.gather_json(processes.rank)
     processes.close()
-    return found
+    return gathered
 
 
 def _open_twice() -> str:
@@ -65,7 +65,7 @@ def test_open_joins_and_close_destroys_the_process_group() -> None:
 
 
 def test_groups_are_those_of_this_process() -> None:
-    """Of several sets each process gets the group that it is in, in the set's order."""
+    """A process gets its own group among several sets, in the set's order."""
     expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
     assert run_ranks(_halves, 4) == expected
 
@@ -100,7 +100,7 @@ def test_a_timeout_of_zero_is_refused() -> None:
 
 
 def test_close_without_open_does_nothing() -> None:
-    """A node that was never opened can be closed, as after a failure of an earlier node."""
+    """A node can be closed without having been opened, as after an earlier node's failure."""
     _processes().close()
     assert torch.distributed.is_available()
 

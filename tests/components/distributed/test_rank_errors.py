@@ -61,7 +61,7 @@ def test_a_bug_keeps_its_type_on_the_failing_rank() -> None:
 
 
 def test_messages_of_a_single_process_name_no_rank() -> None:
-    """A single process returns its value and what it shares; its errors have no rank prefix."""
+    """A single process returns its value and its shared value; its errors have no rank prefix."""
     assert run_on_all(SingleProcess(), lambda: 3, share=str) == (3, ["3"])
     with pytest.raises(UserError, match=r"^/somewhere: No space left on device$"):
         run_on_rank0(SingleProcess(), lambda: _fail("disk"))

@@ -32,7 +32,7 @@ def both(store: Any, **changes: Any) -> tuple[RankMonitor, RankMonitor]:
 
 
 def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The failure of rank 1 is printed once, and rank 0, which fails a moment later, has the same one."""
+    """Rank 1's failure is printed once, and rank 0, failing a moment later, has the same one."""
     zero, one = both(store)
     failure = one.report("rank 1 has no disk", 2)
     assert failure == Failure(1, "rank 1 has no disk", 2) == zero.report("rank 0 lost rank 1")
@@ -57,13 +57,13 @@ def test_a_rank_that_does_not_end_in_time_is_killed(store: Any, monkeypatch: pyt
     """After the grace period a rank exits with the failure's exit code, but not once it is closed."""
     monkeypatch.setattr(rank_monitor, "GRACE", 0.05)
     codes: list[int] = []
-    for each in both(store, exit=codes.append):
-        each.report("a failure", 3)
+    for monitor in both(store, exit=codes.append):
+        monitor.report("a failure", 3)
         time.sleep(0.06)
-        each.exit_if_overdue()
+        monitor.exit_if_overdue()
         assert codes.pop() == 3 and not codes
-        each.close()
-        each.exit_if_overdue()
+        monitor.close()
+        monitor.exit_if_overdue()
         assert codes == []
 
 
@@ -93,7 +93,7 @@ def test_the_message_of_an_exception_names_rank_and_location(
 def test_the_rank_with_the_traceback_reports_first(
     store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that raises another rank's RankError error waits for that rank's own report."""
+    """A rank that raises another rank's RankError waits for the other's own report."""
     zero, one = both(store)
 
     def wait(*_: object) -> None:
@@ -159,10 +159,10 @@ def test_closing_leaves_no_descriptor(store: Any) -> None:
 
 
 def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any, tmp_path: Path) -> None:
-    """Every rank's error file has the cause; the earliest timestamp is that of the rank that failed first."""
+    """All error files have the cause; the rank that failed first has the earliest timestamp."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     RankMonitor(1, 2, store, error_file=str(paths[1])).report("no room\nat all")
     RankMonitor(0, 2, store, error_file=str(paths[0])).check_failures()
-    found = [json.loads(path.read_text())["message"] for path in paths]
-    assert {each["extraInfo"]["py_callstack"] for each in found} == {"no room"}
-    assert int(found[1]["extraInfo"]["timestamp"]) < int(found[0]["extraInfo"]["timestamp"])
+    messages = [json.loads(path.read_text())["message"] for path in paths]
+    assert {message["extraInfo"]["py_callstack"] for message in messages} == {"no room"}
+    assert int(messages[1]["extraInfo"]["timestamp"]) < int(messages[0]["extraInfo"]["timestamp"])

@@ -16,14 +16,14 @@ from drawloom.components.distributed.rng import fill_normal, splitmix64, standar
 KEYS = st.integers(0, 2**64 - 1)
 
 
-def drawn(*shape: int, key: int = 5, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def draw_normal(*shape: int, key: int = 5, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """A whole tensor of normal numbers, float32 unless given."""
     tensor = torch.empty(shape, dtype=dtype)
     fill_normal(tensor, key, std)
     return tensor
 
 
-def mixed(state: int) -> int:
+def mix_bits(state: int) -> int:
     """SplitMix64's output function, in Python's unbounded integers."""
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
@@ -33,19 +33,19 @@ def mixed(state: int) -> int:
 @given(KEYS, st.integers(0, 2**62))
 def test_bits_are_those_of_splitmix64(key: int, index: int) -> None:
     """Bits equal SplitMix64's, computed in exact integers."""
-    expected = mixed((key + (index + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    expected = mix_bits((key + (index + 1) * 0x9E3779B97F4A7C15) % 2**64)
     assert splitmix64(key, torch.tensor([index])).item() % 2**64 == expected
 
 
 def test_bits_equal_the_published_sequence() -> None:
-    """The first numbers from seed 1234567 are those of other implementations of the generator."""
+    """The first numbers from seed 1234567 equal other implementations' numbers."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [bits % 2**64 for bits in splitmix64(1234567, torch.arange(3)).tolist()] == expected
 
 
 def test_numbers_never_change() -> None:
     """The first numbers and a checksum of many are fixed: the initial weights of every later version depend on them."""
-    numbers = drawn(300, 200, key=7, std=0.02)
+    numbers = draw_normal(300, 200, key=7, std=0.02)
     assert (
         hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
         == "433649972f9fa12507186553b8c78af6e324a462bc0d339f941ae6730f414975"
@@ -55,18 +55,18 @@ def test_numbers_never_change() -> None:
 def test_quantiles_are_those_of_the_normal_distribution() -> None:
     """Every quantile, out to the most extreme, is right to 4e-6 of its size, and opposite bits give opposite signs."""
     places = [*range(-(2**52), 2**52, 2**43), *(-(2**52) + 2**n for n in range(43)), -(2**52), -1]
-    bits = torch.tensor([place << 11 for place in places])
-    found = standard_normal(bits).tolist()
-    expected = [NormalDist().inv_cdf((place + 0.5) * 2.0**-53 + 0.5) for place in places]
-    assert found == pytest.approx(expected, rel=4e-6, abs=1e-12)
-    assert min(found) < -8.2
-    assert standard_normal(~bits).tolist() == [-number for number in found]
+    bits = torch.tensor([position << 11 for position in places])
+    quantiles = standard_normal(bits).tolist()
+    expected = [NormalDist().inv_cdf((position + 0.5) * 2.0**-53 + 0.5) for position in places]
+    assert quantiles == pytest.approx(expected, rel=4e-6, abs=1e-12)
+    assert min(quantiles) < -8.2
+    assert standard_normal(~bits).tolist() == [-number for number in quantiles]
 
 
 @pytest.fixture(scope="module")
 def many() -> Tensor:
     """Two million numbers, in float64."""
-    return drawn(1024, 2048, key=3).double()
+    return draw_normal(1024, 2048, key=3).double()
 
 
 def test_moments(many: Tensor) -> None:
@@ -78,8 +78,8 @@ def test_moments(many: Tensor) -> None:
 
 @pytest.mark.parametrize("key", range(4))
 def test_kolmogorov_smirnov(key: int) -> None:
-    """The greatest distance to the normal distribution is below what chance exceeds once in 10,000 times."""
-    numbers = drawn(2**18, key=key).double().sort().values
+    """Chance exceeds the bound on the distance to the normal distribution once in 10,000 times."""
+    numbers = draw_normal(2**18, key=key).double().sort().values
     count = numbers.numel()
     cdf, steps = torch.special.ndtr(numbers), torch.arange(count + 1, dtype=torch.float64) / count
     distance = torch.maximum((cdf - steps[:-1]).abs().max(), (cdf - steps[1:]).abs().max())
@@ -95,25 +95,25 @@ def test_tails(many: Tensor, bound: float) -> None:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """The correlation of two tensors, in standard errors of one that is 0."""
+    """Return two tensors' correlation, in standard errors around 0."""
     x, y = x.flatten() - x.mean(), y.flatten() - y.mean()
     return float((x @ y) / (x.norm() * y.norm())) * math.sqrt(x.numel())
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 7, 64, 2047, 2048, 2049, 65536])
 def test_neighbours_are_independent(many: Tensor, lag: int) -> None:
-    """Neither numbers, nor their squares, nor their signs correlate with those `lag` elements later."""
+    """Neither numbers, nor their squares, nor their signs correlate with the numbers `lag` elements later."""
     flat = many.flatten()
     for numbers in (flat, flat**2, flat.sign(), (flat.abs() > 2).double()):
         assert abs(correlation(numbers[:-lag], numbers[lag:])) < 4.5
 
 
 def test_parameters_are_independent() -> None:
-    """Tensors of different keys do not correlate, not even those of keys that differ by one bit or by one step."""
-    first = drawn(512, 512, key=12345).double()
+    """Tensors with different keys do not correlate, even if the keys differ by one bit or by one step."""
+    first = draw_normal(512, 512, key=12345).double()
     keys = [12345 ^ 1 << bit for bit in range(0, 64, 5)] + [12346, 12345 + 2**63, ~12345 % 2**64]
     for key in keys:
-        other = drawn(512, 512, key=key).double()
+        other = draw_normal(512, 512, key=key).double()
         for x, y in ((first, other), (first**2, other**2), (first, other.roll(1, 1)), (first[:-1], other[1:])):
             assert abs(correlation(x, y)) < 4.5, key
 
@@ -129,7 +129,7 @@ def test_pairs_fill_the_square(many: Tensor) -> None:
 
 @given(st.data())
 def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
-    """Any slice of any tensor, of any strides and however it is cut into chunks, equals that part of the whole."""
+    """A slice of any tensor, with any strides and cut into any chunks, equals the same part of the whole."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     key, whole = data.draw(KEYS), torch.empty(shape)
     fill_normal(whole, key, 0.5)
@@ -149,14 +149,14 @@ def test_memory_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -
     """At most one chunk is computed at a time, whichever dimension is the long one."""
     sizes: list[int] = []
 
-    def noted(bits: Tensor) -> Tensor:
+    def record_bits(bits: Tensor) -> Tensor:
         sizes.append(bits.numel())
         return standard_normal(bits)
 
-    monkeypatch.setattr(rng, "standard_normal", noted)
+    monkeypatch.setattr(rng, "standard_normal", record_bits)
     for shape in ((300_000,), (1, 300_000), (300_000, 1), (3, 1, 100_000), (100, 3000)):
         sizes.clear()
-        drawn(*shape)
+        draw_normal(*shape)
         assert sum(sizes) == 300_000 and max(sizes) <= rng.CPU_CHUNK
 
 
@@ -170,8 +170,8 @@ def test_elements_beyond_two_billion_differ() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_hold_the_float32_numbers(dtype: torch.dtype) -> None:
-    """In every dtype the numbers are those of float32, rounded where that is needed."""
-    assert torch.equal(drawn(50, 7, std=0.02, dtype=dtype), drawn(50, 7, std=0.02).to(dtype))
+    """All dtypes have the float32 numbers, rounded where necessary."""
+    assert torch.equal(draw_normal(50, 7, std=0.02, dtype=dtype), draw_normal(50, 7, std=0.02).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -186,18 +186,18 @@ def test_a_slice_outside_its_tensor_is_refused(shape: tuple[int, ...], offsets: 
 def test_torchs_generator_is_not_used() -> None:
     """The numbers do not depend on torch's seed, and its generator is not advanced."""
     torch.manual_seed(1)
-    first, state = drawn(8), torch.get_rng_state()
+    first, state = draw_normal(8), torch.get_rng_state()
     torch.manual_seed(1)
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(2)
-    assert torch.equal(first, drawn(8))
+    assert torch.equal(first, draw_normal(8))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bits_are_equal_on_cpu_and_gpu(dtype: torch.dtype) -> None:
-    """Every bit that a GPU computes is the CPU's: of 64 million numbers, with tails out to 5.7, and of a slice."""
+    """A GPU computes the CPU's bits: for 64 million numbers, with tails out to 5.7, and for a slice."""
     shape, sizes, offsets = (8192, 8192), (1000, 77), (5000, 3)
     for part, options in (
         (torch.empty(shape, dtype=dtype), {}),

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group share."""
+"""Memory shared by a group's ranks."""
 
 import os
 import tempfile
@@ -14,8 +14,8 @@ from drawloom.graph import UserError
 from support.processes import run_ranks
 
 
-def _shared(folder: str) -> tuple[list[int], list[str], str]:
-    """What a rank reads of each rank's memory, the files that are left, and the message of a disk that is full."""
+def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
+    """Return this rank's view of all memory parts, the remaining files, and the message for a full disk."""
     tempfile.tempdir = folder
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
@@ -40,13 +40,13 @@ def _shared(folder: str) -> tuple[list[int], list[str], str]:
 
 def test_each_rank_reads_what_the_others_wrote(tmp_path: Path) -> None:
     """After a barrier all see the same; the file has no name any more, and a full disk is a message on every rank."""
-    for read, left, said in run_ranks(_shared, 2, str(tmp_path)):
+    for read, left, said in run_ranks(_share_memory, 2, str(tmp_path)):
         assert read == [7, 8] and not left
         assert "can't share memory with rank 0" in said and "32 bytes free" in said
 
 
 def test_one_process_has_memory_of_its_own() -> None:
-    """A group of one rank has one part, which begins as zeros."""
+    """A group with one rank has one part, filled with zeros."""
     memory = SingleProcess().symmetric_memory(8)
     memory.barrier()
     assert len(memory.parts) == 1 and torch.equal(memory.parts[0], torch.zeros(8, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Which rank prints problems that are found before the process group exists."""
+"""The rank that prints problems before the process group exists."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from support.processes import run_ranks
 
 
 def _is_first(failing: tuple[int, ...]) -> bool | None:
-    """Whether this rank prints a problem that these ranks find; None if it is not one of them."""
+    """Return whether this rank prints a problem on these ranks; None if it is not among them."""
     torchrun.STORE_TIMEOUT = 30.0  # on a busy machine the store takes longer; then each rank would print it
     console = rank_console()
     return console.is_first("a mistake") if int(os.environ["RANK"]) in failing else None
@@ -27,7 +27,7 @@ def test_one_rank_prints_a_failure(failing: tuple[int, ...], first: list[bool | 
     assert run_ranks(_is_first, 3, failing) == first
 
 
-def _warned() -> tuple[bool, str]:
+def _warn_on_console() -> tuple[bool, str]:
     console = rank_console()
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         warnings.warn("take care", stacklevel=1)
@@ -36,14 +36,14 @@ def _warned() -> tuple[bool, str]:
 
 def test_only_rank_0_prints_warnings() -> None:
     """Python's warnings are printed by rank 0 alone."""
-    zero, one = run_ranks(_warned, 2)
+    zero, one = run_ranks(_warn_on_console, 2)
     assert zero[0] and "take care" in zero[1]
     assert one == (False, "")
 
 
 def test_a_single_process_prints_everything() -> None:
     """Without torchrun's variables, the process prints warnings and failures."""
-    [(warns, printed)] = run_ranks(_warned, 1, variables=False)
+    [(warns, printed)] = run_ranks(_warn_on_console, 1, variables=False)
     assert warns and "take care" in printed
     assert rank_console().is_first("a mistake")
 

@@ -21,7 +21,7 @@ def test_ranks_are_read_from_the_variables() -> None:
 
 
 def test_machines_are_counted() -> None:
-    """They are torchrun's, which need not have as many workers each; without its variables they do."""
+    """Torchrun's variables number the machines; without them all machines have equally many workers."""
     launch = read_launch(TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"})
     assert (launch.node_rank, launch.node_count) == (2, 3)
     launch = read_launch(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "9"})

@@ -1,4 +1,4 @@
-"""Experts that several ranks share out: tokens get to them and back, however many each rank has."""
+"""Experts partitioned over several ranks: tokens get to them and back, in any numbers per rank."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from support.qwen3 import cpu_kernels
 
 @pytest.fixture(scope="module")
 def by_all_to_all() -> Results:
-    """What each of three ranks finds."""
+    """Run all-to-all dispatch on three ranks and return their results."""
     return run_on_ranks(AllToAllExperts)
 
 
@@ -25,7 +25,7 @@ def test_results_and_gradients_are_those_of_one_rank(name: str, by_all_to_all: R
 
 
 def test_shapes_are_known_without_an_exchange() -> None:
-    """On the meta device, where stages learn what they will send, no rank waits for another."""
+    """On the meta device, where stages learn their message sizes, no rank waits for another."""
     mesh: Any = fake(Mesh, expert_group=type("Group", (), {"size": 2})())
     module = experts_of()
     module.dispatcher = AllToAllExperts(kernels=cpu_kernels(), mesh=mesh)

@@ -1,4 +1,4 @@
-"""Experts that are on the rank of their tokens; what a dispatcher does is its port's contract."""
+"""Experts on the rank of their tokens; the port's contract tests dispatching."""
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.ports.experts import supports_expert_parallel

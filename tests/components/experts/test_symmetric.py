@@ -1,4 +1,4 @@
-"""Experts that several ranks share out, which read tokens from each other's memory."""
+"""Experts partitioned over several ranks that read tokens from each other's memory."""
 
 from functools import partial
 from typing import Any
@@ -33,13 +33,13 @@ MOST = 14
 
 @pytest.fixture(scope="module")
 def without_capacity() -> Results:
-    """What each of three ranks finds, which waits for the numbers of rows."""
+    """Run dispatch on three ranks that wait for row counts."""
     return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST))
 
 
 @pytest.fixture(scope="module")
 def with_capacity() -> Results:
-    """What each of three ranks finds, with room for all rows that there can be."""
+    """Run dispatch on three ranks with room for all possible rows."""
     return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST, capacity=3.0))
 
 
@@ -57,13 +57,13 @@ def test_room_for_more_rows_changes_nothing(name: str, with_capacity: Results, w
 
 
 def _evaluations() -> list[list[Tensor]]:
-    """What this rank's dispatchers give without gradients for each entry of CHOICES, in both orders."""
+    """Return this rank's outputs without gradients for the entries of CHOICES, in both orders."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
         mesh = RankMesh(processes=processes, data_shard=RANKS, expert=RANKS)
         mesh.open()
-        found = []
+        evaluations = []
         for names, settings in ((CHOICES, {}), (reversed(CHOICES), {"capacity": 1.0, "max_tokens": 1})):
             dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, **settings)  # type: ignore[arg-type]
             results = {}
@@ -71,8 +71,8 @@ def _evaluations() -> list[list[Tensor]]:
                 with torch.inference_mode():
                     here = dispatcher.dispatch(*inputs(CHOICES[name], mesh.world.rank), EXPERTS)
                     results[name] = here.combine(here.rows * here.scale[:, None])
-            found.append([results[name].clone() for name in CHOICES])
-        return found
+            evaluations.append([results[name].clone() for name in CHOICES])
+        return evaluations
     finally:
         processes.close()
 
@@ -96,30 +96,30 @@ def _refusals() -> list[str]:
     try:
         mesh = RankMesh(processes=processes, data_shard=2, expert=2)
         mesh.open()
-        found = []
+        messages = []
         # All tokens choose the first rank's expert.
         hidden, _, probabilities = inputs([[[0, 0]] * 4] * 2, mesh.world.rank)
         chosen = torch.tensor([[0, 0]] * 4)
         narrow = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, capacity=1.0)
         learned = narrow.dispatch(hidden, chosen, probabilities, 2)
-        found.append(str(learned.scale.isnan().any().item()))
+        messages.append(str(learned.scale.isnan().any().item()))
         combined: Tensor = learned.combine(learned.rows * learned.scale[:, None].nan_to_num())
         torch.autograd.backward(combined.sum())
         for dispatcher, count in ((narrow, 4), (SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, max_tokens=3), 4)):
             try:
                 dispatcher.dispatch(hidden[:count], chosen[:count], probabilities[:count], 2)
-                found.append("")
+                messages.append("")
             except UserError as error:
-                found.append(str(error))
-        return found
+                messages.append(str(error))
+        return messages
     finally:
         processes.close()
 
 
 def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
     """
-    Rows beyond the capacity make the microbatch's loss NaN, and then a message that names a capacity which is enough;
-    tokens beyond the memory are refused at once. Nothing is dropped in silence.
+    Rows beyond the capacity make the microbatch's loss NaN, then an error with a sufficient capacity; tokens beyond the
+    memory are refused at once. Nothing is dropped in silence.
     """
     crowded, empty = run_ranks(_refusals, 2)
     assert crowded[0] == "True" and empty[0] == "False"
@@ -128,7 +128,7 @@ def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
 
 
 def test_shapes_are_known_without_an_exchange() -> None:
-    """On the meta device, where stages learn what they will send, no rank waits for another."""
+    """On the meta device, where stages learn their message sizes, no rank waits for another."""
     mesh: Any = fake(Mesh, expert_group=type("Group", (), {"size": 2})())
     module = experts_of()
     module.dispatcher = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh)

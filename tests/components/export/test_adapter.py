@@ -27,7 +27,7 @@ def full(*targets: str) -> FullTuning:
     return FullTuning(targets=list(targets))
 
 
-def opened(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
+def open_exporter(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
     """An exporter of a model with adapters."""
     stages: Any = OneStage(adapt(model, *adapters), adapters)
     mesh: Any = SimpleNamespace(world=world)
@@ -39,7 +39,7 @@ def opened(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExpor
 
 def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
     """Write the base, the merged export and the adapter; gives the exporter."""
-    exporter = opened(folder, world, model, *adapters)
+    exporter = open_exporter(folder, world, model, *adapters)
     exporter.finish(3)
     write_folder(folder / "export", model, exporter.stages)
     write_folder(folder / "base", model, OneStage(adapt(model)))
@@ -63,12 +63,12 @@ def theirs(folder: Path, adapter: Path | None = None) -> Any:
     return model
 
 
-def mixed() -> Any:
+def partly_sparse_model() -> Any:
     """A model whose first layer has no experts."""
     return sparse(mlp_only_layers=[0], intermediate_size=40)
 
 
-def shared() -> Any:
+def shared_experts_model() -> Any:
     """A model with experts that all tokens visit, and a layer without experts."""
     return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
 
@@ -85,10 +85,14 @@ CASES: dict[str, Any] = {
     "experts": lambda: (sparse(), lora("experts", "q_proj", rslora=True)),
     "one parameter of experts": lambda: (sparse(), lora("experts.gate_up_proj")),
     "experts with a rank of their own": lambda: (sparse(), lora("experts.down_proj"), lora("q_proj", rank=2)),
-    "layers beside experts": lambda: (mixed(), lora("down_proj", "q_proj")),
-    "all beside experts and these": lambda: (mixed(), lora("self_attn.*", "0.mlp.*", rank=2), lora("experts")),
-    "shared experts": lambda: (shared(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
-    "a router with a bias": lambda: (shared(), lora("q_proj"), full("mlp.gate")),
+    "layers beside experts": lambda: (partly_sparse_model(), lora("down_proj", "q_proj")),
+    "all beside experts and these": lambda: (
+        partly_sparse_model(),
+        lora("self_attn.*", "0.mlp.*", rank=2),
+        lora("experts"),
+    ),
+    "shared experts": lambda: (shared_experts_model(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
+    "a router with a bias": lambda: (shared_experts_model(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
 }
 
@@ -142,4 +146,4 @@ def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path,
 def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
     """When the run begins, and not after its last step."""
     with pytest.raises(UserError, match=text):
-        opened(tmp_path, one_rank.world, mixed(), *(make() for make in adapters))
+        open_exporter(tmp_path, one_rank.world, partly_sparse_model(), *(make() for make in adapters))

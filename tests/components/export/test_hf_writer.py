@@ -123,7 +123,7 @@ def test_stages_of_one_rank_are_joined(tmp_path: Path) -> None:
 
 
 def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
-    """Each of two ranks holds one layer, and exports it with the other."""
+    """Export a layer from one of two ranks, together with the other's."""
     dist.init_process_group("gloo")
     world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
@@ -138,7 +138,9 @@ def _stage_of_two(folder: Path, tied: bool, max_shard: int) -> None:
 
 @pytest.mark.parametrize(("tied", "max_shard"), [(True, 2**30), (False, 5000)])
 def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shard: int) -> None:
-    """Two ranks with a stage each write, each its own files, what one process with all of it does, tied or not."""
+    """
+    Two ranks with a stage apiece write, into separate files, the tensors written by a single process, tied or not.
+    """
     run_ranks(_stage_of_two, 2, tmp_path, tied, max_shard)
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
@@ -146,10 +148,12 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
     write_folder(tmp_path / "whole", model, FakeStages([module]), max_shard=max_shard)
     expected = open_safetensors_folder(tmp_path / "whole")
     for name in ("parts", "again"):
-        found = open_safetensors_folder(tmp_path / name)
-        assert found.specs().keys() == expected.specs().keys()
-        assert all(torch.equal(found.tensor(each), expected.tensor(each)) for each in found.specs())
-        files = {file.path.name for file in found.files.values()} | {"model.safetensors.index.json", "config.json"}
+        exported = open_safetensors_folder(tmp_path / name)
+        assert exported.specs().keys() == expected.specs().keys()
+        assert all(
+            torch.equal(exported.tensor(tensor_name), expected.tensor(tensor_name)) for tensor_name in exported.specs()
+        )
+        files = {file.path.name for file in exported.files.values()} | {"model.safetensors.index.json", "config.json"}
         assert {*os.listdir(tmp_path / name)} == files
         assert (tmp_path / name / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
         theirs, report = load_in_transformers(tmp_path / name)
@@ -159,14 +163,14 @@ def test_stages_of_several_ranks_are_joined(tmp_path: Path, tied: bool, max_shar
 
 
 def load_in_transformers(folder: Path) -> Any:
-    """The model, and what was missing or too much."""
+    """Return the loaded model, and the missing and unexpected names."""
     from transformers import AutoModelForCausalLM  # takes seconds, which ranks can do without
 
     return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
 
 
 def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    """Exporting a part of the model is an error that lists the missing parameters, and nothing is written."""
+    """Exporting a part of the model is an error listing the missing parameters, and nothing is written."""
     model = dense()
     stages = FakeStages([model.build(LayerRange(0, 2, True, False))])
     with pytest.raises(UserError, match=r"missing parameters model\.norm\.weight, lm_head\.weight"):

@@ -76,13 +76,13 @@ def test_an_export_of_an_earlier_step_is_replaced(tmp_path: Path, one_rank: Any)
 
 @attrs.frozen
 class WorldMesh:
-    """A mesh of which only the world matters here."""
+    """A mesh with nothing but a world."""
 
     world: Any
 
 
 def _replicas(folder: Path, late: bool) -> list[str]:
-    """Two ranks that hold the same model finish; what lies in the run folder then."""
+    """Export from two ranks with the same model; list the run folder afterwards."""
     dist.init_process_group("gloo")
     world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_replicas_write_one_folder(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_files(tmp_path: Path, one_rank: Any) -> None:
-    """`dtype` and `max_shard` are those of the files."""
+    """The files have the set `dtype` and respect `max_shard`."""
     export_of(tmp_path, one_rank, dtype="float16", max_shard=4000).finish(6)
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert len(files) > 1

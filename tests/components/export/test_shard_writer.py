@@ -40,21 +40,21 @@ def parameters(named: dict[str, Tensor]) -> dict[str, ModelParameter]:
 
 
 def mapper() -> Mapper:
-    """Gate and up of each layer become one."""
+    """Return a mapper that joins the layers' gate and up."""
     layers = [f"layers.{layer}." for layer in range(LAYERS)]
     joined = (stack([f"{layer}gate", f"{layer}up"], f"{layer}gate_up") for layer in layers)
     return parallel(*joined, identity(*(f"{layer}norm" for layer in layers)))
 
 
 def config_beside(folder: Path, files: list[PlannedFile]) -> None:
-    """Writes a config that counts the files, when all of them are there."""
+    """Write a config with the file count, once all files exist."""
     names = [file.name for file in files]
     assert {*names} <= {*os.listdir(folder)}
     (folder / "config.json").write_text(json.dumps(len(names)))
 
 
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
-    """What one process writes."""
+    """Return the tensors written by a single process."""
     mine = share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
@@ -62,7 +62,7 @@ def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
 
 
 def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
-    """The folder holds exactly what is expected, in exactly the files that its index names."""
+    """The folder has exactly the expected tensors, in exactly the files named by its index."""
     source = open_safetensors_folder(folder)
     assert source.specs().keys() == expected.keys()
     assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())
@@ -84,14 +84,14 @@ def _deal(folder: Path) -> None:
 
 
 def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
-    """Three ranks that each write a third make one folder, whole."""
+    """Three ranks that write one third apiece make one whole folder."""
     run_ranks(_deal, 3, tmp_path / "export")
     assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
     assert sorted(os.listdir(tmp_path)) == ["alone", "export"]
 
 
 def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
-    """Something goes wrong on rank 1; what this rank hears, and what is left."""
+    """Fail on rank 1; return this rank's error, and the remaining files."""
     world = _world()
     names = {"duplicate": "a", "name": "../a" if world.rank else "a"}.get(kind, f"t{world.rank}")
     source = InMemory({names: torch.ones(3)})

@@ -1,4 +1,4 @@
-"""Which rank writes what."""
+"""The ranks that write tensors."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
 
 
 def test_the_first_rank_that_holds_a_group_owns_it() -> None:
-    """Each group belongs to the first rank that holds all of it; copies further on are not written again."""
+    """A group belongs to the first rank with all its tensors; further copies are not written again."""
     mapper = parallel(stack(["a", "b"], "ab"), identity("c", "d", "e"))
     assert choose_owners(mapper, [rank("a", "c"), rank("ab", "c"), rank("bcde")]) == [1, 0, 2, 2]
     assert choose_owners(mapper, [rank("abc", "de"), rank("abcde")]) == [0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Clipping of groups of parameters by norms of any order, against torch's on the whole gradients."""
+"""Clipping groups of parameters by norms of any order, against torch's on the whole gradients."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ class Held:
     """Parameters with gradients."""
 
     def __init__(self, **gradients: Tensor) -> None:
-        self.parameters = {name: nn.Parameter(torch.zeros_like(each)) for name, each in gradients.items()}
-        for name, each in gradients.items():
-            self.parameters[name].grad = each.clone()
+        self.parameters = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient.clone()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [*self.parameters.items()]
@@ -33,7 +33,7 @@ class Held:
 
 
 class Other:
-    """Another rank, of which this norm is known: a sum of powers, or a maximum."""
+    """Another rank with a known norm: a sum of powers, or a maximum."""
 
     def __init__(self, norm: float = 0.0) -> None:
         self.norm = norm
@@ -45,12 +45,12 @@ class Other:
         return value.clamp_min(self.norm)
 
 
-def clipped(held: Held, reduce: Any, **settings: Any) -> list[Tensor]:
+def clip_gradients(stages: Held, reduce: Any, **settings: Any) -> list[Tensor]:
     """The gradients afterwards."""
     device = ComputeDevice(kind="cpu")
     device.open()
-    ClipGroupNorm(parameters=held, reduce=reduce, device=device, **settings).run_phase(Step(1, 1))
-    return [parameter.grad for _, parameter in held.named_parameters() if parameter.grad is not None]
+    ClipGroupNorm(parameters=stages, reduce=reduce, device=device, **settings).run_phase(Step(1, 1))
+    return [parameter.grad for _, parameter in stages.named_parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.5, "inf"])
@@ -58,20 +58,20 @@ def clipped(held: Held, reduce: Any, **settings: Any) -> list[Tensor]:
 def test_clipping_is_torchs_for_every_order(p: Any, max_norm: float) -> None:
     """All gradients are scaled as by clip_grad_norm_, also where a slice is empty."""
     torch.manual_seed(0)
-    held = Held(a=torch.randn(3, 4), b=torch.randn(0, 2), c=torch.randn(5))
-    expected = [nn.Parameter(torch.zeros_like(part)) for _, part in held.named_parameters()]
-    for mine, (_, theirs) in zip(expected, held.named_parameters(), strict=True):
+    stages = Held(a=torch.randn(3, 4), b=torch.randn(0, 2), c=torch.randn(5))
+    expected = [nn.Parameter(torch.zeros_like(part)) for _, part in stages.named_parameters()]
+    for mine, (_, theirs) in zip(expected, stages.named_parameters(), strict=True):
         mine.grad = theirs.grad.clone()  # type: ignore[union-attr]
     torch.nn.utils.clip_grad_norm_([expected[0], expected[2]], max_norm, norm_type=float(p))
-    for ours, theirs in zip(clipped(held, Other(), max_norm=max_norm, norm_type=p), expected, strict=True):
+    for ours, theirs in zip(clip_gradients(stages, Other(), max_norm=max_norm, norm_type=p), expected, strict=True):
         torch.testing.assert_close(ours, theirs.grad)
 
 
 @pytest.mark.parametrize(("p", "others", "norm"), [(2.0, 16.0, 5.0), (1.0, 2.0, 5.0), ("inf", 6.0, 6.0)])
 def test_other_ranks_count_in_the_norm(p: Any, others: float, norm: float) -> None:
     """Powers are added over ranks, and the maximum is taken over ranks."""
-    [found] = clipped(Held(a=torch.tensor([3.0])), Other(others), max_norm=1.0, norm_type=p)
-    torch.testing.assert_close(found, torch.tensor([3.0 / norm]))
+    [gradient] = clip_gradients(Held(a=torch.tensor([3.0])), Other(others), max_norm=1.0, norm_type=p)
+    torch.testing.assert_close(gradient, torch.tensor([3.0 / norm]))
 
 
 @pytest.mark.parametrize("p", ["1", "inf", '"inf"'])
@@ -85,12 +85,12 @@ def test_a_recipe_may_write_any_order(p: str) -> None:
 
 def test_only_the_group_is_clipped() -> None:
     """Parameters that no pattern names keep their gradients, and do not count."""
-    held = Held(first=torch.tensor([3.0]), norm=torch.tensor([4.0]))
-    found = clipped(held, Other(), max_norm=1.0, targets=["*norm"])
-    torch.testing.assert_close(found, [torch.tensor([3.0]), torch.tensor([1.0])])
+    stages = Held(first=torch.tensor([3.0]), norm=torch.tensor([4.0]))
+    gradients = clip_gradients(stages, Other(), max_norm=1.0, targets=["*norm"])
+    torch.testing.assert_close(gradients, [torch.tensor([3.0]), torch.tensor([1.0])])
 
 
 def test_a_pattern_without_a_parameter_is_refused() -> None:
     """The message has the patterns and the name of a parameter."""
     with pytest.raises(UserError, match=r"no trained parameter matches \['b\*'\]; one is called 'a'"):
-        clipped(Held(a=torch.ones(1)), Other(), max_norm=1.0, targets=["b*"])
+        clip_gradients(Held(a=torch.ones(1)), Other(), max_norm=1.0, targets=["b*"])

@@ -20,7 +20,7 @@ def weights_with_gradients() -> Weights:
 
 @pytest.mark.parametrize(("bound", "expected"), [(1.0, (0.6, 0.8)), (10.0, (3.0, 4.0))])
 def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, float]) -> None:
-    """Gradients above max_norm keep their direction and get that norm; those below are unchanged."""
+    """Gradients above max_norm are scaled to that norm in the same direction; smaller ones are unchanged."""
     weights, step = weights_with_gradients(), Step(1, 1, {"grad_norm": torch.tensor(5.0, dtype=torch.float64)})
     ClipNorm(parameters=weights, max_norm=bound).run_phase(step)
     assert [float(p.grad) for _, p in weights.named_parameters()] == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def test_clip_scales_gradients_to_max_norm(bound: float, expected: tuple[float, 
 
 @pytest.mark.parametrize(("norm", "factor"), [(math.nan, 1.0), (math.inf, 0.0)])
 def test_a_norm_that_is_not_finite_has_a_defined_factor(norm: float, factor: float) -> None:
-    """The gradients of a step that is skipped are left as they are, or zero."""
+    """A skipped step's gradients are unchanged, or zero."""
     weights = weights_with_gradients()
     before = [parameter.grad.clone() for _, parameter in weights.named_parameters() if parameter.grad is not None]
     state = {"grad_norm": torch.tensor(norm, dtype=torch.float64)}

@@ -51,46 +51,48 @@ both = pytest.mark.parametrize("norm", [_exact, _on_device], ids=["exact", "devi
 
 
 def _over_ranks(gradients: list[Tensor], owners: list[int], norm: Norm = _exact) -> list[float]:
-    """The norm that each of three ranks with these gradients computes."""
-    held = [[each for each, owner in zip(gradients, owners, strict=True) if owner == rank] for rank in range(3)]
-    told = [Ranks() for _ in held]
-    for rank, own in zip(told, held, strict=True):
+    """Compute the norm on three ranks with these gradients."""
+    rank_gradients = [
+        [gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == rank] for rank in range(3)
+    ]
+    told = [Ranks() for _ in rank_gradients]
+    for rank, own in zip(told, rank_gradients, strict=True):
         norm(own, rank)
     sent = [rank.given[0] for rank in told]
-    return [norm(own, Ranks(sent[:rank] + sent[rank + 1 :])) for rank, own in enumerate(held)]
+    return [norm(own, Ranks(sent[:rank] + sent[rank + 1 :])) for rank, own in enumerate(rank_gradients)]
 
 
 @given(st.lists(st.tuples(st.lists(numbers, max_size=3), st.integers(0, 2)), max_size=8), st.randoms())
-def test_any_sharding_gives_the_same_bits(held: list[tuple[list[float], int]], moments: object) -> None:
+def test_any_sharding_gives_the_same_bits(owned_values: list[tuple[list[float], int]], moments: object) -> None:
     """On one rank or three, in any order, the norm is the root of the exactly summed squares."""
-    gradients = [torch.tensor(values) for values, _ in held]
+    gradients = [torch.tensor(values) for values, _ in owned_values]
     whole = _exact(gradients, Ranks())
-    assert _over_ranks(gradients, [owner for _, owner in held]) == [whole] * 3
+    assert _over_ranks(gradients, [owner for _, owner in owned_values]) == [whole] * 3
     assert _exact(gradients[::-1], Ranks()) == whole
-    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in gradients]
+    norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
     assert whole == math.sqrt(float(sum(Fraction(norm * norm) for norm in norms)))
 
 
 def test_small_gradients_are_not_lost_beside_a_large_one() -> None:
-    """4000 squares that each vanish when added to 1 in float64 change the norm together."""
+    """4000 squares, too small to change 1 in float64 one by one, change the norm together."""
     gradients = [torch.tensor([1.0]), *[torch.tensor([2.0**-27])] * 4096]
     assert _exact(gradients, Ranks()) == math.sqrt(1 + 2.0**-42)
 
 
 @given(st.lists(st.tuples(st.lists(numbers, max_size=3), st.integers(0, 2)), max_size=8))
-def test_the_norm_on_the_device_is_the_exact_one_to_rounding(held: list[tuple[list[float], int]]) -> None:
+def test_the_norm_on_the_device_is_the_exact_one_to_rounding(owned_values: list[tuple[list[float], int]]) -> None:
     """On one rank or three, it differs by rounding in float64."""
-    gradients = [torch.tensor(values) for values, _ in held]
-    found = [_on_device(gradients, Ranks()), *_over_ranks(gradients, [owner for _, owner in held], _on_device)]
-    assert found == pytest.approx([_exact(gradients, Ranks())] * 4, rel=1e-14, abs=0)
+    gradients = [torch.tensor(values) for values, _ in owned_values]
+    norms = [_on_device(gradients, Ranks()), *_over_ranks(gradients, [owner for _, owner in owned_values], _on_device)]
+    assert norms == pytest.approx([_exact(gradients, Ranks())] * 4, rel=1e-14, abs=0)
 
 
 @both
 @pytest.mark.parametrize(("value", "total"), [(math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)])
 def test_a_non_finite_gradient_shows_on_every_rank(value: float, total: float, norm: Norm) -> None:
     """One non-finite element on one rank makes the norm non-finite on all."""
-    found = _over_ranks([torch.tensor([1.0, 2.0]), torch.tensor([value]), torch.tensor([1.0])], [0, 1, 2], norm)
-    assert [repr(each) for each in found] == [repr(total)] * 3
+    norms = _over_ranks([torch.tensor([1.0, 2.0]), torch.tensor([value]), torch.tensor([1.0])], [0, 1, 2], norm)
+    assert [repr(norm_of_rank) for norm_of_rank in norms] == [repr(total)] * 3
 
 
 @both

@@ -1,4 +1,4 @@
-"""Runs in which the host learns a step's norm and skip a step later, beside runs in which it knows them at once."""
+"""Runs whose host learns norms and skips a step later, beside runs whose host knows them at once."""
 
 from typing import Any
 
@@ -16,9 +16,8 @@ CPU = ComputeDevice(kind="cpu")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_late_steps_are_those_of_a_host_that_waits(optimizer: str, one_rank: Any) -> None:
     """
-    Same skipped steps, losses, weights and optimizer state; from a backward pass to its update the host reads nothing.
-
-    The norm is that of the exact sum to rounding, and rounding to float32 hides this in the factor of clipping.
+    Skipped steps, losses, weights and optimizer state are the same; from a backward pass to its update the host reads
+    nothing. The norm is the exact sum's up to rounding, and rounding to float32 hides this in the clipping factor.
     """
     late, known = (Small(one_rank, CPU, optimizer, norm, {1, 3, 4}) for norm in ("device", "exact"))
     late.watch = NoHostReads
@@ -35,7 +34,7 @@ def test_late_steps_are_those_of_a_host_that_waits(optimizer: str, one_rank: Any
 
 @pytest.mark.parametrize(("bad", "last"), [({2, 3, 4}, 4), ({2, 5, 6}, 6)])
 def test_a_run_of_late_steps_ends_as_one_that_waits(bad: set[int], last: int, one_rank: Any) -> None:
-    """Too many skipped steps in a row, or at the end, are the same error, and the weights are those before."""
+    """Too many skipped steps in a row, or at the end, raise the same error with the same earlier weights."""
     late, known = (Small(one_rank, CPU, "adamw", norm, bad).train(6, 3) for norm in ("device", "exact"))
     assert late.error == known.error and f"at last step {last}" in late.error
     assert late.reasons == known.reasons

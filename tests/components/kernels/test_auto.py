@@ -54,11 +54,11 @@ def test_names_of_settings_are_those_of_implementations() -> None:
             assert set(field.type.__args__) == {"auto", *OPERATIONS[name].implementations}
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Whether tensors, or tuples of them, are bitwise equal."""
-    if isinstance(found, Tensor):
-        return torch.equal(found, expected)
-    return all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    if isinstance(actual, Tensor):
+        return torch.equal(actual, expected)
+    return all(same(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("choice", ["auto", "eager"])
@@ -178,7 +178,7 @@ def problems(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
 def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
-    """Where the recipe says that the device is the CPU, what needs a GPU is a problem at its place."""
+    """If the recipe says that the device is the CPU, a setting that needs a GPU is a problem at its place."""
     (problem,) = problems("device.kind=cpu", f"kernels.{choice}")
     name = choice.partition("=")[2]
     assert f"[kernels] '{name}' runs on GPUs, and the device is the CPU; write 'auto' or 'eager'" in problem

@@ -1,4 +1,4 @@
-"""Which implementation a device gets, and what is said when it can't be."""
+"""The implementation for a device, and the error if there is none."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ ALL = [(operation, name) for operation, about in OPERATIONS.items() for name in 
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton as it is outside of its interpreter."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
 
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
-    """Each name leads to something that can be called; of attention and of exchanges, to several functions."""
-    found = load(operation, name)
+    """A name loads a callable; for attention and exchanges it loads several functions."""
+    implementation = load(operation, name)
     parts = (
-        [getattr(found, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
+        [getattr(implementation, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
         if (operation == "moe_peers")
         else []
     )
-    functions = (found.mask, found.attend) if operation == "attention" else parts or [found]
+    functions = (implementation.mask, implementation.attend) if operation == "attention" else parts or [implementation]
     assert all(map(callable, functions))
 
 
@@ -40,7 +40,7 @@ def test_on_a_cpu_auto_is_eager(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of the operation's own list where Triton runs; where it does not, one that needs none, and why."""
+    """`auto` is first in the operation's own list where Triton runs; elsewhere one without Triton, with the reason."""
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "")
     assert choose(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "triton is not installed")
@@ -51,9 +51,9 @@ def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("operation", "name"), [pair for pair in ALL if pair[1] in choosing.TRITON | choosing.GPU])
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("without_interpreter")
 def test_what_needs_a_gpu_is_refused_on_a_cpu(operation: str, name: str) -> None:
-    """In a sentence that says what to write instead."""
+    """The error is a sentence with a remedy."""
     with pytest.raises(UserError, match=f"{operation} is '{name}', but .* the device is the CPU; write {operation} ="):
         choose(operation, name, CPU)
 

@@ -15,7 +15,7 @@ LENGTH, TOTAL = 8, 30
 
 
 def sizes() -> dict[str, Any]:
-    """Steps of 2 rows, of 4 after the fifth, of 8 after the ninth."""
+    """Return steps with 2 rows, 4 after the fifth, 8 after the ninth."""
     ramp = [RampStage(size=2, until_step=5), RampStage(size=4, until_step=9)]
     batching = GlobalBatch(mesh=SingleRankMesh(), global_size=8, micro_size=2, ramp=ramp)
     return {"batching": batching, "rows": fake(PackedDataset, length=LENGTH)}
@@ -27,15 +27,15 @@ def tokens_of(step: int) -> int:
 
 
 def factors(lr: Any) -> list[float]:
-    """The factor of each step."""
+    """Return the factors by step."""
     return [lr.factor(done, TOTAL) for done in range(TOTAL)]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 80, 81, 300, 1000])
 def test_a_length_in_tokens_is_that_of_the_steps_that_have_them(tokens: int) -> None:
     """
-    With a batch ramp, the warm-up ends with the step that reaches its tokens; the decay has the least number of last
-    steps that have its tokens, whatever their sizes.
+    With a batch ramp, the warm-up ends with the step that reaches its tokens; the decay takes the fewest last steps
+    with its tokens, whatever their sizes.
     """
     up = next(count for count in range(TOTAL + 1) if sum(map(tokens_of, range(1, count + 1))) >= tokens)
     down = next(n for n in range(TOTAL + 1) if sum(map(tokens_of, range(TOTAL - n + 1, TOTAL + 1))) >= tokens)

@@ -14,7 +14,7 @@ from support.steps import values_of
 
 
 def factors(lr: Piecewise, total: int) -> list[float]:
-    """The factor after each number of steps."""
+    """Return the factors by number of steps."""
     return [lr.factor(done, total) for done in range(total + 1)]
 
 
@@ -26,7 +26,7 @@ def test_warm_up_and_cosine_by_hand() -> None:
 
 
 def test_exponential_is_linear_in_the_logarithm() -> None:
-    """Each step of an exponential phase multiplies by the same factor; zero is taken as 1e-8."""
+    """All steps in an exponential phase multiply by the same factor; zero is taken as 1e-8."""
     lr = Piecewise(phases=[SchedulePiece(to=1.0, curve="exponential")])
     assert factors(lr, 4) == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1.0])
 
@@ -99,7 +99,7 @@ def test_a_rate_that_does_not_depend_on_the_number_of_steps_is_known(
     ],
 )
 def test_check_refuses_phases_that_do_not_fit_the_run(phases: str, message: str) -> None:
-    """A phase that ends after the last step, or before it begins, is a problem that names both steps."""
+    """A phase ending after the last step, or before it begins, is a problem naming both steps."""
     sizes = ("lr.batching=@batch", "lr.rows=@packing") if "tokens" in phases else ()
     with pytest.raises(RecipeError) as caught:
         Recipe.load("first_run", "trainer.steps=10", f"lr.phases={phases}", *sizes).check()

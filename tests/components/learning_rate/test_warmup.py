@@ -1,4 +1,4 @@
-"""Schedules by name, against those of transformers."""
+"""Schedules by name, against transformers' schedules."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def schedule(name: str, **settings: Any) -> AfterWarmup:
 
 
 def factors(lr: AfterWarmup, total: int) -> list[float]:
-    """The factor of each step."""
+    """Return the factors by step."""
     return [lr.factor(done, total) for done in range(total)]
 
 

@@ -28,18 +28,18 @@ class Second:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, one_rank: Any) -> Iterator[Callable[..., RunLogging]]:
+def open_logging(tmp_path: Path, one_rank: Any) -> Iterator[Callable[..., RunLogging]]:
     """Opens logging into the test's folder, and closes it after the test."""
     made: list[RunLogging] = []
 
-    def opened(**changes: Any) -> RunLogging:
+    def start(**changes: Any) -> RunLogging:
         made.append(RunLogging(**{"folder": Folder(tmp_path), "mesh": one_rank, "launches": Every()} | changes))
         made[-1].open()
         return made[-1]
 
-    yield opened
-    for each in made:
-        each.close()
+    yield start
+    for run_logging in made:
+        run_logging.close()
 
 
 def _say_everything() -> None:
@@ -55,16 +55,16 @@ def _lines(path: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
 
 
-def test_rank_0_prints_step_lines_and_warnings(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_prints_step_lines_and_warnings(open_logging: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Step lines go to standard output, warnings with their level to standard error, nothing twice."""
-    opened()
+    open_logging()
     _say_everything()
     assert capsys.readouterr() == ("step 1/9\n", "warning: skipped\n")
 
 
-def test_the_file_has_everything(opened: Any, tmp_path: Path) -> None:
+def test_the_file_has_everything(open_logging: Any, tmp_path: Path) -> None:
     """Everything from DEBUG up, with level and logger, but no messages of other libraries."""
-    opened()
+    open_logging()
     _say_everything()
     assert _lines(tmp_path / "log" / "rank-0.log") == [
         "DEBUG drawloom.data: small",
@@ -75,14 +75,14 @@ def test_the_file_has_everything(opened: Any, tmp_path: Path) -> None:
 
 
 def test_another_rank_writes_its_own_file_only(
-    opened: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    open_logging: Any, mesh_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """
-    Other ranks than 0 print nothing; each line of a file says on which host its rank is, and where along what the mesh
-    divides. Reports read these lines as any.
+    Other ranks than 0 print nothing; the lines in their files have the host and the rank's mesh indices. Reports read
+    these lines like others.
     """
     mesh = mesh_of(world=Second(), sizes={"pipeline": 2, "tensor": 4}, indices={"pipeline": 1, "tensor": 3})
-    opened(mesh=mesh, launches={"processes": fake(Processes, node_rank=1, node_count=2)})
+    open_logging(mesh=mesh, launches={"processes": fake(Processes, node_rank=1, node_count=2)})
     _say_everything()
     assert capsys.readouterr() == ("", "")
     lines = _lines(tmp_path / "log" / "rank-1.log")
@@ -91,25 +91,25 @@ def test_another_rank_writes_its_own_file_only(
     assert [(event.kind, event.text) for event in read.events] == [("warning", "skipped")]
 
 
-def test_the_level_is_that_of_standard_error(opened: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_level_is_that_of_standard_error(open_logging: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With `info` more goes to standard error, and a step line is still printed once."""
-    opened(level="info")
+    open_logging(level="info")
     _say_everything()
     assert capsys.readouterr() == ("step 1/9\n", "info: news\nwarning: skipped\n")
 
 
-def test_a_second_process_appends(opened: Any, tmp_path: Path) -> None:
+def test_a_second_process_appends(open_logging: Any, tmp_path: Path) -> None:
     """A resumed run keeps the earlier log."""
     for word in ("one", "two"):
-        logs = opened()
+        logs = open_logging()
         logging.getLogger("drawloom.x").info(word)
         logs.close()
     assert _lines(tmp_path / "log" / "rank-0.log") == ["INFO drawloom.x: one", "INFO drawloom.x: two"]
 
 
-def test_python_warnings_are_logged(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_warnings_are_logged(open_logging: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Warnings go to the file and the terminal, with their category."""
-    opened()
+    open_logging()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("mind the gap", UserWarning, stacklevel=1)
@@ -117,9 +117,9 @@ def test_python_warnings_are_logged(opened: Any, tmp_path: Path, capsys: pytest.
     assert "mind the gap" in capsys.readouterr().err
 
 
-def test_tracebacks_go_to_the_file_only(opened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tracebacks_go_to_the_file_only(open_logging: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The terminal shows the message, the file also the traceback."""
-    opened()
+    open_logging()
     try:
         raise ValueError("oh")
     except ValueError:
@@ -128,9 +128,9 @@ def test_tracebacks_go_to_the_file_only(opened: Any, tmp_path: Path, capsys: pyt
     assert "ValueError: oh" in (tmp_path / "log" / "rank-0.log").read_text()
 
 
-def test_a_removed_log_begins_anew_with_a_warning(opened: Any, tmp_path: Path) -> None:
+def test_a_removed_log_begins_anew_with_a_warning(open_logging: Any, tmp_path: Path) -> None:
     """Messages after `rm -r log` are in a new file, which says why it begins there."""
-    opened()
+    open_logging()
     logging.getLogger("drawloom.run").info("one")
     shutil.rmtree(tmp_path / "log")
     logging.getLogger("drawloom.run").info("two")
@@ -141,7 +141,7 @@ def test_a_removed_log_begins_anew_with_a_warning(opened: Any, tmp_path: Path) -
     ]
 
 
-def test_closing_restores_logging(opened: Any) -> None:
+def test_closing_restores_logging(open_logging: Any) -> None:
     """Handlers, level and warnings.showwarning are as before."""
     loggers = [logging.getLogger(name) for name in ("drawloom", "drawloom.run")]
 
@@ -149,7 +149,7 @@ def test_closing_restores_logging(opened: Any) -> None:
         return [(logger.level, list(logger.handlers)) for logger in loggers], warnings.showwarning
 
     before = state()
-    logs = opened()
+    logs = open_logging()
     assert state() != before
     logs.close()
     logs.close()
@@ -158,7 +158,11 @@ def test_closing_restores_logging(opened: Any) -> None:
 
 @pytest.mark.parametrize("fault", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
 def test_a_standard_output_that_fails_ends_no_run(
-    opened: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: OSError
+    open_logging: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fault: OSError,
 ) -> None:
     """`drawloom run recipe.toml | head -1` trains to its end, with a warning on standard error and no traceback."""
 
@@ -166,7 +170,7 @@ def test_a_standard_output_that_fails_ends_no_run(
         def write(self, _text: str) -> int:
             raise fault
 
-    opened()
+    open_logging()
     monkeypatch.setattr(sys, "stdout", Failing())
     logging.getLogger("drawloom.run").info("step 1/9")
     [line] = capsys.readouterr().err.splitlines()
@@ -176,17 +180,17 @@ def test_a_standard_output_that_fails_ends_no_run(
 
 
 def test_a_sample_sends_no_commands_to_the_terminal(
-    opened: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    open_logging: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A model may have learned escape sequences."""
-    opened()
+    open_logging()
     logging.getLogger("drawloom.run").info("a sample:\n%s", "\x1b]52;c;cm0gLXJm\x07")
     assert capsys.readouterr().out == "a sample:\n\\x1b]52;c;cm0gLXJm\\x07\n"
 
 
-def test_lines_go_to_the_current_stdout(opened: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lines_go_to_the_current_stdout(open_logging: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A replacement of sys.stdout after opening, such as a progress bar's, gets the lines."""
-    opened()
+    open_logging()
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         logging.getLogger("drawloom.run").info("later")

@@ -53,17 +53,17 @@ def report(mesh: Any, schedules: Any = None, **sizes: Any) -> MemoryReport:
 
 @attrs.frozen
 class Choosing:
-    """A schedule that says what stages recompute."""
+    """A schedule that chooses recomputation for stages."""
 
     recompute: Mapping[str, Any] = attrs.field(factory=lambda: {"blocks": {"again": 0.9, "kept": 0.1}})
 
 
 def test_out_of_memory_names_the_schedule_that_chooses_what_is_recomputed(one_rank: Any) -> None:
-    """And no policy of the stages, which `check` refuses beside it."""
+    """The message names no policy of the stages, refused by `check` beside such a schedule."""
     schedules: Any = Every({"order": Choosing()})
-    found = str(report(one_rank, schedules=schedules).on_failure(CUDA))
-    assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in found
-    assert "s.recompute" not in found
+    message = str(report(one_rank, schedules=schedules).on_failure(CUDA))
+    assert "order.memory: with less, stages keep fewer activations, and compute more of them again" in message
+    assert "s.recompute" not in message
 
 
 def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,10 +75,10 @@ def test_the_start_of_a_run_logs_memory_in_one_line(one_rank: Any, caplog: pytes
 
 
 def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) -> None:
-    """With the names of the recipe's nodes and present values; activations are what is left of the peak."""
-    found = report(one_rank).on_failure(CUDA)
-    assert isinstance(found, UserError)
-    assert str(found).splitlines() == [
+    """The report has the recipe's node names and present values; activations are the rest of the peak."""
+    error = report(one_rank).on_failure(CUDA)
+    assert isinstance(error, UserError)
+    assert str(error).splitlines() == [
         "cpu is out of memory: 2.50 GiB could not be allocated",
         "  masters                          4.0 MB",
         "  optimizer state                 8.00 GB",
@@ -94,15 +94,15 @@ def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) ->
 
 
 def test_a_setting_that_is_at_its_least_is_no_remedy(one_rank: Any) -> None:
-    """One row can't be fewer, and bfloat16 not narrower: then masters and optimizer state are what is left."""
-    found = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
-    assert "micro_size" not in found and ".compute" not in found and 'dtypes.parameter = "float32": with' in found
+    """One row can't be fewer, and bfloat16 not narrower: then masters and optimizer state remain as remedies."""
+    message = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
+    assert "micro_size" not in message and ".compute" not in message and 'dtypes.parameter = "float32": with' in message
     narrow = report(one_rank, micro_size=1, compute=torch.bfloat16, parameter=torch.bfloat16, recompute="selective")
     assert str(narrow.on_failure(CUDA)).splitlines()[-3] == "what would help:"
 
 
 def test_torchs_own_errors_of_the_cpu_are_out_of_memory(one_rank: Any) -> None:
-    """An allocation that no machine has room for raises what is recognised, with its size; other errors pass."""
+    """An impossible allocation on the CPU raises a recognized error with its size; other errors pass."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**52, dtype=torch.float64)
     assert is_out_of_memory(raised.value) and is_out_of_memory(MemoryError())

@@ -24,7 +24,7 @@ from support.folders import Folder
 
 
 class Model(nn.Module):
-    """A product in each of the layers 2 and 3."""
+    """A product in the layers 2 and 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 MODEL = Model()
 
 
-def made(folder: Path, mesh: Any, **settings: Any) -> Profiler:
+def make_profiler(folder: Path, mesh: Any, **settings: Any) -> Profiler:
     """A profiler of the second step, unless settings say otherwise."""
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(2, 4, False, False), MODEL)])
     return Profiler(
@@ -52,7 +52,7 @@ def made(folder: Path, mesh: Any, **settings: Any) -> Profiler:
 
 
 def take(profiler: Profiler, *indices: int) -> None:
-    """Take steps of two phases, the first of which computes."""
+    """Take steps with two phases, the first with computations."""
     for index in indices:
         step = Step(index, 99)
         profiler.on_event(Event("step_started", step))
@@ -65,40 +65,44 @@ def take(profiler: Profiler, *indices: int) -> None:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, which is JSON without numbers that JSON has not."""
+    """Return a trace's events, read as strict JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        found: list[dict[str, Any]] = json.load(file, parse_constant=refuse)["traceEvents"]
-    return found
+        trace_events: list[dict[str, Any]] = json.load(file, parse_constant=refuse)["traceEvents"]
+    return trace_events
 
 
-def spans(found: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+def spans(trace_events: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
     """Begin and end of the ranges of a name."""
-    ranges = [each for each in found if each.get("name") == name and each.get("ph") == "X"]
-    return [(each["ts"], each["ts"] + each["dur"]) for each in ranges if each.get("cat") == "user_annotation"]
+    ranges = [event for event in trace_events if event.get("name") == name and event.get("ph") == "X"]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in ranges if event.get("cat") == "user_annotation"]
 
 
 def test_a_trace_has_ranges_of_steps_phases_and_layers(tmp_path: Path, one_rank: Any) -> None:
-    """Of the steps after warm-up alone, one inside of the other, around the operations of the layer."""
-    profiler = made(tmp_path, one_rank, active=2)
+    """Only steps after warm-up have ranges, one inside the other, around the layer's operations."""
+    profiler = make_profiler(tmp_path, one_rank, active=2)
     take(profiler, 5, 6, 7, 8)
     (path,) = (tmp_path / "traces").iterdir()
     assert path.name == "steps-6-7-rank-0.json.gz"
-    found = events(path)
-    assert len(spans(found, "step 6")) == len(spans(found, "step 7")) == 1 and not spans(found, "step 5")
-    outer = [spans(found, "step 6")[0], spans(found, "passes")[0], spans(found, "layer 2")[0]]
-    operations = [(each["ts"], each["ts"] + each["dur"]) for each in found if each.get("name") == "aten::addmm"]
+    trace_events = events(path)
+    assert len(spans(trace_events, "step 6")) == len(spans(trace_events, "step 7")) == 1 and not spans(
+        trace_events, "step 5"
+    )
+    outer = [spans(trace_events, "step 6")[0], spans(trace_events, "passes")[0], spans(trace_events, "layer 2")[0]]
+    operations = [
+        (event["ts"], event["ts"] + event["dur"]) for event in trace_events if event.get("name") == "aten::addmm"
+    ]
     for inner, around in zip([*outer[1:], operations[0]], outer, strict=True):
         assert around[0] <= inner[0] and inner[1] <= around[1]
-    assert len(spans(found, "layer 3")) == len(spans(found, "update")) == 2 and len(operations) == 4
+    assert len(spans(trace_events, "layer 3")) == len(spans(trace_events, "update")) == 2 and len(operations) == 4
 
 
 def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) -> None:
     """Wait, warm up, trace, and again; after the last trace there is no profiler, and no hook on a layer."""
-    profiler = made(tmp_path, one_rank, wait=1, repeat=2)
+    profiler = make_profiler(tmp_path, one_rank, wait=1, repeat=2)
     take(profiler, *range(1, 10))
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
         "steps-3-3-rank-0.json.gz",
@@ -109,7 +113,7 @@ def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) 
         torch.ones(1)
     assert other.events()
     (tmp_path / "other").mkdir()
-    without_end = made(tmp_path / "other", one_rank, repeat=0)
+    without_end = make_profiler(tmp_path / "other", one_rank, repeat=0)
     take(without_end, *range(1, 8))
     without_end.close()
     names = sorted(path.name for path in (tmp_path / "other/traces").iterdir())
@@ -117,17 +121,17 @@ def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) 
 
 
 def test_memory_is_drawn(tmp_path: Path, one_rank: Any) -> None:
-    """Counters that Perfetto draws, as high as the allocations that torch has written down; on a GPU a snapshot too."""
-    take(made(tmp_path, one_rank, memory=True), 1, 2)
-    found = events(tmp_path / "traces/steps-2-2-rank-0.json.gz")
-    counters = [each for each in found if each["ph"] == "C" and each["name"] == "memory of the CPU"]
-    single = [each["args"]["Total Allocated"] for each in found if each["name"] == "[memory]"]
-    assert single and [each["args"]["Total Allocated"] for each in counters] == single
-    assert all({"pid", "ts"} <= each.keys() for each in counters)
+    """Counters for Perfetto are as high as torch's recorded allocations; on a GPU there is a snapshot too."""
+    take(make_profiler(tmp_path, one_rank, memory=True), 1, 2)
+    trace_events = events(tmp_path / "traces/steps-2-2-rank-0.json.gz")
+    counters = [event for event in trace_events if event["ph"] == "C" and event["name"] == "memory of the CPU"]
+    single = [event["args"]["Total Allocated"] for event in trace_events if event["name"] == "[memory]"]
+    assert single and [event["args"]["Total Allocated"] for event in counters] == single
+    assert all({"pid", "ts"} <= event.keys() for event in counters)
     with mock.patch.multiple(
         torch.cuda.memory, _record_memory_history=mock.DEFAULT, _dump_snapshot=mock.DEFAULT
     ) as calls:
-        on_gpu = made(tmp_path, one_rank, memory=True)
+        on_gpu = make_profiler(tmp_path, one_rank, memory=True)
         on_gpu.device = Machine(torch.device("cuda"))
 
         def on_cpu(activities: Any, **others: Any) -> profile:
@@ -142,7 +146,7 @@ def test_memory_is_drawn(tmp_path: Path, one_rank: Any) -> None:
 def test_a_profiler_that_fails_is_turned_off(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
     """With a file in the folder's place: one warning, no error, and no second try."""
     (tmp_path / "traces").write_text("")
-    profiler = made(tmp_path, one_rank, repeat=0)
+    profiler = make_profiler(tmp_path, one_rank, repeat=0)
     take(profiler, *range(1, 7))
     (message,) = caplog.messages
     assert message.startswith("no more traces: the profiler failed at step 2: ")
@@ -151,7 +155,7 @@ def test_a_profiler_that_fails_is_turned_off(tmp_path: Path, one_rank: Any, capl
 
 def test_an_unfinished_trace_is_discarded_on_close(tmp_path: Path, one_rank: Any) -> None:
     """A run that ends inside the step leaves no trace and no hooks, and torch can profile again."""
-    profiler = made(tmp_path, one_rank)
+    profiler = make_profiler(tmp_path, one_rank)
     take(profiler, 1)
     profiler.on_event(Event("step_started", Step(2, 9)))
     assert MODEL.layers["2"]._forward_hooks

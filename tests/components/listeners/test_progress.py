@@ -40,7 +40,7 @@ class FakeClock:
 
 @pytest.fixture
 def screen() -> io.StringIO:
-    """What was written to the terminal."""
+    """Return the terminal's contents."""
     return io.StringIO()
 
 
@@ -66,7 +66,7 @@ def _take(bar: ProgressBar, step: Step, seconds: float = 2.0) -> None:
 
 
 def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, screen: io.StringIO) -> None:
-    """After 4 of 10 steps, of 2 seconds and 1000 tokens each, 12 seconds remain."""
+    """After 4 of 10 steps with 2 seconds and 1000 tokens apiece, 12 seconds remain."""
     for index in range(1, 5):
         start = bar.clock()
         _take(bar, Step(index, 10, started=start, state={"tokens": float(1000), "loss": 2.34567}))

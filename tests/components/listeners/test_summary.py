@@ -82,7 +82,7 @@ EMPTY: dict[str, Any] = {
 
 
 def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Sequence[Step]) -> list[str]:
-    """The lines after the header of a run with these steps, of 5 seconds each."""
+    """Return the lines after the header for a run with these steps, 5 seconds apiece."""
     times = iter([0.0, 5.0 * len(steps)])
     summary.clock = lambda: next(times)
     with caplog.at_level(logging.INFO, "drawloom.run"):
@@ -96,7 +96,7 @@ def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Seque
 
 
 def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) -> None:
-    """Parameters are of the whole model, tokens of the corpus and of a step of all ranks, rows those evaluated."""
+    """Parameters count the whole model, tokens the corpus and a step on all ranks, rows the evaluated ones."""
     model = dense()
     parts: dict[str, Any] = {
         "models": Every({"m": model}),
@@ -104,8 +104,8 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
         "validation": Every({"v": Validation()}),
         "launches": Every({"p": TwoHosts()}),
     }
-    each = Every({"p": Parts()})
-    made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=each, precision=each)
+    component = Every({"p": Parts()})
+    made = summary(tmp_path, mesh_of(sizes={"pipeline": 2}), **parts, batching=component, precision=component)
     count = sum(parameter.numel() for parameter in whole(model).parameters())
     assert made.preview().splitlines() == [
         f"run     mine, in {tmp_path}",
@@ -116,7 +116,7 @@ def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) ->
 
 
 def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None:
-    """Rows that are half full have half of the tokens, and the header says how full they are."""
+    """Half-full rows have half the tokens, and the header has the fill rate."""
     made = summary(tmp_path, one_rank, data=Every({"d": Rows(fill=0.5)}), batching=Every({"p": Parts()}))
     assert made.preview().splitlines()[1] == (
         "data    400 tokens to learn from; about 16 in a step, whose rows of 8 are 50.0 % full"
@@ -126,7 +126,7 @@ def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None
 def test_the_summary_has_time_tokens_the_best_loss_and_the_folder(
     tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The best of all steps, not the last; and what is in the run folder."""
+    """The best loss is over all steps, not the last; the summary lists the run folder's contents."""
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "export").mkdir()
     losses = {8: 3.0, 9: 2.5, 10: 2.75}

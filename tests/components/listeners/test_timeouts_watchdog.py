@@ -85,7 +85,7 @@ def test_the_thread_polls_and_ends() -> None:
 
 
 def test_slowness_is_reported_once() -> None:
-    """`slow` is called once for each limit that has one, and not after the limit expired."""
+    """`slow` is called once for every limit with a threshold, and not after the limit expired."""
     hands, slow = FakeClock(), list[float]()
     dog = Watchdog(lambda _limit: None, tick=1.0, clock=hands, slow=slow.append)
     for _ in range(2):

@@ -11,7 +11,7 @@ from support.losses import Sample, sample
 
 
 def by_definition(case: Sample) -> Tensor:
-    """The sum of -sg(p) * log(p) of each target, as TRL's `loss_type="dft"` has it, times the token's weight."""
+    """Sum -sg(p) * log(p) over targets, like TRL's `loss_type="dft"`, times the token weights."""
     log_probs = case.logits().log_softmax(-1)
     targets = case.batch.targets.where(case.batch.targets != IGNORE_INDEX, 0)
     picked = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -20,7 +20,7 @@ def by_definition(case: Sample) -> Tensor:
 
 @pytest.mark.parametrize("kernel", ["eager", "triton", "cut"])
 def test_loss_and_gradients_are_those_of_the_definition(kernel: str) -> None:
-    """Each token's cross entropy times the probability of its target, through which no gradient flows."""
+    """A token's cross entropy is multiplied by its target's probability, without a gradient through the probability."""
     dtype = torch.float64 if kernel == "eager" else torch.float32
     case = sample(dtype, DEVICE)
     total, weight, sums = Dft().loss(case.hidden, case.head(DEVICE, linear_cross_entropy=kernel), case.batch)

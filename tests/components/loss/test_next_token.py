@@ -1,4 +1,4 @@
-"""Each token predicted from those before it, against plain autograd over all logits."""
+"""Tokens predicted from earlier ones, against plain autograd over all logits."""
 
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ def test_loss_and_gradients_with_every_kernel(kernel: str) -> None:
 
 
 def test_accuracy_counts_the_likeliest_targets() -> None:
-    """The weights of the tokens whose target has the greatest logit are summed; no gradient comes of that."""
+    """The metric sums the weights of tokens whose target has the greatest logit, without a gradient."""
     case = sample()
     total, _, sums = NextToken(accuracy=True).loss(case.hidden, case.head(), case.batch)
     correct = case.logits().argmax(-1) == case.batch.targets

@@ -16,7 +16,7 @@ from support.metrics import combine, measure
 
 
 class Layers(nn.Module):
-    """Layers that multiply what they are given by their number and two."""
+    """Layers that multiply their input by their number plus two."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Layers(nn.Module):
 
 
 def of_tokens(count: int) -> BatchContext:
-    """What stages see of a microbatch of one row."""
+    """Return the stages' context for a microbatch with one row."""
     return TokenContext(torch.arange(count)[None], torch.zeros(1, count, dtype=torch.int64))
 
 
-def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:
+def open_metric(mesh: Any, *modules: nn.Module) -> ActivationRms:
     """A metric of stages on one rank."""
     metric = ActivationRms(stages=FixedStages(modules), mesh=mesh, device=Machine())
     metric.open()
@@ -42,12 +42,14 @@ def opened(mesh: Any, *modules: nn.Module) -> ActivationRms:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any, dtype: torch.dtype) -> None:
-    """Over two stages and microbatches of two sizes; each step begins anew, and one without a pass has no value."""
+    """
+    The mean is over two stages and microbatches in two sizes; steps begin anew, and one without a pass has no value.
+    """
     first, last = Layers([0, 1]), Layers([2])
-    metric = opened(one_rank, first, last)
+    metric = open_metric(one_rank, first, last)
     inputs = [torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (1, 5)]
-    for each in inputs:
-        last(first(each, of_tokens(len(each))), of_tokens(len(each)))
+    for hidden in inputs:
+        last(first(hidden, of_tokens(len(hidden))), of_tokens(len(hidden)))
     with torch.inference_mode():
         first(inputs[0] * 100, of_tokens(1))
     root = float(torch.cat(inputs).double().square().mean().sqrt())
@@ -59,12 +61,12 @@ def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any,
 def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
     """Two ranks with batches of two sizes have the root mean square of all; an infinite one is None."""
     modules = [Layers([4]), Layers([4])]
-    metrics = [opened(one_rank, module) for module in modules]
+    metrics = [open_metric(one_rank, module) for module in modules]
     for module, hidden in zip(modules, (torch.ones(3, 2), torch.full((1, 2), 2.0)), strict=True):
         module(hidden, of_tokens(len(hidden)))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    found = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
-    assert found == pytest.approx({"activation_rms/4": 6 * ((3 * 1 + 1 * 4) / 4) ** 0.5})
+    values = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
+    assert values == pytest.approx({"activation_rms/4": 6 * ((3 * 1 + 1 * 4) / 4) ** 0.5})
     modules[0](torch.full((1, 2), float("inf")), of_tokens(1))
     assert measure(metrics[0], Step(1, 1)) == {"activation_rms/4": None}
 
@@ -72,18 +74,21 @@ def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
 def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
     """Of 3 tokens over 4 ranks along `tensor`, the last has none of its own, whatever its row holds."""
     modules = [Layers([0]) for _ in range(4)]
-    metrics = [opened(mesh_of(sizes={"tensor": 4}, indices={"tensor": n}), each) for n, each in enumerate(modules)]
+    metrics = [
+        open_metric(mesh_of(sizes={"tensor": 4}, indices={"tensor": n}), rank_module)
+        for n, rank_module in enumerate(modules)
+    ]
     for number, module in enumerate(modules):
         module(torch.full((1, 2), number + 1.0), of_tokens(3))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    found = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
-    assert found == pytest.approx({"activation_rms/0": 2 * ((1 + 4 + 9) / 3) ** 0.5})
+    values = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
+    assert values == pytest.approx({"activation_rms/0": 2 * ((1 + 4 + 9) / 3) ** 0.5})
 
 
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
     """Hooks are removed."""
     module = Layers([0])
-    metric = opened(one_rank, module)
+    metric = open_metric(one_rank, module)
     metric.close()
     module(torch.ones(1, 2), of_tokens(1))
     assert measure(metric, Step(1, 1)) == {"activation_rms/0": None}
@@ -92,4 +97,4 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
 def test_a_model_without_numbered_layers_is_refused(one_rank: Any) -> None:
     """Before the first step, in words."""
     with pytest.raises(UserError, match=r"no module of the model is called layers\.<number>"):
-        opened(one_rank, nn.Linear(2, 2))
+        open_metric(one_rank, nn.Linear(2, 2))

@@ -30,9 +30,9 @@ def batch(targets: list[int], weights: list[float]) -> TokenBatch:
 def metric() -> BitsPerByte:
     """An open metric."""
     tokenizer: Any = Tokenizer()
-    found = BitsPerByte(tokenizer=tokenizer)
-    found.open()
-    return found
+    bits_per_byte = BitsPerByte(tokenizer=tokenizer)
+    bits_per_byte.open()
+    return bits_per_byte
 
 
 def test_bits_of_all_ranks_are_divided_by_the_bytes_of_their_targets() -> None:

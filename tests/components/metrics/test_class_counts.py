@@ -23,7 +23,7 @@ PREDICTED = [0, 0, 1, 2, 1, 0, 3, 3, 0, 2]
 
 
 def confusion(predicted: list[int] = PREDICTED, targets: list[int] = TARGETS) -> Tensor:
-    """Of four classes, of which 1 is rare, 2 is the target of no item."""
+    """Return counts for four classes: class 1 is rare, and no item has target 2."""
     return confusion_matrix(torch.tensor(predicted), torch.tensor(targets), 4)
 
 
@@ -38,22 +38,22 @@ def plain(number: int) -> tuple[float, float, float]:
 
 def test_scores_are_those_of_the_items() -> None:
     """By class, as plain and weighted means, and accuracy; a class without items is None and in no mean."""
-    found = scores(confusion(), ("macro", "weighted", "per_class"))
+    actual = scores(confusion(), ("macro", "weighted", "per_class"))
     support = {0: 4, 1: 2, 3: 4}
     expected: dict[str, Any] = {"accuracy": 0.5}
-    for place, name in enumerate(("precision", "recall", "f1")):
-        of = {number: plain(number)[place] for number in support}
-        expected[f"{name}/macro"] = sum(of.values()) / 3
-        expected[f"{name}/weighted"] = sum(of[number] * items for number, items in support.items()) / 10
-        expected |= {f"{name}/{number}": of.get(number) for number in range(4)}
-    assert found == pytest.approx(expected)
+    for column, name in enumerate(("precision", "recall", "f1")):
+        by_class = {number: plain(number)[column] for number in support}
+        expected[f"{name}/macro"] = sum(by_class.values()) / 3
+        expected[f"{name}/weighted"] = sum(by_class[number] * items for number, items in support.items()) / 10
+        expected |= {f"{name}/{number}": by_class.get(number) for number in range(4)}
+    assert actual == pytest.approx(expected)
 
 
 def test_a_class_that_is_never_predicted_has_zeros() -> None:
     """0 / 0 is a precision of 0 where there are items, and they count in the mean."""
-    found = scores(confusion([0, 0], [0, 1]), ("macro", "per_class"))
-    assert [found[f"{name}/1"] for name in ("precision", "recall", "f1")] == [0, 0, 0]
-    assert found["precision/macro"] == 0.25 and found["recall/macro"] == 0.5
+    actual = scores(confusion([0, 0], [0, 1]), ("macro", "per_class"))
+    assert [actual[f"{name}/1"] for name in ("precision", "recall", "f1")] == [0, 0, 0]
+    assert actual["precision/macro"] == 0.25 and actual["recall/macro"] == 0.5
 
 
 def test_no_items_have_no_scores() -> None:
@@ -63,7 +63,9 @@ def test_no_items_have_no_scores() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_items_count_by_their_weights_and_ignored_ones_not_at_all(dtype: torch.dtype) -> None:
-    """In confusion matrices and histograms, of any shape, with labels that are integers or booleans."""
+    """
+    Weights and ignored items count in confusion matrices and histograms, in any shape, with integer or boolean labels.
+    """
     targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]], dtype=dtype)
     predicted = torch.tensor([[1, 1], [0, 0]], dtype=dtype)
     weights = torch.tensor([[0.5, 0.0], [2.0, 3.0]])
@@ -104,22 +106,25 @@ AVERAGES: tuple[Average, ...] = ("micro", "macro", "weighted", "per_class")
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
 def test_f_beta_is_the_weighted_harmonic_mean_of_precision_and_recall(beta: float) -> None:
     """Item by item, (1 + b^2) p r / (b^2 p + r), under the name of its beta; micro averages are the accuracy."""
-    found = scores(confusion(), AVERAGES, beta)
+    actual = scores(confusion(), AVERAGES, beta)
     support = {0: 4, 1: 2, 3: 4}
     by_class = {}
     for number in support:
         precision, recall, _ = plain(number)
         by_class[number] = (1 + beta**2) * precision * recall / (beta**2 * precision + recall)
     name = f"f{beta:g}"
-    assert [found[f"{name}/{number}"] for number in support] == pytest.approx([*by_class.values()])
-    assert found[f"{name}/macro"] == pytest.approx(sum(by_class.values()) / 3)
+    assert [actual[f"{name}/{number}"] for number in support] == pytest.approx([*by_class.values()])
+    assert actual[f"{name}/macro"] == pytest.approx(sum(by_class.values()) / 3)
     weighted = sum(by_class[number] * items for number, items in support.items()) / 10
-    assert found[f"{name}/weighted"] == pytest.approx(weighted)
-    assert {found[f"{kind}/micro"] for kind in ("precision", "recall", name)} == {found["accuracy"]}
+    assert actual[f"{name}/weighted"] == pytest.approx(weighted)
+    assert {actual[f"{kind}/micro"] for kind in ("precision", "recall", name)} == {actual["accuracy"]}
 
 
-def drawn_labels() -> tuple[Tensor, Tensor]:
-    """Decisions and targets of 60 items over 5 labels, of which no item has the last, and none is given the fourth."""
+def draw_labels() -> tuple[Tensor, Tensor]:
+    """
+    Draw decisions and targets for 60 items over 5 labels; no item has the last label, and the fourth is never
+    predicted.
+    """
     generator = torch.Generator().manual_seed(0)
     predicted, targets = (torch.rand(12, 5, 5, generator=generator) < 0.4 for _ in range(2))
     targets[..., 4], predicted[..., 3] = False, False
@@ -128,8 +133,8 @@ def drawn_labels() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_scores_of_several_labels_are_those_of_the_items(beta: float) -> None:
-    """By label and on average, from pairs of item and label; a label that no item has is in micro averages only."""
-    predicted, targets = drawn_labels()
+    """Scores are by label and on average, from pairs of item and label; an absent label is in micro averages only."""
+    predicted, targets = draw_labels()
     ours, right = ({tuple(pair) for pair in side.view(-1, 5).nonzero().tolist()} for side in (predicted, targets))
 
     def score(labels: set[int]) -> tuple[float, float, float]:
@@ -137,20 +142,20 @@ def test_scores_of_several_labels_are_those_of_the_items(beta: float) -> None:
         precision, recall = len(given & true) / max(len(given), 1), len(given & true) / len(true)
         return precision, recall, (1 + beta**2) * precision * recall / max(beta**2 * precision + recall, 1e-9)
 
-    found = label_scores(label_counts(predicted, targets), AVERAGES, beta)
+    actual = label_scores(label_counts(predicted, targets), AVERAGES, beta)
     support = {label: int(targets[..., label].sum()) for label in range(4)}
-    assert found["label_accuracy"] == pytest.approx(1 - len(ours ^ right) / 300)
-    for place, name in enumerate(("precision", "recall", f"f{beta:g}")):
-        values = [score({label})[place] for label in support]
-        assert [found[f"{name}/{label}"] for label in support] == pytest.approx(values)
-        assert found[f"{name}/4"] is None and found[f"{name}/micro"] == pytest.approx(score({*range(5)})[place])
-        assert found[f"{name}/macro"] == pytest.approx(sum(values) / 4)
+    assert actual["label_accuracy"] == pytest.approx(1 - len(ours ^ right) / 300)
+    for column, name in enumerate(("precision", "recall", f"f{beta:g}")):
+        values = [score({label})[column] for label in support]
+        assert [actual[f"{name}/{label}"] for label in support] == pytest.approx(values)
+        assert actual[f"{name}/4"] is None and actual[f"{name}/micro"] == pytest.approx(score({*range(5)})[column])
+        assert actual[f"{name}/macro"] == pytest.approx(sum(values) / 4)
         by_items = sum(value * items for value, items in zip(values, support.values(), strict=True))
-        assert found[f"{name}/weighted"] == pytest.approx(by_items / sum(support.values()))
+        assert actual[f"{name}/weighted"] == pytest.approx(by_items / sum(support.values()))
 
 
 def test_labels_count_by_their_weights_and_ignored_ones_not_at_all() -> None:
-    """Weights are of items or of each label; a negative target counts nothing; no items have no scores."""
+    """Weights are by item or by label; a negative target counts nothing; without items there are no scores."""
     targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]])
     predicted = torch.tensor([[True, True], [True, False]])
     assert label_counts(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
@@ -169,7 +174,7 @@ def test_top_k_predictions_make_the_accuracy_top_k_accuracy(k: int) -> None:
     is_hit = (logits.topk(k).indices == targets[:, None]).any(-1)
     predicted = top_k_predictions(logits, targets, k)
     assert torch.equal(predicted, torch.where(is_hit, targets, logits.argmax(-1)))
-    found = scores(confusion_matrix(predicted, targets, 6), ("macro",))
-    assert found["accuracy"] == pytest.approx(float(is_hit.double().mean()))
+    actual = scores(confusion_matrix(predicted, targets, 6), ("macro",))
+    assert actual["accuracy"] == pytest.approx(float(is_hit.double().mean()))
     assert top_k_predictions(torch.zeros(1, 3), torch.tensor([1]), 2).tolist() == [1]
     assert top_k_predictions(torch.zeros(1, 3), torch.tensor([2]), 2).tolist() == [0]

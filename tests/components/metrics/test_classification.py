@@ -1,4 +1,4 @@
-"""Scores of a loss that classifies."""
+"""Scores of a classification loss."""
 
 import pytest
 
@@ -13,31 +13,31 @@ SECOND = [[1.0, 0.0], [2.0, 4.0]]
 
 
 def test_scores_are_those_of_all_microbatches_and_replicas() -> None:
-    """Counts are added before anything is divided; each class and average has a name of its own."""
+    """Counts are added before the division; classes and averages have names of their own."""
     whole = step_of([0.0, 0.0], [1.0, 1.0], {"confusion": [FIRST, SECOND]})
-    parts = [step_of([0.0], [1.0], {"confusion": [each]}) for each in (FIRST, SECOND)]
+    parts = [step_of([0.0], [1.0], {"confusion": [counts]}) for counts in (FIRST, SECOND)]
     metric = Classification(classes=2, averages=("macro", "per_class"))
     for steps in ([whole], [parts[0], step_without_loss(), parts[1]]):
-        found = measure(metric, *steps)
-        assert found["accuracy"] == pytest.approx(10 / 13) and found["recall/1"] == pytest.approx(7 / 9)
-        assert found["recall/macro"] == pytest.approx((3 / 4 + 7 / 9) / 2) and len(found) == 1 + 3 * 3
+        scores = measure(metric, *steps)
+        assert scores["accuracy"] == pytest.approx(10 / 13) and scores["recall/1"] == pytest.approx(7 / 9)
+        assert scores["recall/macro"] == pytest.approx((3 / 4 + 7 / 9) / 2) and len(scores) == 1 + 3 * 3
 
 
 def test_scores_of_labels_are_those_of_all_microbatches_and_replicas() -> None:
     """Counts of two labels are added before anything is divided, on ranks with and without the last stage."""
     parts = [[FIRST, SECOND], [SECOND, FIRST]]
     steps = [step_of([0.0], [1.0], {"labels": [part]}) for part in parts]
-    found = measure(
+    scores = measure(
         Multilabel(labels=2, averages=("micro", "per_class"), beta=2.0), steps[0], step_without_loss(), steps[1]
     )
-    assert found["label_accuracy"] == pytest.approx(10 / 13) and found["recall/micro"] == pytest.approx(7 / 9)
-    assert found["recall/0"] == found["recall/1"] == pytest.approx(7 / 9)
-    assert found["f2/micro"] == pytest.approx(5 * 7 / (4 * 9 + 8)) and len(found) == 1 + 3 * 3
+    assert scores["label_accuracy"] == pytest.approx(10 / 13) and scores["recall/micro"] == pytest.approx(7 / 9)
+    assert scores["recall/0"] == scores["recall/1"] == pytest.approx(7 / 9)
+    assert scores["f2/micro"] == pytest.approx(5 * 7 / (4 * 9 + 8)) and len(scores) == 1 + 3 * 3
 
 
 def test_auroc_is_that_of_all_microbatches_and_replicas() -> None:
     """The area of the added histograms."""
-    steps = [step_of([0.0], [1.0], {"score_histogram": [each]}) for each in (FIRST, SECOND)]
+    steps = [step_of([0.0], [1.0], {"score_histogram": [histogram]}) for histogram in (FIRST, SECOND)]
     # labels in rows: 3 and 1 items of label 0, 2 and 7 of label 1
     assert measure(Auroc(bins=2), *steps) == {"auroc": pytest.approx((2 * 1.5 + 7 * (3 + 0.5)) / (4 * 9))}
 

@@ -17,21 +17,21 @@ from support.qwen3 import cpu_kernels
 
 
 class Layers(nn.Module):
-    """Routers of 4 experts by layer, two choices each; the scores of a token are the softmax of its channels."""
+    """Routers with 4 experts by layer and two choices per token; a token's scores are the softmax over its channels."""
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
         routers = {str(number): Router(4, 4, 2, Routing(), cpu_kernels()) for number in numbers}
-        for each in routers.values():
-            nn.init.eye_(each.weight)
+        for router in routers.values():
+            nn.init.eye_(router.weight)
         self.layers = nn.ModuleDict(routers)
 
     def forward(self, tokens: torch.Tensor) -> None:
-        for each in self.layers.values():
-            each(tokens, torch.ones(tokens.shape[:2]))
+        for router in self.layers.values():
+            router(tokens, torch.ones(tokens.shape[:2]))
 
 
-def opened(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
+def open_metric(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
     """The metric of stages on one rank."""
     metric = ExpertLoad(stages=FixedStages(modules), mesh=mesh, device=Machine(), **settings)
     metric.open()
@@ -39,40 +39,42 @@ def opened(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
 
 
 def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
-    """By layers of two stages: tokens by expert, which add up to all choices; their imbalance; the scores' entropy."""
+    """
+    Layers in two stages have tokens by expert, adding up to all choices, their imbalance, and the scores' entropy.
+    """
     first, last = Layers(2, 10), Layers(11)
-    metric = opened(one_rank, first, last, by_expert=True)
+    metric = open_metric(one_rank, first, last, by_expert=True)
     even, steep = torch.tensor([2.0, 2.0, 1.0, 0.0]), torch.tensor([9.0, 0.0, 1.0, -9.0])
     for tokens in (even.expand(1, 3, 4), steep.expand(2, 1, 4)):
         first(tokens)
         last(tokens)
     with torch.inference_mode():
         first(torch.eye(4)[None])
-    entropy = [-sum(p * math.log(p) for p in each.softmax(0).tolist()) for each in (even, steep)]
-    found = measure(metric, Step(1, 2))
+    entropy = [-sum(p * math.log(p) for p in logits.softmax(0).tolist()) for logits in (even, steep)]
+    values = measure(metric, Step(1, 2))
     for layer in (2, 10, 11):
-        assert [found[f"expert_tokens/{layer}/{expert}"] for expert in range(4)] == [5, 3, 2, 0]
-        assert found[f"expert_imbalance/{layer}"] == 5 / 2.5
-        assert found[f"router_entropy/{layer}"] == pytest.approx((3 * entropy[0] + 2 * entropy[1]) / 5, rel=1e-5)
-    assert next(iter(found)) == "expert_imbalance/2" and len(found) == 3 * 6
+        assert [values[f"expert_tokens/{layer}/{expert}"] for expert in range(4)] == [5, 3, 2, 0]
+        assert values[f"expert_imbalance/{layer}"] == 5 / 2.5
+        assert values[f"router_entropy/{layer}"] == pytest.approx((3 * entropy[0] + 2 * entropy[1]) / 5, rel=1e-5)
+    assert next(iter(values)) == "expert_imbalance/2" and len(values) == 3 * 6
     assert measure(metric, Step(2, 2))["expert_imbalance/2"] is None  # each step begins anew
 
 
 def test_ranks_add_up(one_rank: Any) -> None:
     """Two replicas have the values of both; without `by_expert` there are two values by layer."""
     modules = [Layers(0), Layers(0)]
-    metrics = [opened(one_rank, module) for module in modules]
+    metrics = [open_metric(one_rank, module) for module in modules]
     modules[0](torch.tensor([[[3.0, 2.0, 0.0, 0.0]]]))
     modules[1](torch.tensor([[[0.0, 0.0, 2.0, 3.0], [0.0, 2.0, 0.0, 3.0]]]))
     parts = [metric.update(Step(1, 1)) for metric in metrics]
-    found = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
-    assert found.keys() == {"expert_imbalance/0", "router_entropy/0"} and found["expert_imbalance/0"] == 2 / 1.5
+    values = metrics[0].compute(combine(metrics[0].accumulators, parts), Step(1, 1))
+    assert values.keys() == {"expert_imbalance/0", "router_entropy/0"} and values["expert_imbalance/0"] == 2 / 1.5
 
 
 def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
-    """Scores of exactly 0 add none, instead of what is not a number."""
+    """Scores that are exactly 0 add nothing, instead of nan."""
     module = Layers(0)
-    metric = opened(one_rank, module)
+    metric = open_metric(one_rank, module)
     module(torch.tensor([[[1e4, 0.0, 0.0, 0.0]]]))
     assert measure(metric, Step(1, 1))["router_entropy/0"] == 0
 
@@ -80,7 +82,7 @@ def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
     """Routers forget it."""
     module = Layers(0)
-    metric = opened(one_rank, module)
+    metric = open_metric(one_rank, module)
     metric.close()
     module(torch.ones(1, 1, 4))
     assert measure(metric, Step(1, 1))["expert_imbalance/0"] is None
@@ -89,4 +91,4 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
 def test_a_model_without_experts_is_refused(one_rank: Any) -> None:
     """Before the first step, in words."""
     with pytest.raises(UserError, match="no layer of the model has experts"):
-        opened(one_rank, nn.Linear(2, 2))
+        open_metric(one_rank, nn.Linear(2, 2))

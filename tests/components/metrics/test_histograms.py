@@ -22,7 +22,7 @@ NAMES = ("layers.0.norm", "layers.0.weight", "layers.1.weight")
 
 @attrs.frozen
 class Weights:
-    """The parameters of a rank, all of which it counts."""
+    """A rank's parameters, all counted."""
 
     parameters: dict[str, nn.Parameter]
 
@@ -39,8 +39,8 @@ class Weights:
         pass
 
 
-def drawn(rows: slice = slice(None)) -> Weights:
-    """Parameters with gradients, of which a rank has some rows."""
+def draw_weights(rows: slice = slice(None)) -> Weights:
+    """Return parameters with gradients, partly on this rank."""
     generator = torch.Generator().manual_seed(0)
     parameters = {}
     for name in NAMES:
@@ -50,7 +50,7 @@ def drawn(rows: slice = slice(None)) -> Weights:
     return Weights(parameters)
 
 
-def opened(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
+def open_metric(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
     """Return an open metric of a rank."""
     metric = Histograms(parameters=weights, mesh=mesh, device=ComputeDevice(kind="cpu"), **{"every": 1, **settings})
     metric.open()
@@ -71,33 +71,33 @@ def assert_is_histogram_of(histogram: Histogram, tensor: Tensor, bins: int) -> N
 
 
 def test_counts_are_those_of_numpy(one_rank: Any) -> None:
-    """Each parameter that matches has a histogram of gradients and one of weights, between its own bounds."""
-    weights = drawn()
-    metric = opened(weights, one_rank, targets=["*.weight"], bins=7)
+    """A matching parameter has a histogram for gradients and one for weights, between its own bounds."""
+    weights = draw_weights()
+    metric = open_metric(weights, one_rank, targets=["*.weight"], bins=7)
     metric.run_phase(Step(1, 9))
-    found = distributions([metric], Step(1, 9))
-    assert [*found] == [f"{kind}/layers.{number}.weight" for kind in ("gradients", "weights") for number in (0, 1)]
+    histograms = distributions([metric], Step(1, 9))
+    assert [*histograms] == [f"{kind}/layers.{number}.weight" for kind in ("gradients", "weights") for number in (0, 1)]
     for name in NAMES[1:]:
         parameter = weights.parameters[name]
         assert parameter.grad is not None
-        assert_is_histogram_of(found[f"weights/{name}"], parameter, 7)
-        assert_is_histogram_of(found[f"gradients/{name}"], parameter.grad, 7)
+        assert_is_histogram_of(histograms[f"weights/{name}"], parameter, 7)
+        assert_is_histogram_of(histograms[f"gradients/{name}"], parameter.grad, 7)
 
 
 def test_a_pattern_may_have_one_histogram_for_all_its_parameters(one_rank: Any) -> None:
-    """The elements of all that match count together."""
-    weights = drawn()
-    metric = opened(weights, one_rank, targets=["*.weight", "*"], per="pattern", of=("weights",))
+    """All matching parameters' elements count together."""
+    weights = draw_weights()
+    metric = open_metric(weights, one_rank, targets=["*.weight", "*"], per="pattern", of=("weights",))
     metric.run_phase(Step(1, 9))
-    found = distributions([metric], Step(1, 9))
+    histograms = distributions([metric], Step(1, 9))
     tensors = [weights.parameters[name].flatten() for name in NAMES]
-    assert_is_histogram_of(found["weights/*.weight"], torch.cat(tensors[1:]), 64)
-    assert_is_histogram_of(found["weights/*"], torch.cat(tensors), 64)
+    assert_is_histogram_of(histograms["weights/*.weight"], torch.cat(tensors[1:]), 64)
+    assert_is_histogram_of(histograms["weights/*"], torch.cat(tensors), 64)
 
 
 @attrs.define
 class SharedBounds:
-    """A group of ranks that run one after the other, twice: the second time each has the maximum of all."""
+    """A group whose ranks run one after the other, twice: the second time all have the maximum."""
 
     rank: int = 0
     size: int = 2
@@ -109,14 +109,14 @@ class SharedBounds:
 
 
 def test_ranks_with_slices_have_the_histogram_of_the_whole(one_rank: Any, mesh_of: Any) -> None:
-    """Two ranks with rows of each parameter agree on the bounds; their counts add up to those of one process."""
+    """Two ranks with rows of the same parameters agree on the bounds; their counts add up to one process's."""
     world = SharedBounds()
     mesh = mesh_of(world=world)
-    parts = [opened(drawn(rows), mesh, targets=["*"]) for rows in (slice(0, 3), slice(3, None))]
+    parts = [open_metric(draw_weights(rows), mesh, targets=["*"]) for rows in (slice(0, 3), slice(3, None))]
     for _ in range(2):
         for metric in parts:
             metric.run_phase(Step(1, 9))
-    whole = opened(drawn(), one_rank, targets=["*"])
+    whole = open_metric(draw_weights(), one_rank, targets=["*"])
     whole.run_phase(Step(1, 9))
     assert distributions(parts, Step(1, 9)) == distributions([whole], Step(1, 9))
 
@@ -125,7 +125,7 @@ def test_elements_that_are_not_finite_are_left_out(one_rank: Any) -> None:
     """They neither count nor stretch the bounds; equal elements have a width, and nothing has no histogram."""
     tensors = {"some": [1.0, float("nan"), 3.0, float("inf")], "equal": [2.0, 2.0], "none": [float("nan")]}
     weights = Weights({name: nn.Parameter(torch.tensor(values)) for name, values in tensors.items()})
-    metric = opened(weights, one_rank, targets=["*"], bins=2)
+    metric = open_metric(weights, one_rank, targets=["*"], bins=2)
     metric.run_phase(Step(1, 9))
     assert distributions([metric], Step(1, 9)) == {
         "weights/some": Histogram(1.0, 3.0, (1.0, 1.0)),
@@ -135,7 +135,7 @@ def test_elements_that_are_not_finite_are_left_out(one_rank: Any) -> None:
 
 def test_steps_between_have_no_histogram(one_rank: Any) -> None:
     """With `every` = 2 of five steps: the second, the fourth and the last."""
-    metric = opened(drawn(), one_rank, targets=["*"], every=2)
+    metric = open_metric(draw_weights(), one_rank, targets=["*"], every=2)
     measured = []
     for index in range(1, 6):
         metric.run_phase(Step(index, 5))
@@ -145,7 +145,7 @@ def test_steps_between_have_no_histogram(one_rank: Any) -> None:
 
 def test_a_group_passes_histograms_on_with_its_prefix(one_rank: Any) -> None:
     """As it does with values."""
-    metric = opened(drawn(), one_rank, targets=["*norm"])
+    metric = open_metric(draw_weights(), one_rank, targets=["*norm"])
     group = MetricGroup(members=[metric], prefix="student/")
     metric.run_phase(Step(1, 1))
     totals = combine(group.accumulators, [group.update(Step(1, 1))])
@@ -158,4 +158,4 @@ def test_a_pattern_without_a_parameter_is_refused(one_rank: Any) -> None:
     with pytest.raises(
         UserError, match=r"the pattern 'layer\.\*' .* matches no trained parameter; one is called 'layers"
     ):
-        opened(drawn(), one_rank, targets=["*norm", "layer.*"])
+        open_metric(draw_weights(), one_rank, targets=["*norm", "layer.*"])

@@ -14,11 +14,11 @@ from support.weights import Weights
 
 def weights(**values: tuple[float, float | None]) -> dict[str, nn.Parameter]:
     """Parameters of two equal numbers, with gradients of two equal numbers."""
-    found = {}
+    parameters = {}
     for name, (value, grad) in values.items():
-        found[name.replace("__", ".")] = parameter = nn.Parameter(torch.full((2,), value))
+        parameters[name.replace("__", ".")] = parameter = nn.Parameter(torch.full((2,), value))
         parameter.grad = None if grad is None else torch.full((2,), grad)
-    return found
+    return parameters
 
 
 def test_norms_are_those_of_all_parameters_of_a_layer(one_rank: Any) -> None:
@@ -35,11 +35,11 @@ def test_norms_are_those_of_all_parameters_of_a_layer(one_rank: Any) -> None:
     step = Step(1, 1)
     metric.run_phase(step)
     root = 2**0.5
-    found = measure(metric, step)
-    assert [*found] == [
+    norms = measure(metric, step)
+    assert [*norms] == [
         f"{kind}_norm/{layer}" for kind in ("grad", "weight") for layer in ("2", "10", "lm_head", "norm")
     ]
-    assert found == pytest.approx(
+    assert norms == pytest.approx(
         {
             "grad_norm/2": 5 * root,
             "grad_norm/10": 2 * root,

@@ -11,9 +11,9 @@ from support.steps import make_skipped_step
 def test_what_the_step_has_is_measured_in_a_fixed_order() -> None:
     """Tensors and numbers become floats; other values of the step are no metrics."""
     step = Step(3, 9, state={"lr": 1, "loss": torch.tensor(2.5), "grad_norm": torch.tensor(0.5).double(), "losses": []})
-    found = measure(Learning(), step)
-    assert list(found.items()) == [("loss", 2.5), ("grad_norm", 0.5), ("lr", 1.0)]
-    assert all(type(value) is float for value in found.values())
+    values = measure(Learning(), step)
+    assert list(values.items()) == [("loss", 2.5), ("grad_norm", 0.5), ("lr", 1.0)]
+    assert all(type(value) is float for value in values.values())
 
 
 def test_an_evaluated_step_has_its_held_out_loss() -> None:

@@ -14,7 +14,7 @@ SECOND = step_of([1.0, 0.0], [5.0, 0.0], {"hits": [5.0, 0.0]})
 
 @pytest.mark.parametrize(("per", "value"), [("token", 0.8), ("microbatch", (0.5 + 1 + 1) / 3), ("step", 8.0)])
 def test_means_over_replicas_and_stages_are_those_of_the_whole_step(per: Any, value: float) -> None:
-    """Whether two ranks have two microbatches each or one has all, with or without stages that know no loss."""
+    """Two ranks with two microbatches apiece and one rank with all agree, with or without stages that know no loss."""
     metric = Mean(mesh=MESH, of="hits", per=per)
     whole = step_of([8.0, 3.0, 1.0, 0.0], [4.0, 1.0, 5.0, 0.0], {"hits": [2.0, 1.0, 5.0, 0.0]})
     for steps in ([whole], [FIRST, SECOND], [FIRST, step_without_loss(), SECOND, step_without_loss()]):
@@ -38,6 +38,6 @@ def test_a_tensor_of_counts_has_no_mean() -> None:
 
 
 def test_an_unknown_sum_is_refused_with_those_there_are() -> None:
-    """The message lists what the loss sums."""
+    """The message lists the loss's sums."""
     with pytest.raises(UserError, match=r"no sum called 'hit', .*; write one of loss, hits"):
         Mean(mesh=MESH, of="hit").update(FIRST)

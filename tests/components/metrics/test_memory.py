@@ -29,7 +29,7 @@ def test_memory_is_what_the_device_says() -> None:
 
 
 def test_memory_by_kind_is_that_of_the_rank_with_most() -> None:
-    """Each rank has its own kinds; what its peak has besides them is workspace, which may be another rank's."""
+    """Ranks have their own kinds; the rest of a rank's peak is workspace, which may come from another rank."""
     first: Any = {
         "device": Machine(used=100),
         "users": Every({"a": User({"masters": 70}), "b": User({"gradients": 5})}),

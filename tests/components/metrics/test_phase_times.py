@@ -52,7 +52,7 @@ class GpuEvent:
 
 def metric(kind: str = "cpu") -> PhaseTimes:
     """The metric of some phases."""
-    phases = Every({name: object.__new__(each) for name, each in PHASES.items()})
+    phases = Every({name: object.__new__(phase_class) for name, phase_class in PHASES.items()})
     made = PhaseTimes(device=Machine(torch.device(kind)), phases=phases)
     ticks: Iterator[float] = iter([sum(range(number)) * 1.0 for number in range(1, 99)])  # 1, 2, 3, ... between them
     made.clock = lambda: next(ticks)
@@ -83,11 +83,11 @@ def test_times_are_by_what_a_phase_declares_to_do(kind: str) -> None:
         run(made, step)
         parts = made.update(step)
         made.on_event(Event("phase_ended", step, "report"))  # later than what is measured
-        found = made.compute(parts, step)
+        seconds = made.compute(parts, step)
     # On a GPU, where the clock of this test begins with 1, differences begin with 2.
     shift = scale if kind == "cuda" else 0.0
     counts = {"update": 2}
-    assert found == pytest.approx(
+    assert seconds == pytest.approx(
         {f"seconds/{name}": value * scale + shift * counts.get(name, 1) for name, value in EXPECTED.items()}
     )
 
@@ -98,7 +98,7 @@ def test_each_step_is_measured_by_itself() -> None:
     for number in (1, 2):
         step = Step(number, 9)
         run(made, step)
-        found = measure(made, step)
+        seconds = measure(made, step)
     ticks = 12  # between two marks in the step before
-    assert found["seconds/data"] == ticks + 1
-    assert found.keys() == {f"seconds/{name}" for name in EXPECTED}
+    assert seconds["seconds/data"] == ticks + 1
+    assert seconds.keys() == {f"seconds/{name}" for name in EXPECTED}

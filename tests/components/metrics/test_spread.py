@@ -13,15 +13,15 @@ from support.metrics import MESH, measure, step_of, step_without_loss
 
 @given(st.lists(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_quantiles_are_right_to_the_width_of_a_bin(ranks: list[list[float]]) -> None:
-    """Over the microbatches of all ranks: the least value up to which there are that many."""
+    """A quantile over all ranks' microbatches is the least value with enough values up to it."""
     metric = Spread(mesh=MESH, quantiles=(0.0, 0.5, 1.0), bins=200)
-    found = measure(metric, step_without_loss(), *(step_of([2 * x for x in one], [2.0] * len(one)) for one in ranks))
+    values = measure(metric, step_without_loss(), *(step_of([2 * x for x in one], [2.0] * len(one)) for one in ranks))
     everything = torch.tensor([x for one in ranks for x in one], dtype=torch.float64).sort().values
-    assert found["loss_min"] == pytest.approx(float(everything[0]))
-    assert found["loss_max"] == pytest.approx(float(everything[-1]))
+    assert values["loss_min"] == pytest.approx(float(everything[0]))
+    assert values["loss_max"] == pytest.approx(float(everything[-1]))
     for part, name in ((0.0, "loss_p0"), (0.5, "loss_p50"), (1.0, "loss_p100")):
-        place = max(0, math.ceil(part * len(everything)) - 1)
-        assert found[name] == pytest.approx(float(everything[place]), abs=0.101)
+        index = max(0, math.ceil(part * len(everything)) - 1)
+        assert values[name] == pytest.approx(float(everything[index]), abs=0.101)
 
 
 def test_microbatches_without_weight_do_not_count() -> None:

@@ -16,10 +16,10 @@ def _at(now: float) -> Throughput:
 
 
 def test_tokens_by_second_leave_out_what_went_aside() -> None:
-    """100 tokens in 12 seconds, of which 2 went into evaluation, are 10 a second."""
-    found = measure(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
-    assert found == {"tokens": 100, "tokens_per_second": 10.0}
-    assert type(found["tokens"]) is int
+    """100 tokens in 12 seconds, with 2 seconds for evaluation, are 10 a second."""
+    values = measure(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
+    assert values == {"tokens": 100, "tokens_per_second": 10.0}
+    assert type(values["tokens"]) is int
 
 
 def test_tokens_add_up_over_a_resumed_run() -> None:

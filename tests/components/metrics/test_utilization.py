@@ -29,7 +29,7 @@ class Counted:
         return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})
 
 
-def made(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Utilization:
+def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Utilization:
     """The metric of a module whose second weight is frozen."""
     module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).requires_grad_(False)})
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 0, False, False), module)])
@@ -41,7 +41,7 @@ def made(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Util
 
 
 def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
-    """What it says of a step of 2 seconds, in which each rank has a row of documents of 3 and 1 tokens."""
+    """Measure a step over 2 seconds, with a row with two documents, 3 and 1 tokens long, on every rank."""
     ids = torch.tensor([[0, 0, 0, 1]])
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 4))
     batch = batch.evolve(padding=1)
@@ -52,11 +52,14 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
 
 
 def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: Any) -> None:
-    """By position 3 and, of the frozen weight, 2 products; by pair 3; on two ranks the same of each. Padding counts."""
+    """
+    Operations count 3 by position and 2 for the frozen weight, and 3 by pair; two ranks have twice as many. Padding
+    counts.
+    """
     operations = 4 * (3 * 10 + 2 * 10) + 3 * (100 * 7 + 1000 * 6)
     for ranks in (1, 2):
         world = mock.Mock(size=ranks, rank=0)
-        metric = made(mesh_of(world=world), peak_tflops=1e-7)
+        metric = make_metric(mesh_of(world=world), peak_tflops=1e-7)
         metric.open()
         expected: dict[str, Any] = {"tflops": operations / 2 / 1e12, "mfu": operations / 2 / 1e12 / 1e-7}
         if ranks == 2:
@@ -66,7 +69,7 @@ def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: 
 
 def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
     """Each has the whole batch; the first one counts."""
-    metric = made(mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}), peak_tflops=1.0)
+    metric = make_metric(mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}), peak_tflops=1.0)
     metric.open()
     assert metric.update(Step(1, 1)) == {}
 
@@ -74,9 +77,9 @@ def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
 def test_there_is_nothing_on_a_cpu_without_a_peak(one_rank: Any) -> None:
     """Nor with two models, or none that counts."""
     for metric in (
-        made(one_rank),
-        made(one_rank, models=2, peak_tflops=1.0),
-        made(one_rank, models=0, peak_tflops=1.0),
+        make_metric(one_rank),
+        make_metric(one_rank, models=2, peak_tflops=1.0),
+        make_metric(one_rank, models=0, peak_tflops=1.0),
     ):
         metric.open()
         assert values(metric) == {} and not metric.accumulators
@@ -85,13 +88,13 @@ def test_there_is_nothing_on_a_cpu_without_a_peak(one_rank: Any) -> None:
 def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) -> None:
     """989.4 TFLOP/s in bfloat16 on an H100; a GPU that the table lacks has TFLOP/s alone."""
     for name, peak in (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA Unheard Of", None)):
-        metric = made(one_rank, "cuda")
+        metric = make_metric(one_rank, "cuda")
         with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
             metric.open()
         parts = [{"pairs": torch.tensor([7.0, 6.0])}]
         step = Step(1, 9, state={"tokens": float(4), "batches": []})
         metric._seconds = 2.0
-        found = metric.compute(combine(metric.accumulators, parts), step)
-        tflops = found["tflops"]
+        values = metric.compute(combine(metric.accumulators, parts), step)
+        tflops = values["tflops"]
         assert isinstance(tflops, float)
-        assert found.get("mfu") == (None if peak is None else pytest.approx(tflops / peak))
+        assert values.get("mfu") == (None if peak is None else pytest.approx(tflops / peak))

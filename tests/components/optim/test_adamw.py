@@ -12,7 +12,7 @@ from support.steps import make_skipped_step
 from support.weights import Weights
 
 
-def made(weights: Weights, **settings: float) -> AdamW:
+def open_optimizer(weights: Weights, **settings: float) -> AdamW:
     """An open optimizer."""
     optimizer = AdamW(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})  # type: ignore[arg-type]
     optimizer.open()
@@ -24,7 +24,7 @@ def test_steps_are_those_of_the_paper() -> None:
     weights = Weights()
     expected = {name: p.detach().double() for name, p in weights.named_parameters()}
     means = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
-    optimizer = made(weights, weight_decay=0.5)
+    optimizer = open_optimizer(weights, weight_decay=0.5)
     for number in (1, 2):
         weights.give_gradients(number)
         for name, parameter in weights.named_parameters():
@@ -38,9 +38,9 @@ def test_steps_are_those_of_the_paper() -> None:
 
 
 def test_state_loads_into_a_new_optimizer() -> None:
-    """A step after loading the state is bitwise that of the optimizer that was not interrupted."""
+    """A step after loading the state is bitwise equal to an uninterrupted optimizer's."""
     weights, others = Weights(), Weights()
-    first, second = made(weights), made(others)
+    first, second = open_optimizer(weights), open_optimizer(others)
     weights.give_gradients(1)
     first.run_phase(Step(1, 2))
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
     weights = Weights()
     matrix = weights.parameters["matrix"]
     before = matrix.detach().clone()
-    optimizer = made(weights)
+    optimizer = open_optimizer(weights)
     weights.give_gradients(1)
     optimizer.run_phase(make_skipped_step(1, 1))
     assert torch.equal(matrix, before) and matrix.grad is None
@@ -72,11 +72,11 @@ def test_lr_is_the_base_times_lr_factor() -> None:
     weights = Weights()
     weights.give_gradients(1)
     step = Step(1, 1, {"lr_factor": 0.25})
-    made(weights).run_phase(step)
+    open_optimizer(weights).run_phase(step)
     assert step.state["lr"] == pytest.approx(0.025)
 
 
 def test_state_of_other_parameters_is_refused() -> None:
     """State with a missing or an unknown parameter is an error that names it."""
     with pytest.raises(KeyError, match="vector"):
-        made(Weights()).load_state_dict({"matrix": {}})
+        open_optimizer(Weights()).load_state_dict({"matrix": {}})

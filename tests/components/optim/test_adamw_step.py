@@ -18,14 +18,14 @@ SETTINGS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def weights(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Weights of several shapes, a number, an empty one and one that is not aligned for vectorized loads."""
+    """Return weights in several shapes, a number, an empty one and one unaligned for vectorized loads."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(size, generator=generator).to(DEVICE, dtype) for size in SIZES]
     return [*map(nn.Parameter, drawn), nn.Parameter(torch.full((41,), 0.5, dtype=dtype, device=DEVICE)[1:])]
 
 
 def groups(parts: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups that differ in all that groups may set."""
+    """Return groups that differ in all their settings."""
     return [
         {"params": list(parts[:2]), "weight_decay": 0.5},
         {"params": list(parts[2:]), "weight_decay": 0.0, "lr": 0.02, "betas": (0.8, 0.99)},
@@ -58,12 +58,12 @@ def doubles(parts: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def load(target: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
-    """Copy the state of one optimizer into another, which keeps its groups."""
+    """Copy one optimizer's state into another, and keep the other's groups."""
     state = copy.deepcopy(source.state_dict()["state"])
     target.load_state_dict({"state": state, "param_groups": target.state_dict()["param_groups"]})
 
 
-def kept(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> list[Tensor]:
+def weight_and_moments(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> list[Tensor]:
     state = optimizer.state[part]
     return [part.detach(), *(tensor for name, tensor in state.items() if name != "step")]
 
@@ -81,13 +81,13 @@ def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype
     for one, other in zip(ours, theirs, strict=True):
         assert mine.state[one]["step"] == 5
         assert mine.state[one].keys() == their.state[other].keys()
-        for found, expected in zip(kept(mine, one), kept(their, other), strict=True):
-            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        for actual, expected in zip(weight_and_moments(mine, one), weight_and_moments(their, other), strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("of_gradients", [WIDE, NARROW, torch.float16])
 def test_bfloat16_is_rounded_to_the_nearest(of_gradients: torch.dtype) -> None:
-    """From the same weights and state, each number is the nearest to that of torch's step in float64."""
+    """From the same weights and state, all numbers are the nearest to torch's step in float64."""
     ours = weights(NARROW)
     mine = triton(ours)
     for seed in range(4):
@@ -97,13 +97,13 @@ def test_bfloat16_is_rounded_to_the_nearest(of_gradients: torch.dtype) -> None:
         step(mine, ours, seed, of_gradients)
         step(their, theirs, seed, torch.float64)
         for one, other in zip(ours, theirs, strict=True):
-            for found, expected in zip(kept(mine, one), kept(their, other), strict=True):
+            for actual, expected in zip(weight_and_moments(mine, one), weight_and_moments(their, other), strict=True):
                 # Half of the spacing of bfloat16, and what float32 adds to it.
-                torch.testing.assert_close(found.double(), expected, rtol=2**-8 * 1.001, atol=1e-6)
+                torch.testing.assert_close(actual.double(), expected, rtol=2**-8 * 1.001, atol=1e-6)
 
 
 def test_state_moves_to_torch_and_back() -> None:
-    """Steps by turns of both optimizers, each loading the other's state, are those of one, and steps are counted on."""
+    """Two optimizers that step by turns and load each other's state equal one, and continue its step count."""
     ours, others, theirs = weights(WIDE), weights(WIDE), weights(WIDE)
     mine, other, their = triton(ours), torch_own(others), torch_own(theirs)
     for seed in range(6):
@@ -117,25 +117,29 @@ def test_state_moves_to_torch_and_back() -> None:
     for one, expected in zip(ours, theirs, strict=True):
         assert mine.state[one].keys() == their.state[expected].keys()
         assert mine.state[one]["step"] == 6
-        torch.testing.assert_close(kept(mine, one), kept(their, expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weight_and_moments(mine, one), weight_and_moments(their, expected), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_weight_without_a_gradient_keeps_its_state_and_count() -> None:
-    """As torch's, a step leaves out weights that have no gradient, and takes later ones by each weight's own count."""
+    """Like torch's, a step skips weights without a gradient, and uses the weights' own step counts later."""
     ours, theirs = weights(WIDE), weights(WIDE)
     mine, their = triton(ours), torch_own(theirs)
     for seed, without in enumerate((0, None, 2, 2, 0)):
         for optimizer, parts in ((mine, ours), (their, theirs)):
-            for place, (part, gradient) in enumerate(zip(parts, gradients(parts, seed), strict=True)):
-                part.grad = None if place == without else gradient.float()
+            for index, (part, gradient) in enumerate(zip(parts, gradients(parts, seed), strict=True)):
+                part.grad = None if index == without else gradient.float()
             optimizer.step()
     assert [int(mine.state[part]["step"]) for part in ours] == [3, 5, 3, 5, 5, 5]
     for one, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(kept(mine, one), kept(their, expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weight_and_moments(mine, one), weight_and_moments(their, expected), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_step_that_the_device_skips_changes_nothing() -> None:
-    """Weights, moments and counts of steps are bitwise those before; gradients that are not finite leave no trace."""
+    """Weights, moments and step counts are bitwise unchanged; gradients that are not finite leave no trace."""
     ours, theirs = weights(NARROW), weights(NARROW)
     mine, their = triton(ours), triton(theirs)
     for seed, skipped in enumerate((True, False, True, False)):

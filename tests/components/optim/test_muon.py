@@ -25,7 +25,7 @@ SHAPES |= {"layers.0.norm": (6,), "layers.1.experts": (3, 9, 6)}
 MATRICES = ("layers.0.up", "layers.0.down", "layers.1.up")
 
 
-def opened(weights: Weights, **settings: Any) -> Muon:
+def open_optimizer(weights: Weights, **settings: Any) -> Muon:
     """An optimizer with the rate 0.1."""
     optimizer = Muon(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})
     optimizer.open()
@@ -40,9 +40,11 @@ def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", [{}, {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5, "ns_steps": 3}])
 def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
-    """Matrices of layers have the bits of torch.optim.Muon, all others but stacks those of torch.optim.AdamW."""
+    """Layers' matrices are bitwise equal to torch.optim.Muon's, all others but stacks to torch.optim.AdamW's."""
     ours, theirs = Weights(SHAPES, dtype), Weights(SHAPES, dtype)
-    optimizer = opened(ours, groups=[AdamGroup(targets=["layers.1.up"], lr_multiplier=0.5, weight_decay=0.2)], **how)
+    optimizer = open_optimizer(
+        ours, groups=[AdamGroup(targets=["layers.1.up"], lr_multiplier=0.5, weight_decay=0.2)], **how
+    )
     halved = {"params": [theirs.parameters["layers.1.up"]], "lr": 0.05, "weight_decay": 0.2}
     muon = of_torch([{"params": [theirs.parameters[name] for name in MATRICES[:2]]}, halved], how)
     rest = [
@@ -63,7 +65,7 @@ def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> No
 def test_maximizing_is_minimizing_the_negative() -> None:
     """Steps up the gradients are steps down their negatives, of matrices and of all others."""
     up, down = Weights(SHAPES), Weights(SHAPES)
-    climbing, falling = opened(up, maximize=True), opened(down)
+    climbing, falling = open_optimizer(up, maximize=True), open_optimizer(down)
     for number in (1, 2, 3):
         up.give_gradients(number)
         down.give_gradients(number)
@@ -76,9 +78,9 @@ def test_maximizing_is_minimizing_the_negative() -> None:
 
 
 def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
-    """Stacked experts are moved as torch.optim.Muon moves each of them."""
+    """Stacked experts move like torch.optim.Muon's single matrices."""
     ours, theirs = Weights(SHAPES, torch.float64), Weights(SHAPES, torch.float64)
-    optimizer = opened(ours)
+    optimizer = open_optimizer(ours)
     apart = [nn.Parameter(matrix.detach().clone()) for matrix in theirs.parameters["layers.1.experts"]]
     muon = of_torch(apart, {})
     for number in (1, 2):
@@ -86,18 +88,18 @@ def test_each_matrix_of_a_stack_has_the_steps_of_a_matrix() -> None:
         theirs.give_gradients(number)
         gradient = theirs.parameters["layers.1.experts"].grad
         assert gradient is not None
-        for each, part in zip(apart, gradient, strict=True):
-            each.grad = part
+        for single, part in zip(apart, gradient, strict=True):
+            single.grad = part
         optimizer.run_phase(Step(number, 2))
         muon.step()
-    expected: Tensor = torch.stack([each.detach() for each in apart])
+    expected: Tensor = torch.stack([single.detach() for single in apart])
     assert_equal({"experts": ours.parameters["layers.1.experts"].detach()}, {"experts": expected})
 
 
 def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
     """State of both optimizers comes back by name, as copies."""
     weights, others = Weights(SHAPES, torch.float64), Weights(SHAPES, torch.float64)
-    first, second = opened(weights), opened(others)
+    first, second = open_optimizer(weights), open_optimizer(others)
     weights.give_gradients(1)
     first.run_phase(Step(1, 2))
     with torch.no_grad():
@@ -112,18 +114,18 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
 
 
 def test_a_name_of_no_matrix_is_refused() -> None:
-    """A pattern of `targets` that only vectors have, or no parameter, is an error."""
+    """A pattern in `targets` that matches only vectors, or no parameter, is an error."""
     with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
-        opened(Weights(SHAPES, torch.float64), targets=["*.up", "*norm"])
+        open_optimizer(Weights(SHAPES, torch.float64), targets=["*.up", "*norm"])
 
 
 @pytest.mark.parametrize("how", [{}, {"ns_steps": 2, "targets": ["*.up"]}])
 def test_operations_of_an_update_are_those_that_torch_counts(how: dict[str, Any]) -> None:
-    """In the products of a step, for matrices of either orientation and stacks of them; without `open`."""
+    """Products in a step are counted, for matrices in either orientation and stacks; without `open`."""
     weights = Weights(SHAPES)
     weights.give_gradients(0)
     planned = Muon(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **how).update_flops()
-    optimizer = opened(weights, **how)
+    optimizer = open_optimizer(weights, **how)
     with FlopCounterMode(display=False) as counted:
         optimizer.run_phase(Step(1, 1))
     assert planned == counted.get_total_flops() > 0

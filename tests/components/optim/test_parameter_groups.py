@@ -36,7 +36,7 @@ class OneJob:
     path: Path = Path("runs/run")
 
 
-def opened(kind: Any, weights: Weights, **settings: Any) -> Any:
+def open_optimizer(kind: Any, weights: Weights, **settings: Any) -> Any:
     """An optimizer."""
     if kind is StochasticAdamW:
         settings |= {"job": OneJob(), "device": ComputeDevice(kind="cpu")}
@@ -60,9 +60,9 @@ GROUPS = [
 
 
 def test_steps_are_those_of_torch_with_such_groups() -> None:
-    """Weights after steps, of which one is skipped, are bitwise torch's with groups that are written out by name."""
+    """Weights after steps, one skipped, are bitwise equal to torch's with groups written out by name."""
     ours, theirs = Weights(SHAPES), Weights(SHAPES)
-    steps(opened(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)
+    steps(open_optimizer(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)
     written: list[dict[str, Any]] = [
         {"params": ["layers.0.up.weight"], "weight_decay": 0.3, "factor": 1.0},
         {"params": ["loss.temperature"], "weight_decay": 0.0, "factor": 1.0},
@@ -71,7 +71,7 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
         {"params": ["layers.1.up.weight"], "weight_decay": 0.7, "factor": 1.0, "betas": (0.5, 0.6)},
         {"params": ["layers.0.norm"], "weight_decay": 0.2, "factor": 2.0},
     ]
-    groups = [each | {"params": [theirs.parameters[name] for name in each["params"]]} for each in written]
+    groups = [setting | {"params": [theirs.parameters[name] for name in setting["params"]]} for setting in written]
     expected = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for number in (1, 2, 4):
         theirs.give_gradients(number)
@@ -83,16 +83,16 @@ def test_steps_are_those_of_torch_with_such_groups() -> None:
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, StochasticAdamW])
 def test_a_group_has_the_steps_of_an_optimizer_with_its_settings(kind: Any) -> None:
-    """Each parameter has the bits that it has alone, in an optimizer with the settings of its group."""
+    """Parameters are bitwise equal to the result alone in an optimizer with their group's settings."""
     betas = {} if kind is SGD else {"betas": (0.5, 0.6)}
     make = ParameterGroup if kind is SGD else AdamGroup
     weights = Weights(SHAPES)
     groups = [make(targets=["layers.*.up.*"], lr_multiplier=0.5, weight_decay=0.7, **betas)]
-    steps(opened(kind, weights, groups=groups), weights, 1, 2, 3, 4)
+    steps(open_optimizer(kind, weights, groups=groups), weights, 1, 2, 3, 4)
     for name, parameter in weights.named_parameters():
         alone = Weights({name: SHAPES[name]})
         settings = {"lr": 0.05, "weight_decay": 0.7, **betas} if ".up." in name else {}
-        steps(opened(kind, alone, **settings), alone, 1, 2, 3, 4)
+        steps(open_optimizer(kind, alone, **settings), alone, 1, 2, 3, 4)
         assert torch.equal(parameter, alone.parameters[name]), name
 
 
@@ -101,9 +101,11 @@ def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
     """A step after loading into other groups equals, by name, one with the state as it was saved."""
     make = ParameterGroup if kind is SGD else AdamGroup
     weights, others = Weights(SHAPES), Weights(SHAPES)
-    before = opened(kind, weights, groups=[make(targets=["layers.0.*"], lr_multiplier=0.5)])
+    before = open_optimizer(kind, weights, groups=[make(targets=["layers.0.*"], lr_multiplier=0.5)])
     steps(before, weights, 1, 2)
-    after = opened(kind, others, groups=[make(targets=["embed.*"]), make(targets=["*norm"], lr_multiplier=0.25)])
+    after = open_optimizer(
+        kind, others, groups=[make(targets=["embed.*"]), make(targets=["*norm"], lr_multiplier=0.25)]
+    )
     after.load_state_dict(copy.deepcopy(before.state_dict()))
     assert_equal(after.state_dict(), before.state_dict())
     steps(after, others, 4)
@@ -118,20 +120,20 @@ def test_a_parameter_keeps_its_state_when_it_changes_groups(kind: Any) -> None:
     ],
 )
 def test_a_pattern_without_a_parameter_is_refused(patterns: list[list[str]], said: str) -> None:
-    """A pattern that is no name, or whose names all belong to an earlier group, is an error that says which."""
+    """A pattern without a match, or whose matches all belong to an earlier group, is an error naming it."""
     with pytest.raises(UserError, match=r"groups\[\d\] of the optimizer: the pattern ") as caught:
-        opened(AdamW, Weights(SHAPES), groups=[AdamGroup(targets=targets) for targets in patterns])
+        open_optimizer(AdamW, Weights(SHAPES), groups=[AdamGroup(targets=targets) for targets in patterns])
     assert said in str(caught.value)
 
 
 def texts(recipe: Recipe) -> list[str]:
-    """What `check` warns of in the optimizer."""
-    return [each.text for each in recipe.check() if each.node == "optimizer"]
+    """Return `check`'s warnings about the optimizer."""
+    return [problem.text for problem in recipe.check() if problem.node == "optimizer"]
 
 
 @pytest.mark.parametrize("use", ["adam", "adamw", "muon", "sgd", "stochastic_adamw"])
 def test_check_finds_patterns_without_a_parameter(use: str) -> None:
-    """`check` warns of them at their place, in the words of a run, and of none that a run takes."""
+    """`check` warns about such patterns at their place, in a run's words, and about no pattern that a run accepts."""
     groups = [{"targets": ["model.embed*", "*norm.weight", "embed"]}, {"targets": ["model.norm.*", "*.k_proj.*"]}]
     values = {"optimizer": {"use": f"optim.{use}", "lr": 1e-3, "groups": groups}}
     assert texts(Recipe.load("first_run").with_values(values)) == [
@@ -141,7 +143,7 @@ def test_check_finds_patterns_without_a_parameter(use: str) -> None:
 
 
 def test_check_finds_targets_of_muon_without_a_parameter() -> None:
-    """`check` warns of a pattern without a matrix, such as one of norms, and names a matrix of a layer."""
+    """`check` warns about a pattern without a matrix, such as a norm's, and names a layer's matrix."""
     muon = {"use": "optim.muon", "lr": 1e-3, "targets": ["*layers.*", "*_prj.*", "*norm*"]}
     warnings = texts(Recipe.load("first_run").with_values({"optimizer": muon}))
     assert [text.partition(";")[0] for text in warnings] == [
@@ -154,7 +156,7 @@ def test_check_finds_targets_of_muon_without_a_parameter() -> None:
 
 @pytest.mark.parametrize("name", ["first_run", "moe"])
 def test_check_knows_the_names_that_a_run_trains(name: str) -> None:
-    """A group for each parameter, by its whole name, gives no warning; and one is left over that the model lacks."""
+    """A group per parameter, by whole name, gives no warning; a name unknown to the model does."""
     recipe = Recipe.load(name)
     with recipe.open("model") as run:
         model = run["model"]

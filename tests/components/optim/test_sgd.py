@@ -48,7 +48,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_are_those_of_torch(variant: dict[str, Any]) -> None:
-    """With dampening, Nesterov momentum and maximization, weights are bitwise those of torch.optim.SGD."""
+    """With dampening, Nesterov momentum and maximization, weights are bitwise equal to torch.optim.SGD's."""
     ours, theirs = Weight(), Weight()
     sgd = SGD(parameters=ours, mesh=SingleRankMesh(), lr=0.1, weight_decay=0.2, **variant)
     sgd.open()
@@ -63,7 +63,7 @@ def test_steps_are_those_of_torch(variant: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("skipped", [{1, 3}, {1, 2}, {2}])
 def test_with_dampening_a_step_that_the_device_skips_leaves_no_momentum(skipped: set[int]) -> None:
-    """Weights are those of a run without the skipped steps, also where the first step is one of them."""
+    """Weights equal a run's without the skipped steps, even if the first step is skipped."""
     late, known = Weight(), Weight()
     ours, theirs = (SGD(parameters=side, mesh=SingleRankMesh(), lr=0.1, dampening=0.5) for side in (late, known))
     ours.open()
@@ -81,7 +81,7 @@ def test_with_dampening_a_step_that_the_device_skips_leaves_no_momentum(skipped:
 
 
 class TwoWeights(Weight):
-    """Two weights, of which the second has no gradient at first."""
+    """Two weights, the second without a gradient at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class TwoWeights(Weight):
 
 
 def test_a_weight_may_have_its_first_gradient_later() -> None:
-    """Its momentum begins then, as that of the other weight did."""
+    """Its momentum begins then, like the other weight's did."""
     parameters = TwoWeights()
     sgd = SGD(parameters=parameters, mesh=SingleRankMesh(), lr=0.1, momentum=0.5)
     sgd.open()

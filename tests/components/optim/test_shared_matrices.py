@@ -1,4 +1,4 @@
-"""Orthogonalisation of matrices that several ranks have slices of."""
+"""Orthogonalization of matrices whose slices are on several ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,20 +37,22 @@ def matrices() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator).double() for name, (shape, _) in LAYOUTS.items()}
 
 
-def _orthogonalized() -> tuple[dict[str, Tensor], list[int]]:
-    """This rank's slices of the results, and the elements that it has orthogonalised at a time."""
+def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
+    """Return this rank's slices of the results, and its numbers of orthogonalized elements."""
     elements: list[int] = []
 
-    def counted(matrices: Tensor, ns_steps: int) -> Tensor:
+    def count_and_orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
         elements.append(matrices.numel())
         return orthogonalize(matrices, ns_steps)
 
-    shared_matrices.orthogonalize = counted
+    shared_matrices.orthogonalize = count_and_orthogonalize
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
         group = processes.group("all", [list(range(RANKS))])
-        places = {name: TensorSlice(shape, *place(group.rank)) for name, (shape, place) in LAYOUTS.items()}
+        places = {
+            name: TensorSlice(shape, *slice_of_rank(group.rank)) for name, (shape, slice_of_rank) in LAYOUTS.items()
+        }
         updates = {name: whole[places[name].index()] for name, whole in matrices().items()}
         return SharedMatrices(places, group).orthogonalize(updates, 5), elements
     finally:
@@ -58,21 +60,21 @@ def _orthogonalized() -> tuple[dict[str, Tensor], list[int]]:
 
 
 def test_slices_are_those_of_whole_matrices_which_are_computed_once() -> None:
-    """Whatever slices ranks have, results are bitwise those of one process; ranks share the work, each part once."""
-    ranks: list[Any] = run_ranks(_orthogonalized, RANKS)
+    """With any slices, results are bitwise equal to one process's; ranks divide the work, without repetition."""
+    ranks: list[Any] = run_ranks(_orthogonalize_shared, RANKS)
     wholes = matrices()
-    for name, (shape, place) in LAYOUTS.items():
+    for name, (shape, slice_of_rank) in LAYOUTS.items():
         expected = orthogonalize(wholes[name], 5)
-        for rank, (found, _) in enumerate(ranks):
-            assert torch.equal(found[name], expected[TensorSlice(shape, *place(rank)).index()]), (name, rank)
+        for rank, (slices, _) in enumerate(ranks):
+            assert torch.equal(slices[name], expected[TensorSlice(shape, *slice_of_rank(rank)).index()]), (name, rank)
     assert sum(sum(elements) for _, elements in ranks) == sum(whole.numel() for whole in wholes.values())
     assert all(elements for _, elements in ranks)
 
 
 def test_results_are_nearly_orthogonal() -> None:
-    """Singular vectors are those of the matrix, and singular values between 0.5 and 1.5, tall or wide."""
+    """The result has the matrix's singular vectors, and singular values between 0.5 and 1.5, tall or wide."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((40, 12), (12, 40), (3, 20, 20)):
-        found = orthogonalize(torch.randn(shape, generator=generator), 5).float()
-        values = torch.linalg.svdvals(found)
+        result = orthogonalize(torch.randn(shape, generator=generator), 5).float()
+        values = torch.linalg.svdvals(result)
         assert values.min() > 0.3 and values.max() < 1.5, shape

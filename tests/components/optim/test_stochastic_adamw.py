@@ -37,7 +37,7 @@ class OneJob:
     path: Path = Path("runs/run")
 
 
-def made(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
+def open_optimizer(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
     """An open optimizer."""
     kind: Any = DEVICE.type
     device: Any = ComputeDevice(kind=kind)
@@ -49,7 +49,7 @@ def made(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
 
 def after(steps: int, implementation: Any = "eager", **settings: Any) -> tuple[Weights, StochasticAdamW]:
     weights = narrow_weights()
-    optimizer = made(weights, implementation=implementation, **settings)
+    optimizer = open_optimizer(weights, implementation=implementation, **settings)
     for number in range(1, steps + 1):
         weights.give_gradients(number)
         optimizer.run_phase(Step(number, steps))
@@ -65,14 +65,16 @@ def same(one: Weights, other: Weights) -> bool:
 @pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
     """In their own dtype, for 24 elements of the matrix and 6 of the vector."""
-    assert made(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {"optimizer_state": 2 * size * (24 + 6)}
+    assert open_optimizer(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {
+        "optimizer_state": 2 * size * (24 + 6)
+    }
 
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}])
 def test_float32_has_the_steps_of_torch(options: dict[str, bool]) -> None:
-    """Weights and state of float32 are those of torch.optim.AdamW with the same options."""
+    """Float32 weights and state equal torch.optim.AdamW's with the same options."""
     ours, theirs = (Weights(SHAPES, torch.float32, DEVICE) for _ in range(2))
-    optimizer = made(ours, state_dtype="float32", weight_decay=0.0, **options)
+    optimizer = open_optimizer(ours, state_dtype="float32", weight_decay=0.0, **options)
     assert optimizer.memory_bytes() == {"optimizer_state": (3 if "amsgrad" in options else 2) * 4 * (24 + 6)}
     torch_own = torch.optim.AdamW(theirs.parameters.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, **options)
     for number in range(1, 6):
@@ -113,13 +115,13 @@ def test_triton_equals_eager_bitwise(options: dict[str, bool]) -> None:
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("means", ["bfloat16", "float32"])
 def test_resuming_is_bit_exact(means: str, amsgrad: bool) -> None:
-    """Steps after loading the state are bitwise those of the optimizer that was not interrupted."""
+    """Steps after loading the state are bitwise equal to an uninterrupted optimizer's."""
     weights, first = after(3, state_dtype=means, amsgrad=amsgrad)
     others = narrow_weights()
     with torch.no_grad():
         for (_, target), (_, source) in zip(others.named_parameters(), weights.named_parameters(), strict=True):
             target.copy_(source)
-    second = made(others, state_dtype=means, amsgrad=amsgrad)
+    second = open_optimizer(others, state_dtype=means, amsgrad=amsgrad)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for number in (4, 5):
         for optimizer, side in ((first, weights), (second, others)):
@@ -131,7 +133,7 @@ def test_resuming_is_bit_exact(means: str, amsgrad: bool) -> None:
 def test_noise_depends_on_the_parameter_name() -> None:
     """A parameter gets the same noise whichever other parameters a rank has."""
     alone = narrow_weights("matrix")
-    optimizer = made(alone, implementation="eager")
+    optimizer = open_optimizer(alone, implementation="eager")
     alone.give_gradients(1)
     optimizer.run_phase(Step(1, 1))
     assert torch.equal(alone.parameters["matrix"], after(1)[0].parameters["matrix"])
@@ -141,7 +143,7 @@ def test_only_matrices_decay() -> None:
     """With zero gradients a matrix shrinks by lr times weight_decay, and a vector is unchanged."""
     weights = narrow_weights()
     before = {name: parameter.detach().clone() for name, parameter in weights.named_parameters()}
-    made(weights, lr=0.5, weight_decay=0.5).run_phase(Step(1, 1))
+    open_optimizer(weights, lr=0.5, weight_decay=0.5).run_phase(Step(1, 1))
     assert torch.equal(weights.parameters["vector"], before["vector"])
     torch.testing.assert_close(weights.parameters["matrix"].detach(), before["matrix"] * 0.75, rtol=0.01, atol=0)
 
@@ -160,15 +162,15 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 def test_lr_is_the_base_times_lr_factor() -> None:
     """The learning rate that was used is in the step's outputs."""
     step = Step(1, 1, {"lr_factor": 0.25})
-    made(narrow_weights(), lr=0.1).run_phase(step)
+    open_optimizer(narrow_weights(), lr=0.1).run_phase(step)
     assert step.state["lr"] == pytest.approx(0.025)
 
 
 def test_inconsistent_state_is_refused() -> None:
-    """State of other parameters is an error that names them, as is state of different numbers of steps."""
+    """State for other parameters, or with different step counts, is an error naming them."""
     _, optimizer = after(1)
     with pytest.raises(KeyError, match="vector"):
-        made(narrow_weights()).load_state_dict({"matrix": {}})
+        open_optimizer(narrow_weights()).load_state_dict({"matrix": {}})
     state = copy.deepcopy(optimizer.state_dict())
     state["vector"]["steps"] = 7
     with pytest.raises(ValueError, match=r"\[1, 7\]"):
@@ -180,7 +182,7 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(ComputeDevice, "device", torch.device("cpu"))
     with pytest.raises(UserError, match="implementation is 'triton', but Triton runs on GPUs"):
-        made(narrow_weights(), implementation="triton")
+        open_optimizer(narrow_weights(), implementation="triton")
 
 
 @given(st.data())
@@ -189,11 +191,11 @@ def test_rows_of_a_slice_are_where_it_is_in_the_whole(data: st.DataObject) -> No
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     offsets = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     size = tuple(data.draw(st.integers(1, length - at)) for length, at in zip(shape, offsets, strict=True))
-    place = TensorSlice(shape, offsets, size)
-    expected = torch.arange(prod(shape)).view(shape)[place.index()].flatten()
-    elements = torch.arange(place.numel)
+    tensor_slice = TensorSlice(shape, offsets, size)
+    expected = torch.arange(prod(shape)).view(shape)[tensor_slice.index()].flatten()
+    elements = torch.arange(tensor_slice.numel)
     try:
-        first, width, stride = slice_rows(place)
+        first, width, stride = slice_rows(tensor_slice)
     except UserError:
         begins = expected[torch.cat([torch.tensor([0]), (expected.diff() > 1).nonzero().flatten() + 1])]
         assert len({*begins.diff().tolist()}) > 1

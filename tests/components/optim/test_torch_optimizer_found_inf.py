@@ -1,4 +1,4 @@
-"""Steps that the device skips, which the host learns a step later, beside the same steps that the host skips."""
+"""Steps skipped on the device, which the host learns a step later, beside the same steps skipped by the host."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def weights_of(dtype: torch.dtype, gradient: torch.dtype) -> Weights:
 
 
 def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
-    """Give gradients, of which none is finite if they are not to be."""
+    """Set gradients, finite or not."""
     weights.give_gradients(seed)
     if not finite:
         for _, parameter in weights.named_parameters():
@@ -54,7 +54,7 @@ def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
 
 
 class ByTriton(AdamW):
-    """An AdamW that is always of Triton, as on GPUs."""
+    """An AdamW that always uses Triton, as on GPUs."""
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""
@@ -80,9 +80,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, dict[s
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_the_device_skips_is_one_that_the_host_skips(name: str) -> None:
     """
-    Weights are the same bits after each of some steps, and the state after the last, the first step skipped or not.
-
-    In an update the host reads nothing of the device.
+    Weights are bitwise equal after the compared steps, and the state after the last, the first step skipped or not. In
+    an update the host reads nothing from the device.
     """
     make, dtype, gradient, settings = OPTIMIZERS[name]
     for skips in ({1, 3}, {2, 3, 5}):

@@ -15,7 +15,7 @@ from support.checkpoints import SingleRankMesh
 from support.weights import Weights
 
 
-def mixed_weights() -> Weights:
+def two_dtype_weights() -> Weights:
     """A matrix in bfloat16 and a vector in float32."""
     matrix, vector = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4)
     return Weights.of({"matrix": nn.Parameter(matrix), "vector": nn.Parameter(vector)})
@@ -34,23 +34,25 @@ def mixed_weights() -> Weights:
 )
 def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any) -> None:
     """
-    The bytes announced before the first step are those of the state after it, without counters of steps; the forecast
-    has every tensor of that state.
+    The bytes announced before the first step equal the state's bytes after it, without step counters; the forecast has
+    all the state's tensors.
     """
-    weights = mixed_weights()
+    weights = two_dtype_weights()
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
     announced, forecast = optimizer.memory_bytes(), optimizer.forecast_state()
     for _, parameter in weights.named_parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.run_phase(Step(1, 1))
-    state = [each for parts in optimizer.state_dict().values() for each in parts.values() if torch.is_tensor(each)]
-    assert announced == {"optimizer_state": sum(each.nbytes for each in state if each.ndim)}
+    state = [
+        tensor for parts in optimizer.state_dict().values() for tensor in parts.values() if torch.is_tensor(tensor)
+    ]
+    assert announced == {"optimizer_state": sum(tensor.nbytes for tensor in state if tensor.ndim)}
     assert _kinds(forecast) == _kinds(optimizer.state_dict())
 
 
 def _kinds(state: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], Any]:
-    """Return shape and dtype of each tensor of an optimizer's state."""
+    """Return the shapes and dtypes of an optimizer's state."""
     return {
         (name, key): (tensor.shape, tensor.dtype)
         for name, parts in state.items()

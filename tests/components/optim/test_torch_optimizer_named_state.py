@@ -1,4 +1,4 @@
-"""The state of every optimizer by parameter names: its device, and that of a rank without parameters."""
+"""All optimizers' state by parameter names: its device, and a rank without parameters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ MAKERS: dict[str, Callable[[Weights], Any]] = {
 }
 
 
-def _opened(kind: str, weights: Weights) -> Any:
+def _open_optimizer(kind: str, weights: Weights) -> Any:
     optimizer = MAKERS[kind](weights)
     optimizer.open()
     return optimizer
@@ -60,11 +60,11 @@ def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
     """
-    Every tensor of a state that was read into CPU memory, also a step count without dimensions, is where its
-    parameter is: a fused optimizer refuses to step with any of them elsewhere.
+    After a state in CPU memory is loaded, all its tensors, also a step count without dimensions, are on their
+    parameter's device: otherwise a fused optimizer refuses to step.
     """
     weights = Weights()
-    stepped, elsewhere = _opened(kind, weights), _opened(kind, Weights(device="meta"))
+    stepped, elsewhere = _open_optimizer(kind, weights), _open_optimizer(kind, Weights(device="meta"))
     give_gradients(weights, "matrix", "vector")
     stepped.run_phase(Step(1, 1))
     elsewhere.load_state_dict(stepped.state_dict())
@@ -77,7 +77,7 @@ def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
 def test_loaded_state_is_a_copy(kind: str) -> None:
     """A step after loading does not change the state that was loaded."""
     weights, others = Weights(), Weights()
-    first, second = _opened(kind, weights), _opened(kind, others)
+    first, second = _open_optimizer(kind, weights), _open_optimizer(kind, others)
     give_gradients(weights, "matrix", "vector")
     first.run_phase(Step(1, 2))
     before = {name: tensor.clone() for name, tensor in _tensors(first.state_dict()).items()}
@@ -91,7 +91,7 @@ def test_loaded_state_is_a_copy(kind: str) -> None:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_rank_without_parameters_steps_and_resumes(kind: str) -> None:
     """A pipeline rank whose parameters are all frozen steps, and saves and loads an empty state."""
-    optimizer, resumed = (_opened(kind, Weights({})) for _ in range(2))
+    optimizer, resumed = (_open_optimizer(kind, Weights({})) for _ in range(2))
     step = Step(1, 2)
     optimizer.run_phase(step)
     assert step.state["lr"] == 0.1
@@ -104,7 +104,7 @@ def test_a_rank_without_parameters_steps_and_resumes(kind: str) -> None:
 def test_a_parameter_without_gradients_has_an_entry(kind: str) -> None:
     """A parameter that has had no gradient so far has an empty entry in the state."""
     weights, others = Weights(), Weights()
-    optimizer, resumed = _opened(kind, weights), _opened(kind, others)
+    optimizer, resumed = _open_optimizer(kind, weights), _open_optimizer(kind, others)
     give_gradients(weights, "matrix")
     optimizer.run_phase(Step(1, 2))
     assert list(optimizer.state_dict()) == ["matrix", "vector"] and optimizer.state_dict()["vector"] == {}

@@ -1,4 +1,4 @@
-"""Weights in bfloat16, of which small updates are lost: the warning, and that it is true."""
+"""The warning that bfloat16 weights lose small updates, and its truth."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ PURE = ("precision.parameter=bfloat16",)
 
 
 def warnings(*words: str) -> list[str]:
-    """What `check` warns of."""
+    """Return `check`'s warnings."""
     return [str(problem) for problem in Recipe.load("first_run", *words).check()]
 
 
@@ -30,7 +30,7 @@ def test_check_warns_of_bfloat16_weights_without_masters(name: str) -> None:
 
 @pytest.mark.parametrize(("part", "stays"), [(1 / 512 - 1e-4, True), (1 / 256 + 1e-4, False)])
 def test_updates_below_the_bound_are_lost(part: float, stays: bool) -> None:
-    """AdamW's first steps, which are of the rate's size, change no weight below the bound, and any above twice that."""
+    """AdamW's first steps, as large as the rate, change no weight below the bound, and all above twice the bound."""
     weights = torch.nn.Parameter(torch.tensor([1.0, 1.5, 1.9921875], dtype=torch.bfloat16))
     before = weights.detach().clone()
     for weight in range(3):

@@ -18,7 +18,7 @@ from support.processes import run_ranks
 
 
 class Rank(SingleProcess):
-    """One of several ranks, which sends nothing."""
+    """A rank among several, which sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -36,7 +36,7 @@ def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int
 
 
 def test_a_row_that_does_not_divide_is_refused() -> None:
-    """The message has the length and what to write."""
+    """The message has the length and a remedy."""
     with pytest.raises(UserError, match=r"rows of 9 tokens .* mesh\.context = 2 .* multiple of 4"):
         ContextPart.of(9, Rank(0, 2))
 
@@ -51,14 +51,14 @@ def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
 
 
 def test_own_leaves_are_cut_by_their_specs() -> None:
-    """Frames of a row are shared out, and what a row has one of, or all rows share, is on every rank."""
+    """A row's frames are partitioned; a row's single values, and values shared by all rows, are on all ranks."""
     whole = clips()
     part = ContextPart.of(6, Rank(1, 3)).cut(whole)
     assert part.frames["left"].tolist() == [[6 * row + 1, 6 * row + 4] for row in range(4)]
     assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 
 
-def _gathered() -> tuple[Any, Any]:
+def _gather_rows() -> tuple[Any, Any]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -75,7 +75,9 @@ def _gathered() -> tuple[Any, Any]:
 
 
 def test_gathered_rows_are_in_order_and_gradients_are_those_of_all_ranks() -> None:
-    """Each rank has the whole row; what all of them do with a token adds up in its gradient, on its rank."""
-    (first, grad), (second, other) = run_ranks(_gathered, 2)
+    """All ranks have the whole row; a token's gradient, on its own rank, is the sum over all ranks' uses."""
+    (first, grad), (second, other) = run_ranks(_gather_rows, 2)
     assert first == second == list(range(8))
-    assert grad == [3.0 * place for place in (0, 1, 6, 7)] and other == [3.0 * place for place in (2, 3, 4, 5)]
+    assert grad == [3.0 * position for position in (0, 1, 6, 7)] and other == [
+        3.0 * position for position in (2, 3, 4, 5)
+    ]

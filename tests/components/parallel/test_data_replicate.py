@@ -14,7 +14,7 @@ from drawloom.components.ports.distributed import Pending
 
 
 class Twins(SingleProcess):
-    """Two replicas that have the same, and what they sum: the gradients known by then, by the tensors' sizes."""
+    """Two equal replicas and their sums: the gradients known by then, by tensor size."""
 
     size = 2
 
@@ -23,7 +23,7 @@ class Twins(SingleProcess):
         self.calls: list[tuple[int, list[str]]] = []
 
     def start_sum(self, tensor: Tensor) -> Pending:
-        known = [name for name, each in self.module.named_parameters() if each.grad is not None]
+        known = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
         self.calls.append((tensor.numel(), known))
         tensor.mul_(2)
         return super().start_sum(tensor)
@@ -66,11 +66,11 @@ def test_the_sum_of_equal_replicas_is_twice_the_gradient(bucket_bytes: int) -> N
         module(x).sum().backward()
         plain(x).sum().backward()
     store.hand_over_gradients()
-    for (name, each), other in zip(module.named_parameters(), plain.parameters(), strict=True):
-        assert each.grad is not None
+    for (name, parameter), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
         expected = torch.zeros(3) if name == "unused" else 2 * other.grad  # type: ignore[operator]
-        torch.testing.assert_close(each.grad, expected)
-    assert sum(size for size, _ in group.calls) == sum(each.numel() for each in module.parameters())
+        torch.testing.assert_close(parameter.grad, expected)
+    assert sum(size for size, _ in group.calls) == sum(parameter.numel() for parameter in module.parameters())
     assert store.summed == {name for name, _ in module.named_parameters()}
 
 
@@ -90,7 +90,7 @@ def test_blocks_are_sent_while_others_are_computed() -> None:
 
 
 def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
-    """In W a block is sent as soon as its gradients are known, the last one first, before those of others are."""
+    """In W a block is sent once its gradients are known, last block first, before earlier blocks' are known."""
     module, group = Stack(), Twins()
     shards = store_of(module, group, 1).modules[module]
     split, x = SplitBackward(), torch.randn(4, 2)
@@ -109,11 +109,11 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
 
 
 def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
-    """A weight shared by several layers, or by a layer and an earlier module, is sent last with all gradients."""
+    """A weight shared by layers, or by a layer and the first module, is reduced once its gradient is complete."""
     module, plain, group = Stack(), Stack(), Twins()
-    for each in (module, plain):
-        each.layers[2] = each.layers[0]
-        each.layers[1].weight = each.first.weight
+    for model in (module, plain):
+        model.layers[2] = model.layers[0]
+        model.layers[1].weight = model.first.weight
     store, x = store_of(module, group, 1), torch.randn(4, 2)
     store.modules[module].reduce_next(final=True)
     module(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Parameters sharded over ranks, and when they are whole on every rank."""
+"""Sharded parameters, and the times when ranks have them whole."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -60,10 +60,10 @@ def _stages(
     return stages
 
 
-def _looked_at() -> list[dict[str, Any]]:
-    """What a rank holds, and whether a layer's parameters are slices after a forward, by setting."""
+def _inspect_shards() -> list[dict[str, Any]]:
+    """Return a rank's contents, and whether a layer's parameters are slices after a forward, by setting."""
     with mesh_along("data_shard") as (mesh, device):
-        found = []
+        records = []
         mixed = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
         cases: list[tuple[bool | None, dict[str, Any]]] = [(None, {}), (False, {}), (True, mixed)]
         for reshard, precision in cases:
@@ -77,7 +77,7 @@ def _looked_at() -> list[dict[str, Any]]:
             freed = is_dtensor(layer.get_parameter("self_attn.q_proj.weight"))
             stages.cast_weights()
             named = dict(stages.local[0].named_parameters())
-            found.append(
+            records.append(
                 {
                     "freed": freed,
                     "sizes": {name: tuple(part.shape) for name, part in named.items()},
@@ -86,32 +86,32 @@ def _looked_at() -> list[dict[str, Any]]:
                     "bytes": stages.memory_bytes(),
                 }
             )
-        return found
+        return records
 
 
 def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
     """Slices tile every parameter; a layer is freed after its forward unless the setting says no."""
-    ranks = run_ranks(_looked_at, 2)
-    alone = run_ranks(_looked_at, 1)[0][0]["sizes"]
+    ranks = run_ranks(_inspect_shards, 2)
+    alone = run_ranks(_inspect_shards, 1)[0][0]["sizes"]
     for number, freed in enumerate((True, False, True)):
         mine = [rank[number] for rank in ranks]
-        assert [each["freed"] for each in mine] == [freed, freed]
-        whole = {name for name, place in mine[0]["slices"].items() if place is None}
+        assert [record["freed"] for record in mine] == [freed, freed]
+        whole = {name for name, tensor_slice in mine[0]["slices"].items() if tensor_slice is None}
         norms = {name for name in alone if name.endswith("norm.weight")}
         assert whole == {"loss.log"} | (norms if number == 2 else set())
         for name in alone.keys() - whole:
-            rows = [each["sizes"][name][0] for each in mine]
+            rows = [record["sizes"][name][0] for record in mine]
             assert sum(rows) == alone[name][0] and rows[0] - rows[1] in (0, 1), name
-            assert [each["slices"][name].offsets[0] for each in mine] == [0, rows[0]], name
-        assert all(each["dtypes"] == {"torch.float32"} for each in mine)
+            assert [record["slices"][name].offsets[0] for record in mine] == [0, rows[0]], name
+        assert all(record["dtypes"] == {"torch.float32"} for record in mine)
     whole_bytes = 4 * sum(torch.Size(size).numel() for size in alone.values())
     assert ranks[0][0]["bytes"]["parameters"] + ranks[1][0]["bytes"]["parameters"] < 1.1 * whole_bytes
 
 
 def _gradients_between() -> dict[bool, list[list[int]]]:
-    """By setting and microbatch of a step: elements of gradients that are whole, and that are in slices."""
+    """Return the elements of whole and sliced gradients, by setting and microbatch."""
     with mesh_along("data_shard") as (mesh, device):
-        found: dict[bool, list[list[int]]] = {}
+        sums: dict[bool, list[list[int]]] = {}
         for sync in (False, True):
             stages = _stages(mesh, device, False, sync)
             [stage] = stages.local
@@ -119,7 +119,7 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
             assert shards.by_microbatch is sync
             tokens = torch.arange(6).view(1, 6)
             stages.cast_weights()
-            found[sync] = []
+            sums[sync] = []
             for microbatch in range(3):
                 if sync or microbatch == 2:
                     shards.reduce_next(final=microbatch == 2)
@@ -128,8 +128,8 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                 shards.end_reduction()
                 whole = [_numel(part.unsharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
                 sliced = [_numel(part.sharded_param.grad) for unit in shards.units for part in _fsdp_params(unit)]
-                found[sync].append([sum(whole), sum(sliced)])
-        return found
+                sums[sync].append([sum(whole), sum(sliced)])
+        return sums
 
 
 def _numel(grad: Any) -> int:
@@ -137,15 +137,15 @@ def _numel(grad: Any) -> int:
 
 
 def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_says_so() -> None:
-    """Without it each rank has those of whole parameters until the last microbatch, with it none at any time."""
-    for found in run_ranks(_gradients_between, 2):
-        every = found[True][0][1]
-        assert found == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}
+    """Without the setting ranks keep whole gradients until the last microbatch, with it none at any time."""
+    for sums in run_ranks(_gradients_between, 2):
+        every = sums[True][0][1]
+        assert sums == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}
 
 
-def _reduced_with_the_head() -> dict[str, list[bool]]:
-    """Which gradients are in slices when the last block's backward pass begins: those of a head, and of the rest."""
-    found: dict[str, list[bool]] = {}
+def _check_reduction_with_head() -> dict[str, list[bool]]:
+    """Return which gradients are slices when the last block's backward pass begins: the head's, and the rest."""
+    is_reduced: dict[str, list[bool]] = {}
     with mesh_along("data_shard") as (mesh, device):
         [stage] = (stages := _stages(mesh, device, True)).local
         shards: Any = stage.shards
@@ -153,7 +153,7 @@ def _reduced_with_the_head() -> dict[str, list[bool]]:
 
         def look(_grad: torch.Tensor) -> None:
             for name, unit in (("head", head), ("rest", shards.root)):
-                found[name] = [_numel(part.sharded_param.grad) > 0 for part in _fsdp_params(unit)]
+                is_reduced[name] = [_numel(part.sharded_param.grad) > 0 for part in _fsdp_params(unit)]
 
         shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
         tokens = torch.arange(6).view(1, 6)
@@ -161,19 +161,19 @@ def _reduced_with_the_head() -> dict[str, list[bool]]:
         shards.reduce_next(final=True)
         context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
-        return found
+        return is_reduced
 
 
 def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None:
-    """It is ready first, and would wait for that of the embedding if both were one unit."""
-    for found in run_ranks(_reduced_with_the_head, 2):
-        assert found["head"] == [True]
-        assert not any(found["rest"])
+    """It is ready first, and would wait for the embedding's if both were one unit."""
+    for is_reduced in run_ranks(_check_reduction_with_head, 2):
+        assert is_reduced["head"] == [True]
+        assert not any(is_reduced["rest"])
 
 
-def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
-    """Of each reduction in W: how many gradients of whole weights there are besides, and whether what is sent is 0."""
-    found: list[tuple[int, bool]] = []
+def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
+    """Return, for all reductions in W, the number of other whole gradients, and whether a sent tensor is 0."""
+    reductions: list[tuple[int, bool]] = []
     with mesh_along("data_shard") as (mesh, device):
         stages = _stages(mesh, device, True)
         [stage] = stages.local
@@ -184,7 +184,9 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
         def look(self: Any, **how: Any) -> None:
             left = [part.unsharded_param.grad for unit in shards.units for part in _fsdp_params(unit)]
             sent = how["input_tensor"].listed.tensors
-            found.append((sum(each is not None for each in left), any(not each.any() for each in sent)))
+            reductions.append(
+                (sum(gradient is not None for gradient in left), any(not gradient.any() for gradient in sent))
+            )
             scatter(self, **how)
 
         put(DirectReduceScatter, "__call__", look)
@@ -195,13 +197,13 @@ def _reduced_in_a_pass_for_the_weights() -> list[tuple[int, bool]]:
         runner.backward_input(0, None)
         runner.reduce_next(final=True)
         runner.backward_weight(0)
-        return found
+        return reductions
 
 
 def test_gradients_are_reduced_while_a_pass_for_the_weights_computes_others() -> None:
-    """Head, three blocks, and the rest are reduced once, each unit before the next one has its gradients."""
-    for found in run_ranks(_reduced_in_a_pass_for_the_weights, 2):
-        assert found == [(0, False)] * 5
+    """Head, three blocks and the rest are reduced one by one, before other whole gradients exist, and none is zero."""
+    for reductions in run_ranks(_check_reduction_in_weight_pass, 2):
+        assert reductions == [(0, False)] * 5
 
 
 def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
@@ -217,8 +219,8 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
 
 
 def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
-    """Logits of doubled weights: without a gather before the change, and with one that no pass has used."""
-    found = []
+    """Return doubled weights' logits: without a gather before the change, and with an unused one."""
+    all_logits = []
     with mesh_along("data_shard") as (mesh, device):
         for gathered in (False, True):
             [stage] = (stages := _stages(mesh, device, reshard)).local
@@ -233,19 +235,19 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
                     parameter.mul_(2)
                 stages.cast_weights()
                 shards.unshard()
-                found.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
-        return found
+                all_logits.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
+        return all_logits
 
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None:
-    """As for a layer that an evaluation leaves out: the next step computes with the weights of then."""
+    """If an evaluation leaves out a gathered layer, the next step computes with the new weights."""
     for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
         assert without.equal(with_one)
 
 
 def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
-    """What a rank keeps of each parameter in mixed precision, and whether it is trained."""
+    """Return a rank's dtypes in mixed precision, and whether parameters are trained."""
     with mesh_along("data_shard") as (mesh, device):
         adapters = [lora("q_proj"), FullTuning(targets=["up_proj", "layers.0.input_layernorm"])]
         mixed: dict[str, Any] = {"compute": "bfloat16", "uncast": ["*norm.weight"]}
@@ -254,7 +256,7 @@ def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
 
 
 def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
-    """In slices as in one process: no optimizer needs more of them; those that are not cast keep their dtype."""
+    """Slices and whole weights alike: no optimizer needs more precision; weights that are not cast keep their dtype."""
     [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
     assert sharded == [alone, alone]
     for name, (dtype, trained) in alone.items():

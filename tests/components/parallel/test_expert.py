@@ -10,26 +10,26 @@ from support.qwen3 import sparse, whole
 
 
 class Rank(SingleProcess):
-    """One of several ranks, which sends nothing."""
+    """A rank among several, which sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() -> None:
-    """Two ranks hold half of each parameter of experts and of the factors that adapt them, one after the other."""
-    found = []
+    """Two ranks have the first and second half of all expert parameters and their adapter factors."""
+    splits = []
     for rank in range(2):
         with torch.device("meta"):
             module = whole(sparse(num_experts=6, num_hidden_layers=3, mlp_only_layers=[1]))
             inject([Lora(targets=["experts.down_proj", "q_proj"], rank=2, alpha=4.0)], module)
         before = {name: tuple(part.shape) for name, part in module.named_parameters()}
-        found.append(split_experts(module, Rank(rank, 2)))
-        assert found[-1].keys() == {name for name in before if ".experts." in name} and len(found[-1]) == 8
-        for name, split in found[-1].items():
+        splits.append(split_experts(module, Rank(rank, 2)))
+        assert splits[-1].keys() == {name for name in before if ".experts." in name} and len(splits[-1]) == 8
+        for name, split in splits[-1].items():
             assert tuple(module.get_parameter(name).shape) == split.tensor_slice.size == (3, *before[name][1:])
-    for name, split in found[0].items():
-        assert (split.tensor_slice.offsets[0], found[1][name].tensor_slice.offsets[0]) == (0, 3)
+    for name, split in splits[0].items():
+        assert (split.tensor_slice.offsets[0], splits[1][name].tensor_slice.offsets[0]) == (0, 3)
 
 
 def test_one_rank_keeps_all_experts() -> None:

@@ -1,4 +1,4 @@
-"""Masters in one dtype, layers that compute in another, and gradients that are summed in a third."""
+"""Master weights in one dtype, layers that compute in another, and gradients summed in a third."""
 
 from typing import Any
 
@@ -50,20 +50,20 @@ def test_each_layer_computes_in_its_dtype() -> None:
 
 
 def test_gradients_of_microbatches_are_summed_in_float32() -> None:
-    """The sum is that of each microbatch's bfloat16 gradient, added in float32: to the bit, and far from bfloat16's."""
+    """The sum adds the microbatches' bfloat16 gradients in float32: equal to the bit, and far from a bfloat16 sum."""
     module, batches = network(), inputs(50)
     store = ParameterStore.of([module], MIXED)
     parts = [torch.autograd.grad(module(x).square().sum(), [*module.parameters()]) for x in batches]
     for x in batches:
         module(x).square().sum().backward()
     store.hand_over_gradients()
-    for place, (name, master) in enumerate(store.masters.items()):
+    for index, (name, master) in enumerate(store.masters.items()):
         assert master.grad is not None and master.grad.dtype == torch.float32
-        exact = torch.stack([part[place] for part in parts]).double().sum(0)
+        exact = torch.stack([part[index] for part in parts]).double().sum(0)
         torch.testing.assert_close(master.grad.double(), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
-        narrow = parts[0][place].bfloat16()
+        narrow = parts[0][index].bfloat16()
         for part in parts[1:]:
-            narrow = narrow + part[place].bfloat16()
+            narrow = narrow + part[index].bfloat16()
         assert (narrow.double() - exact).norm() > 100 * (master.grad.double() - exact).norm(), name
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -122,7 +122,7 @@ def test_wide_gradients_reach_a_fused_optimizer() -> None:
 
 
 def test_frozen_parameters_keep_the_copy_alone() -> None:
-    """What is not trained has no master: layers' copies are all that is kept of it."""
+    """A frozen parameter has no master weights: only the layers' copy is kept."""
     module = network()
     module[0].weight.requires_grad_(False)
     store = ParameterStore.of([module], MIXED)
@@ -143,7 +143,7 @@ def test_tied_weights_stay_one() -> None:
 
 
 def test_50_steps_stay_with_those_of_autocast() -> None:
-    """Losses differ from those of torch.autocast, on the same masters and data, by no more than bfloat16 rounds off."""
+    """Losses differ from torch.autocast's, with the same masters and data, by bfloat16 rounding at most."""
     ours, theirs = network(), network()
     store = ParameterStore.of([ours], MIXED)
     optimizers = [
@@ -170,15 +170,15 @@ def test_50_steps_stay_with_those_of_autocast() -> None:
 
 
 def test_schedules_have_the_gradients_of_one_process() -> None:
-    """In mixed precision, over two ranks that share a tied weight: float32 sums of bfloat16 gradients in any order."""
+    """In mixed precision, over two ranks with a shared tied weight, gradients are float32 sums in any order."""
     names = ("gpipe", "one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "zero_bubble_v")
     cases: list[pipelines.Case] = [(name, 4, True, False, "plain") for name in names]
     [[expected]] = run_ranks(pipelines.steps, 1, cases[:1], {}, "cpu", pipelines.MIXED)
     ranks = run_ranks(pipelines.steps, 2, cases, {}, "cpu", pipelines.MIXED)
     for number, case in enumerate(cases):
-        found = {name: grad for rank in ranks for name, grad in rank[number]["grads"].items()}
-        assert found.keys() == expected["grads"].keys(), case
-        for name, grad in found.items():
+        grads = {name: grad for rank in ranks for name, grad in rank[number]["grads"].items()}
+        assert grads.keys() == expected["grads"].keys(), case
+        for name, grad in grads.items():
             assert grad.dtype == torch.float32
             scale = float(expected["grads"][name].abs().max())
             torch.testing.assert_close(

@@ -11,8 +11,8 @@ from drawloom.components.parallel.meta_collectives import collective, message_by
     [("all_gather", (8, 3), 0.75), ("reduce_scatter", (1, 3), 0.75), ("all_reduce", (2, 3), 1.5)],
 )
 def test_bytes_are_those_of_rings(kind: str, shape: tuple[int, ...], parts: float) -> None:
-    """Of four ranks each sends three quarters of the larger tensor, and twice that where all have the sum."""
+    """Four ranks send three quarters of the larger tensor, and twice as much where all get the sum."""
     x = torch.empty(2, 3, device="meta")
-    found = collective(x, shape, kind, "tensor", 4)  # type: ignore[arg-type]
-    assert (found.shape, found.is_meta, found.dtype) == (shape, True, x.dtype)
-    assert message_bytes(x, found, kind, 4) == parts * max(x.nbytes, found.nbytes)
+    output = collective(x, shape, kind, "tensor", 4)  # type: ignore[arg-type]
+    assert (output.shape, output.is_meta, output.dtype) == (shape, True, x.dtype)
+    assert message_bytes(x, output, kind, 4) == parts * max(x.nbytes, output.nbytes)

@@ -11,14 +11,14 @@ from drawloom.graph import UserError
 
 
 class Rank(SingleProcess):
-    """One of several ranks, which sends nothing."""
+    """A rank among several, which sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def test_a_slice_keeps_dtype_and_whether_it_is_trained() -> None:
-    """In the place of a frozen parameter of bfloat16 there is a frozen one, of the rank's size along the dimension."""
+    """A frozen bfloat16 parameter becomes a frozen one with the rank's size along the dimension."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(6, 4, dtype=torch.bfloat16).requires_grad_(False))
     split = split_parameter(module, "0.weight", Rank(1, 3), "expert", SplitDim(1))
@@ -47,7 +47,7 @@ def test_uneven_slices_tile_the_whole_and_differ_by_one() -> None:
             ).tensor_slice
             for rank in range(ranks)
         ]
-        ends = [place.offsets[0] + place.size[0] for place in places]
-        assert [place.offsets for place in places] == [(start, 0) for start in [0, *ends[:-1]]]
-        sizes = {place.size[0] for place in places}
+        ends = [tensor_slice.offsets[0] + tensor_slice.size[0] for tensor_slice in places]
+        assert [tensor_slice.offsets for tensor_slice in places] == [(start, 0) for start in [0, *ends[:-1]]]
+        sizes = {tensor_slice.size[0] for tensor_slice in places}
         assert ends[-1] == length and min(sizes) > 0 and max(sizes) - min(sizes) <= 1

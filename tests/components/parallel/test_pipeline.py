@@ -8,7 +8,7 @@ from drawloom.components.parallel.pipeline import partition_layers, split_off_em
 
 
 def sizes(*arguments: int) -> list[int]:
-    """The number of layers of each stage."""
+    """Return the stages' layer counts."""
     return [span.last - span.first for span in partition_layers(*arguments)]
 
 
@@ -49,7 +49,7 @@ def test_ends_apart_leave_the_layers_as_they_are() -> None:
 
 
 def test_layers_outside_of_stages_are_in_the_span_of_the_head() -> None:
-    """Of nine layers, of which stages have seven, the head's span has the last two."""
+    """If stages have seven of nine layers, the head's span has the last two."""
     spans = split_off_embedding_and_head(partition_layers(7, 3), 9)
     assert [(span.first, span.last) for span in spans] == [(0, 0), (0, 3), (3, 5), (5, 7), (7, 9)]
     assert [span.head for span in spans] == [False, False, False, False, True]

@@ -11,7 +11,7 @@ from support.schedules import schedule
 
 
 def problems(*words: str) -> list[Problem]:
-    """What `check` finds in the first run with these values."""
+    """Return the problems that `check` reports in the first run with these values."""
     project = Project.of("drawloom")
     return project.graph(project.load("first_run", words=words)).errors
 
@@ -19,11 +19,11 @@ def problems(*words: str) -> list[Problem]:
 def test_each_stage_wants_a_layer() -> None:
     """More stages than layers are a problem, with the numbers to write instead."""
     words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=4")
-    (found,) = problems(*words)
-    assert (found.node, found.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
-    assert found.hint == "write pipeline = 1 or less, or write num_hidden_layers = 8 or more in [model]"
-    (found,) = problems("mesh.pipeline=9")
-    assert found.text == "4 layers can't be split over 9 ranks with 1 stage on each"
+    (problem,) = problems(*words)
+    assert (problem.node, problem.text) == ("mesh", "4 layers can't be split over 2 ranks with 4 stages on each")
+    assert problem.hint == "write pipeline = 1 or less, or write num_hidden_layers = 8 or more in [model]"
+    (problem,) = problems("mesh.pipeline=9")
+    assert problem.text == "4 layers can't be split over 9 ranks with 1 stage on each"
     assert problems(*words, "model.num_hidden_layers=8") == problems(*words, "mesh.pipeline=1") == []
 
 
@@ -39,12 +39,12 @@ def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text(write_csv(schedule("gpipe").program(2, 4)))
     words = ("schedule.use=pipeline.from_csv", f"schedule.path={path}")
-    (found,) = problems(*words)
-    assert (found.node, found.text) == ("mesh", f"{path} is a schedule for 2 ranks, not 1")
+    (problem,) = problems(*words)
+    assert (problem.node, problem.text) == ("mesh", f"{path} is a schedule for 2 ranks, not 1")
     assert problems(*words, "mesh.pipeline=2") == []
     path.unlink()
-    (found,) = problems(*words)
-    assert (found.node, found.text) == ("schedule", f"{path} can't be read: No such file or directory")
+    (problem,) = problems(*words)
+    assert (problem.node, problem.text) == ("schedule", f"{path} can't be read: No such file or directory")
 
 
 def test_settings_of_a_schedule_are_its_own_problem() -> None:
@@ -54,5 +54,5 @@ def test_settings_of_a_schedule_are_its_own_problem() -> None:
         ("schedule.memory=0.5", "memory = 0.5: a microbatch's activations are 1 on a rank; write more"),
         ("schedule.slices=[1.0]", "1 slices are too few for 2 stages; write 2 of each or more"),
     ):
-        (found,) = problems(*words, setting)
-        assert (found.node, found.text) == ("schedule", text)
+        (problem,) = problems(*words, setting)
+        assert (problem.node, problem.text) == ("schedule", text)

@@ -1,4 +1,4 @@
-"""Sums over rows of tokens that ranks share; whole models are compared in tests/meshes."""
+"""Sums over token rows shared by ranks; tests/meshes compares whole models."""
 
 import pytest
 import torch
@@ -12,21 +12,23 @@ ROWS, LENGTH, EXPERTS = 3, 6, 4
 
 
 class Recorder(SingleProcess):
-    """One of several ranks, which adds up by hand what all have."""
+    """A rank among several, which adds up all contributions by hand."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.given: list[Tensor] = []
 
     def sum(self, tensor: Tensor) -> None:
-        """Note what this rank has."""
+        """Record this rank's contribution."""
         self.given.append(tensor.clone())
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 @pytest.mark.parametrize("tensors", [1, 2, 4])
 def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) -> None:
-    """Counts, weights and lengths are those of rows, however context and tensor ranks share and pad their tokens."""
+    """
+    Counts, weights and lengths belong to whole rows, however context and tensor ranks divide and pad their tokens.
+    """
     torch.manual_seed(contexts + 10 * tensors)
     chosen, weights = torch.randint(0, EXPERTS, (ROWS, LENGTH, 2)), torch.rand(ROWS, LENGTH)
     values = torch.rand(ROWS, EXPERTS)
@@ -34,21 +36,21 @@ def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) 
     for context in range(contexts):
         part = slice(context * LENGTH // contexts, (context + 1) * LENGTH // contexts)
         mine, own = chosen[:, part].flatten(0, 1), weights[:, part]
-        each = -(-len(mine) // tensors)
+        rank_tokens = -(-len(mine) // tensors)
         for rank in range(tensors):
             module, peers = RowSums(), Recorder(context, contexts)
             share_rows(module, peers)
             module.ranks = TensorRanks(Recorder(rank, tensors))
-            tokens = mine[rank * each : (rank + 1) * each]
+            tokens = mine[rank * rank_tokens : (rank + 1) * rank_tokens]
             real = len(tokens)
-            tokens = torch.cat([tokens, tokens.new_zeros(each - real, 2)])
+            tokens = torch.cat([tokens, tokens.new_zeros(rank_tokens - real, 2)])
             counts += module.row_counts(tokens if tensors > 1 else chosen[:, part], own, EXPERTS)
             sums += module.row_weights(own) / tensors
             assert module.row_length(own) == LENGTH and len(peers.given) == 2
             spread, of_each = module.of_tokens(values, own), module.token_weights(own).flatten()
-            assert torch.equal(of_each[:real], own.flatten()[rank * each : rank * each + real])
+            assert torch.equal(of_each[:real], own.flatten()[rank * rank_tokens : rank * rank_tokens + real])
             assert not of_each[real:].any() and len(module.own_tokens(tokens, own)) == real
-            expected = values.repeat_interleave(own.shape[1], 0)[rank * each : rank * each + real]
+            expected = values.repeat_interleave(own.shape[1], 0)[rank * rank_tokens : rank * rank_tokens + real]
             if tensors > 1:
                 assert torch.equal(spread[:real], expected) and not spread[real:].any()
             else:
@@ -63,5 +65,5 @@ def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) 
 def test_rows_without_tokens_have_counts_of_zero() -> None:
     """Rows of length 0, and no rows, are no error."""
     for shape in ((2, 0), (0, 3)):
-        found = RowSums().row_counts(torch.zeros(*shape, 2, dtype=torch.int64), torch.empty(shape), EXPERTS)
-        assert found.shape == (shape[0], EXPERTS) and not found.any()
+        counts = RowSums().row_counts(torch.zeros(*shape, 2, dtype=torch.int64), torch.empty(shape), EXPERTS)
+        assert counts.shape == (shape[0], EXPERTS) and not counts.any()

@@ -1,4 +1,4 @@
-"""What ranks with shards send one another."""
+"""Messages between ranks with shards."""
 
 from typing import Any
 
@@ -27,21 +27,20 @@ SIZES: dict[str, Any] = {
 
 def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """
-    What a rank has computed: weights of several shapes, which are sent alone or packed.
-
-    256 in bfloat16, whose next number is 258, swallows each 1 of the others.
+    Return a rank's gradients in several shapes, sent alone or packed. 256 in bfloat16, whose next number is 258,
+    swallows the others' 1.
     """
     generator = torch.Generator().manual_seed(rank)
-    found = [torch.randn(size, generator=generator) for size in ((6, 4), (3, 5), (4, 3), (7,), (9, 2), (1, 4))]
-    for each in found:
-        each.view(-1)[::3] = 256.0 if rank == 0 else 1.0
-    found[2] = found[2].t()  # (3, 4), not contiguous
+    gradients = [torch.randn(size, generator=generator) for size in ((6, 4), (3, 5), (4, 3), (7,), (9, 2), (1, 4))]
+    for gradient in gradients:
+        gradient.view(-1)[::3] = 256.0 if rank == 0 else 1.0
+    gradients[2] = gradients[2].t()  # (3, 4), not contiguous
     if rank == 1:
-        found[2] = torch.zeros(3, 4)  # for a weight that was not used
-    return [each.to(dtype) for each in found]
+        gradients[2] = torch.zeros(3, 4)  # for a weight that was not used
+    return [gradient.to(dtype) for gradient in gradients]
 
 
-def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
+def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
     """A rank's sums, after the steps in which torch calls the hook."""
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
@@ -50,35 +49,35 @@ def _summed(small: int, dtype: torch.dtype) -> list[Tensor]:
         ranks, scatter = processes.world_size, DirectReduceScatter()
         how: Any = {"dtype": dtype, "device": torch.device("cpu")}
         gradients = _gradients(processes.rank, dtype)
-        found = []
+        sums = []
         for _ in range(2):
-            sizes = [-(-len(each) // ranks) * each[0].numel() for each in gradients]
+            sizes = [-(-len(gradient) // ranks) * gradient[0].numel() for gradient in gradients]
             sent: Any = scatter.allocate((ranks * sum(sizes),), **how)
             torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=sent.view(ranks, -1))
             mine = scatter.allocate((sum(sizes),), **how)
             scatter(mine, sent, dist.group.WORLD, dist.ReduceOp.SUM)
-            found = list(torch.split(mine, sizes))
-        return found
+            sums = list(torch.split(mine, sizes))
+        return sums
 
 
 @pytest.mark.parametrize("small", [0, 16, 2**20])
 def test_sums_are_rounded_once(small: int) -> None:
-    """Each rank gets the float32 sums of its slices over all ranks, rounded to bfloat16, sent alone or packed."""
+    """Ranks get their slices' float32 sums over all ranks, rounded to bfloat16, sent alone or packed."""
     all_ranks = [_gradients(rank) for rank in range(3)]
     exact = [torch.stack([each.float() for each in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
     assert any((each == 258.0).any() for each in exact)
-    for rank, found in enumerate(run_ranks(_summed, 3, small, torch.bfloat16)):
-        for mine, whole in zip(found, exact, strict=True):
+    for rank, sums in enumerate(run_ranks(_sum_gradients, 3, small, torch.bfloat16)):
+        for mine, whole in zip(sums, exact, strict=True):
             expected = slice_of(whole, rank, 3).flatten()
             assert torch.equal(mine[: len(expected)], expected)
 
 
 @pytest.mark.parametrize("small", [0, 48, 2**20])
 def test_wide_gradients_are_summed(small: int) -> None:
-    """Each rank gets the sums of its slices over all ranks, to rounding, reduced alone or packed."""
+    """Ranks get their slices' sums over all ranks, to rounding, reduced alone or packed."""
     exact = [sum(parts) for parts in zip(*(_gradients(rank, torch.float64) for rank in range(3)), strict=True)]
-    for rank, found in enumerate(run_ranks(_summed, 3, small, torch.float32)):
-        for mine, whole in zip(found, exact, strict=True):
+    for rank, sums in enumerate(run_ranks(_sum_gradients, 3, small, torch.float32)):
+        for mine, whole in zip(sums, exact, strict=True):
             expected: Any = slice_of(torch.as_tensor(whole), rank, 3).flatten().float()
             torch.testing.assert_close(mine[: len(expected)], expected)
 
@@ -93,10 +92,8 @@ def test_shards_compute_what_whole_weights_do(
     precision: dict[str, Any], close: float, small: int, by_block: bool
 ) -> None:
     """
-    Logits are those of one process, bit by bit, and gradients the float32 sums of those of each rank's rows.
-
-    In bfloat16 these are rounded once. So it is for weights that a program gathers, that a forward gathers itself, and
-    block by block.
+    Logits are bitwise equal to one process's, and gradients to the float32 sums over the ranks' rows, rounded once in
+    bfloat16. This holds for weights gathered by a program, by a forward, and block by block.
     """
     case = Case(SIZES, precision, steps=2)
     [whole] = run_ranks(alone, 1, case, 3)

@@ -1,4 +1,4 @@
-"""What ranks would hold of sharded parameters; tests/components/planning/test_plan.py compares it with real ranks."""
+"""Simulated ranks' sharded parameters; tests/components/planning/test_plan.py compares them with real ranks."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def _module() -> nn.ModuleDict:
 
 
 def test_a_rank_has_its_part_of_the_first_dimension() -> None:
-    """All parts have the same size but the last; what layers compute with is whole, in their dtype."""
+    """All parts but the last have the same size; layers compute with whole parameters in the compute dtype."""
     module = _module()
     ranks = PlannedMesh.of({"data_shard": 2}, 2).group("data_shard")
     store = SlicedStore.slice_parameters(
@@ -23,14 +23,14 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     shapes = {name: tuple(part.shape) for name, part in store.masters.items()}
     assert shapes == {"table.weight": (3, 4), "block.weight": (3, 4), "block.bias": (3,)}
     assert store.slices["table.weight"].shape == (5, 4)
-    assert [each.dtype for each in module.parameters()] == [torch.bfloat16] * 3
+    assert [parameter.dtype for parameter in module.parameters()] == [torch.bfloat16] * 3
     assert store.local_bytes(next(module["table"].parameters())) == 3 * 4 * 4
     assert store.gathered == [GatheredBytes(5 * 4 * 2, [30 * 2])]
     assert store.memory_bytes() == {"masters": 0, "compute_copies": 40 + 2 * 60}
 
 
 def test_the_largest_unit_is_reduced_by_itself() -> None:
-    """A block, or what no block holds."""
+    """The largest unit is a block, or the parameters outside all blocks."""
     module = _module()
     assert largest_unit(module, [module["block"]]) == 30
     assert largest_unit(module, []) == 50

@@ -19,21 +19,21 @@ from support.qwen3 import cpu_kernels, dense, whole
 
 
 class Rank(SingleProcess):
-    """One of several ranks, which sends nothing."""
+    """A rank among several, which sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
-def _exchanged() -> list[dict[str, Any]]:
-    """What this rank has of exchanges of a row of 3 tokens, and of their gradients."""
+def _exchange_rows() -> list[dict[str, Any]]:
+    """Return this rank's results and gradients after exchanges in a row with 3 tokens."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
         mesh = RankMesh(processes=processes, tensor=processes.world_size, data_replicate=1)
         mesh.open()
         ranks, factor = TensorRanks(mesh.tensor_group), 1.0 + mesh.world.rank
-        found = []
+        records = []
         first = mesh.world.rank == 0
         for given, exchange in (
             (torch.arange(3.0)[None, :, None] * factor, ranks.reduce_scatter_tokens),
@@ -48,25 +48,25 @@ def _exchanged() -> list[dict[str, Any]]:
             result = exchange(given)
             result.backward(torch.arange(1.0, 1.0 + result.numel()).view_as(result))  # type: ignore[no-untyped-call]
             assert given.grad is not None
-            found.append(
+            records.append(
                 {
                     "shape": list(result.shape),
                     "values": result.flatten().tolist(),
                     "grad": given.grad.flatten().tolist(),
                 }
             )
-        return found
+        return records
     finally:
         processes.close()
 
 
 def test_exchanges_and_their_gradients() -> None:
     """
-    What each rank gets, and the gradient of what it gave: sums where ranks compute something else, parts where the
-    same; the third token is alone on the second rank, which is padded, and so is the third word of a vocabulary.
+    Ranks get the results and input gradients: sums where ranks compute different things, parts where the same. The
+    third token, and the third word of a vocabulary, are alone on the second, padded rank.
     """
-    first, second = run_ranks(_exchanged, 2)
-    assert [each["shape"] for each in first] == [[2, 1], [1, 3, 1], [1, 3, 1], [2], [2], [1, 4], [1, 3]]
+    first, second = run_ranks(_exchange_rows, 2)
+    assert [record["shape"] for record in first] == [[2, 1], [1, 3, 1], [1, 3, 1], [2], [2], [1, 4], [1, 3]]
     values = [([0.0, 3.0], [6.0, 0.0]), ([0.0, 1.0, 0.0], [0.0, 2.0, 0.0]), ([0.0, 1.0, 0.0],) * 2]
     values += [([0.0, 1.0], [0.0, 4.0]), ([0.0, 3.0],) * 2, ([0.0, 1.0, 0.0, 2.0],) * 2, ([7.0, 8.0, 9.0],) * 2]
     assert [(a["values"], b["values"]) for a, b in zip(first, second, strict=True)] == values
@@ -79,26 +79,26 @@ def test_one_rank_exchanges_nothing() -> None:
     """Alone, each exchange gives its argument, not a copy."""
     x = torch.ones(2, 3)
     same = (ALONE.gather_tokens(x, (2,)), ALONE.gather_tokens_for_all(x, (2,)), ALONE.reduce_scatter_tokens(x))
-    assert all(each is x for each in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x, 3)))
+    assert all(output is x for output in (*same, ALONE.copy(x), ALONE.sum(x), ALONE.gather_last(x, 3)))
     assert ALONE.rows_of(torch.ones(1), 2) == (torch.ones(1), None) and ALONE.vocabulary_part(2) is None
 
 
 def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
-    """The slices of all ranks are disjoint and as large as the parameter together; what has no entry is whole."""
+    """The ranks' slices are disjoint and together as large as the parameter; a parameter without an entry is whole."""
     with torch.device("meta"):
         model = dense(num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
         sizes = {name: tuple(part.shape) for name, part in whole(model).named_parameters()}
-        found = []
+        splits = []
         for rank in range(2):
             module = whole(model).to("meta")
-            found.append(split(module, TensorRanks(Rank(rank, 2))))
-            for name, each in found[-1].items():
-                assert tuple(module.get_parameter(name).shape) == each.tensor_slice.size, name
-    assert {name for name in sizes if name not in found[0]} == {name for name in sizes if "norm" in name}
-    for name, each in found[0].items():
-        place, other = each.tensor_slice, found[1][name].tensor_slice
-        assert place.shape == other.shape == sizes[name] and not place.overlap(other)
-        assert place.numel + other.numel == TensorSlice.whole(sizes[name]).numel
+            splits.append(split(module, TensorRanks(Rank(rank, 2))))
+            for name, parameter_split in splits[-1].items():
+                assert tuple(module.get_parameter(name).shape) == parameter_split.tensor_slice.size, name
+    assert {name for name in sizes if name not in splits[0]} == {name for name in sizes if "norm" in name}
+    for name, parameter_split in splits[0].items():
+        tensor_slice, other = parameter_split.tensor_slice, splits[1][name].tensor_slice
+        assert tensor_slice.shape == other.shape == sizes[name] and not tensor_slice.overlap(other)
+        assert tensor_slice.numel + other.numel == TensorSlice.whole(sizes[name]).numel
 
 
 @pytest.mark.parametrize(
@@ -116,15 +116,15 @@ def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
-    """Of two ranks that split a layer's inputs, the sum of what they give has the bias once."""
+    """Two ranks that split a layer's inputs add the bias once in their sum."""
     torch.manual_seed(0)
     layer, x = Linear(4, 3, cpu_kernels(), True, "rowwise"), torch.randn(5, 4)
     expected, parts = layer(x), list[Tensor]()
     for rank in range(2):
         part = Linear(4, 3, cpu_kernels(), True, "rowwise")
-        [each] = split(part, TensorRanks(Rank(rank, 2))).values()
+        [weight_split] = split(part, TensorRanks(Rank(rank, 2))).values()
         with torch.no_grad():
-            part.weight.copy_(layer.weight[each.tensor_slice.index()])
+            part.weight.copy_(layer.weight[weight_split.tensor_slice.index()])
             part.bias.copy_(layer.bias)
         parts.append(part(x[:, 2 * rank : 2 * rank + 2]))
     torch.testing.assert_close(parts[0] + parts[1], expected)

@@ -72,7 +72,7 @@ def test_a_step_without_tokens_is_no_sign() -> None:
     st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(1e-6, 1e4)), min_size=30, max_size=60),
 )
 def test_losses_up_to_twice_the_first_never_end_a_run(first: float, steps: list[Pair]) -> None:
-    """Nor do large gradients, or ten times the loss of a first step that is small."""
+    """Neither do large gradients, nor ten times a small first loss."""
     peak = max(2 * first, 3.0)
     assert train(Divergence(), (first, 1.0), *((peak * share, norm) for share, norm in steps)) == len(steps) + 1
 
@@ -92,7 +92,7 @@ def test_a_late_step_is_judged_before_the_next_changes_weights(late: bool) -> No
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_resumed_run_counts_on(late: bool) -> None:
-    """The state has the first loss and the lost steps, that of a late step too; steps that go back do not count."""
+    """The state has the first loss and the lost steps, also a late step's; repeated steps do not count."""
     phase: Any = Divergence(steps=3)
     train(phase, (5.5, 1.0), LOST["far above"], LOST["far above"], late=late)
     state = phase.state_dict()

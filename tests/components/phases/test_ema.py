@@ -17,18 +17,18 @@ from support.weights import Weights
 
 
 def move(weights: Weights, number: int) -> None:
-    """Change all parameters by what the number says."""
+    """Change all parameters by a function of the number."""
     for _, parameter in weights.named_parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
 
 
 def values(average: WeightAverage) -> dict[str, Any]:
-    return {name: each.clone() for name, each in average.averages().items()}
+    return {name: tensor.clone() for name, tensor in average.averages().items()}
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_averages_are_those_of_torch(late: bool) -> None:
-    """After each step they are bitwise AveragedModel's; a skipped step, also one that the device skips, has no part."""
+    """After every step they are bitwise equal to AveragedModel's; a step skipped by host or device does not count."""
     module = nn.Linear(3, 4)
     weights = Weights.of(dict(module.named_parameters()))
     ours = WeightAverage(parameters=weights, decay=0.9)
@@ -41,7 +41,7 @@ def test_averages_are_those_of_torch(late: bool) -> None:
         step = Step(number, 5, (LateState if late else StepState)({}))
         step.skip_if(torch.tensor(is_skipped), lambda: "inf")
         ours.run_phase(step)
-        assert_equal(values(ours), {name: each.detach() for name, each in theirs.module.named_parameters()})
+        assert_equal(values(ours), {name: parameter.detach() for name, parameter in theirs.module.named_parameters()})
 
 
 def test_averages_of_narrow_weights_are_wide() -> None:
@@ -53,9 +53,9 @@ def test_averages_of_narrow_weights_are_wide() -> None:
     move(weights, 1)
     average.run_phase(Step(2, 2))
     before = copy.deepcopy(dict(weights.named_parameters()))
-    for name, each in average.averages().items():
+    for name, tensor in average.averages().items():
         moved = torch.lerp(first[name], before[name].detach().float(), 0.001)
-        assert each.dtype == torch.float32 and torch.allclose(each, moved) and not torch.equal(each, first[name])
+        assert tensor.dtype == torch.float32 and torch.allclose(tensor, moved) and not torch.equal(tensor, first[name])
     with pytest.raises(InterruptedError), average.use_averages():
         for name, parameter in weights.named_parameters():
             assert torch.equal(parameter, average.averages()[name].bfloat16())

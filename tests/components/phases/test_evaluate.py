@@ -31,7 +31,7 @@ class Model:
         state["losses"] = losses_of(self.total, self.weight)
 
 
-def measured(model: Model, mesh: Any, every: Any, step: Step) -> Step:
+def run_phase(model: Model, mesh: Any, every: Any, step: Step) -> Step:
     """The step after the phase."""
     Evaluate(data=model, executor=model, mesh=mesh, every=every).run_phase(step)
     return step
@@ -42,7 +42,7 @@ def measured(model: Model, mesh: Any, every: Any, step: Step) -> Step:
 )
 def test_the_mean_per_token_is_written_at_the_cadence(every: Any, index: int, due: bool, one_rank: Any) -> None:
     """Every n steps and after the last it is the sum of losses over the sum of weights; otherwise it is absent."""
-    step = measured(Model(6.0, 4.0), one_rank, every, Step(index, 7))
+    step = run_phase(Model(6.0, 4.0), one_rank, every, Step(index, 7))
     assert values_of(step) == ({"validation_loss": 1.5} if due else {})
 
 
@@ -73,10 +73,10 @@ def test_a_new_run_evaluates_before_its_first_step(
 
 
 def test_evaluation_time_is_excluded(one_rank: Any) -> None:
-    """Its seconds are excluded, so that tokens per second are those of training."""
-    assert measured(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded_seconds > 0
+    """Its seconds are excluded, so tokens per second are about training alone."""
+    assert run_phase(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded_seconds > 0
 
 
 def test_an_empty_validation_split_has_no_loss(one_rank: Any) -> None:
     """An empty split writes nothing instead of dividing by zero."""
-    assert values_of(measured(Model(0.0, 0.0), one_rank, 1, Step(1, 7))) == {}
+    assert values_of(run_phase(Model(0.0, 0.0), one_rank, 1, Step(1, 7))) == {}

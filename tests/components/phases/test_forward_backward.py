@@ -11,7 +11,7 @@ from drawloom.graph.testing import fake
 
 
 class Parts:
-    """Data of two microbatches, and an executor that counts them."""
+    """Data with two microbatches, and an executor that counts them."""
 
     def next_step(self) -> list[Batch]:
         row = torch.zeros(2, 3, dtype=torch.int64)
@@ -27,7 +27,7 @@ class Parts:
 
 
 def test_all_microbatches_of_the_step_are_trained_on() -> None:
-    """The executor sees one batch of the step in each microbatch, after an event says that the data is loaded."""
+    """The executor sees the step's batches one by one, after an event says that the data is loaded."""
     step, events = Step(1, 1), list[Event]()
     ForwardBackward(data=Parts(), executor=Parts(), events=fake(Events, emit=events.append)).run_phase(step)
     assert step.state["losses"] == [4, 6] and len(step.state["batches"]) == 2

@@ -49,11 +49,11 @@ def test_only_chosen_steps_collect() -> None:
 
 @pytest.mark.parametrize("before_saves", [False, True])
 def test_old_garbage_is_collected_before_a_checkpoint_is_taken(tmp_path: Path, before_saves: bool) -> None:
-    """A cycle of the oldest generation, which `every` leaves alone, is gone when a checkpoint reads the state."""
+    """A cycle in the oldest generation, ignored by `every`, is gone when a checkpoint reads the state."""
     garbage = CollectGarbage(every="never", before_saves=before_saves)
     garbage.open()
-    held = Cycle()
-    cycle, seen = weakref.ref(held), list[bool]()
+    instance = Cycle()
+    cycle, seen = weakref.ref(instance), list[bool]()
     gc.collect()  # what survives is of the oldest generation
 
     class Reader(StateNode):
@@ -63,12 +63,12 @@ def test_old_garbage_is_collected_before_a_checkpoint_is_taken(tmp_path: Path, b
 
     events = EventDispatcher(listeners=Every({"garbage_collection": garbage}))
     node = checkpointer(tmp_path, {"reader": Reader()})
-    del held
+    del instance
     garbage.run_phase(Step(1, 9))
     events.emit(Event("saving_started", Step(1, 9)))
     node.save(Step(1, 9))
     garbage.close()
-    assert seen and all(found is before_saves for found in seen)
+    assert seen and all(is_collected is before_saves for is_collected in seen)
 
 
 def test_opening_and_closing_collect() -> None:

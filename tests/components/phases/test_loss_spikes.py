@@ -18,7 +18,7 @@ CALM = [2.0, 2.1, 1.9, 2.0]
 
 @attrs.define
 class Data:
-    """An endless order of rows, of which steps take 10."""
+    """An endless order with 10 rows per step."""
 
     position: int = 40
 
@@ -30,7 +30,7 @@ class Data:
         self.position = position
 
 
-def made(data: Data | None = None, **settings: Any) -> LossSpikes:
+def make_phase(data: Data | None = None, **settings: Any) -> LossSpikes:
     return LossSpikes(data=data or Data(), **{"window": 4, "deviations": 3.0, **settings})
 
 
@@ -48,8 +48,8 @@ def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A loss far above those in the window is a warning; a skipped step, a small rise and a lower loss are none."""
-    phase = made()
+    """A loss far above the window is a warning; a skipped step, a small rise and a lower loss are not."""
+    phase = make_phase()
     steps: list[Step] = []
     for index, loss in enumerate([*CALM, 9.0, float("inf"), 1.0], 1):
         step = Step(index, 7, (LateState if late else StepState)({"loss": torch.tensor(loss, dtype=torch.float64)}))
@@ -72,7 +72,7 @@ def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.Log
 def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
     """The step is skipped and goes back; restored, the data continue behind it, and the count of times is kept."""
     data = Data()
-    phase = made(data, go_back=1)
+    phase = make_phase(data, go_back=1)
     after(phase, *CALM)
     saved = phase.state_dict()
     after(phase, 2.05, first=5)
@@ -91,6 +91,6 @@ def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
 
 def test_equal_losses_make_no_spike_of_noise() -> None:
     """Where losses do not differ, one that is higher by a little is none."""
-    phase = made(go_back=1)
+    phase = make_phase(go_back=1)
     assert not after(phase, 2.0, 2.0, 2.0, 2.0, 2.0001).goes_back
     assert after(phase, 2.5).goes_back

@@ -63,7 +63,7 @@ def test_every_tracker_gets_all_metrics_of_every_step(one_rank: Any) -> None:
 
 
 def test_an_evaluation_before_the_first_step_is_step_0(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Trackers get it before step 1, under the name of later ones, and forget what an earlier start has measured."""
+    """Trackers get it before step 1, under later evaluations' names, and forget an earlier start's measurements."""
     caplog.set_level(logging.INFO)
     tracker = Recorder()
     report = report_of(one_rank, metrics=[Fixed({"a": 1.0})], trackers=[tracker])
@@ -112,7 +112,7 @@ def test_a_skipped_step_is_a_warning_at_any_cadence(one_rank: Any, caplog: pytes
 
 
 def test_lines_are_logged_at_the_cadence(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Every third step, the first of a process, those with a validation loss and the last have a line."""
+    """Every third step, a process's first step, steps with a validation loss and the last have a line."""
     caplog.set_level(logging.INFO)
     validated = attrs.evolve(Fixed({}), values={"validation_loss": 2.0})
     report = report_of(one_rank, every=3)
@@ -128,7 +128,7 @@ def test_lines_are_logged_at_the_cadence(one_rank: Any, caplog: pytest.LogCaptur
 
 
 def test_the_time_left_follows_from_the_steps_after_the_first(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The first step of a process, which compiles, does not count; 10 s a step leave 40 s after step 96 of 100."""
+    """A process's first step, which compiles, does not count; 10 s a step leave 40 s after step 96 of 100."""
     caplog.set_level(logging.INFO)
     report = report_of(one_rank, every=1)
     for index, started in ((93, 0.0), (94, 500.0), (95, 510.0), (96, 520.0)):
@@ -233,10 +233,12 @@ def test_a_tracker_gets_what_it_declares(one_rank: Any) -> None:
 def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
     """With the tracker of JSON lines alone, whether the metric is in a group or not; TensorBoard takes them."""
     words = ("metrics.shapes.use=metrics.histograms", "metrics.shapes.targets=['*']")
-    [warning] = [each.text for each in Recipe.load("first_run", *words).check() if "distributions" in each.text]
+    [warning] = [
+        problem.text for problem in Recipe.load("first_run", *words).check() if "distributions" in problem.text
+    ]
     assert "no tracker takes the distributions of [metrics.shapes]" in warning
     taken = Recipe.load("first_run", *words, "trackers.tensorboard.use=trackers.tensorboard").check()
-    assert not [each.text for each in taken if "distributions" in each.text]
+    assert not [problem.text for problem in taken if "distributions" in problem.text]
 
 
 @attrs.define

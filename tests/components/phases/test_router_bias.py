@@ -31,11 +31,11 @@ class Other:
 
 
 def routers(*biased: bool) -> list[Router]:
-    """Routers of 4 experts, which send each token to the expert of its greatest channel."""
+    """Return routers with 4 experts that send a token to its greatest channel's expert."""
     kernels = cpu_kernels()
     made = [Router(4, 4, 1, Routing(scoring_func="sigmoid", bias=has), kernels).double() for has in biased]
-    for each in made:
-        nn.init.eye_(each.weight)
+    for router in made:
+        nn.init.eye_(router.weight)
     return made
 
 
@@ -45,59 +45,61 @@ def bias_of(router: Router) -> list[float]:
     return router.e_score_correction_bias.tolist()
 
 
-def opened(held: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
+def open_phase(local_routers: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
     """The phase, opened."""
-    phase = RouterBias(stages=FixedStages([nn.ModuleList(held)], adapters), mesh=mesh, device=Machine(), **settings)
+    phase = RouterBias(
+        stages=FixedStages([nn.ModuleList(local_routers)], adapters), mesh=mesh, device=Machine(), **settings
+    )
     phase.open()
     return phase
 
 
-def send(held: Sequence[Router], *counts: int) -> None:
+def send(routers: Sequence[Router], *counts: int) -> None:
     """Send `counts` tokens to the experts, in training."""
     tokens = (40 * torch.eye(4, dtype=torch.float64) - 20).repeat_interleave(torch.tensor(counts), 0)[None]
-    for each in held:
-        each(tokens, torch.ones(tokens.shape[:2]))
+    for router in routers:
+        router(tokens, torch.ones(tokens.shape[:2]))
 
 
 def test_biases_move_by_the_sign_of_what_is_missing_over_all_microbatches(one_rank: Any) -> None:
     """Up for less than the mean, down for more, not for the mean itself; each step counts anew."""
-    first, plain, last = held = routers(True, False, True)
-    phase = opened(held, one_rank, update_rate=0.25)
-    send(held, 5, 1, 0, 0)
-    send(held, 0, 2, 2, 2)  # in all 5, 3, 2, 2, of which the mean is 3
+    first, plain, last = all_routers = routers(True, False, True)
+    phase = open_phase(all_routers, one_rank, update_rate=0.25)
+    send(all_routers, 5, 1, 0, 0)
+    send(all_routers, 0, 2, 2, 2)  # in all 5, 3, 2, 2, of which the mean is 3
     phase.run_phase(Step(1, 9))
     for router in (first, last):
         assert bias_of(router) == [-0.25, 0.0, 0.25, 0.25]
     assert plain.e_score_correction_bias is None
-    send(held, 1, 1, 1, 5)
+    send(all_routers, 1, 1, 1, 5)
     phase.run_phase(Step(2, 9))
     assert bias_of(first) == [0.0, 0.25, 0.5, 0.0]
     phase.run_phase(Step(3, 9))  # a step without tokens
     assert bias_of(first) == [0.0, 0.25, 0.5, 0.0]
     phase.close()
-    send(held, 9, 0, 0, 0)
+    send(all_routers, 9, 0, 0, 0)
     phase.run_phase(Step(4, 9))
     assert bias_of(first) == [0.0, 0.25, 0.5, 0.0]
 
 
 def test_tokens_of_other_ranks_count(mesh_of: Any) -> None:
-    """Here all tokens go to expert 0; with those of another rank expert 1 has had most."""
-    [router] = held = routers(True)
-    phase = opened(held, mesh_of(replicas=Other(torch.tensor([[0, 9, 0, 0]]))), update_rate=1.0)
-    send(held, 4, 0, 0, 0)
+    """All local tokens go to expert 0; with another rank's tokens expert 1 has most."""
+    [router] = all_routers = routers(True)
+    phase = open_phase(all_routers, mesh_of(replicas=Other(torch.tensor([[0, 9, 0, 0]]))), update_rate=1.0)
+    send(all_routers, 4, 0, 0, 0)
     phase.run_phase(Step(1, 1))
     assert bias_of(router) == [-1.0, -1.0, 1.0, 1.0]
 
 
 def test_a_skipped_step_changes_nothing_and_is_forgotten(one_rank: Any) -> None:
     """Whether the host knows that it is skipped, or the device alone."""
-    [router] = held = routers(True)
-    phase = opened(held, one_rank, update_rate=1.0)
+    [router] = all_routers = routers(True)
+    phase = open_phase(all_routers, one_rank, update_rate=1.0)
     for step in (make_skipped_step(1, 9), Step(2, 9, LateState({"skip": torch.ones(())}))):
-        send(held, 4, 0, 0, 0)
+        send(all_routers, 4, 0, 0, 0)
         phase.run_phase(step)
         assert bias_of(router) == [0.0] * 4
-    send(held, 0, 4, 0, 0)
+    send(all_routers, 0, 4, 0, 0)
     phase.run_phase(Step(3, 9, LateState({"skip": torch.zeros(())})))
     assert bias_of(router) == [1.0, -1.0, 1.0, 1.0]
 
@@ -105,8 +107,8 @@ def test_a_skipped_step_changes_nothing_and_is_forgotten(one_rank: Any) -> None:
 def test_equal_loads_come_from_unequal_scores(one_rank: Any) -> None:
     """Over 300 steps, a router whose scores favour two of four experts comes to use all alike."""
     torch.manual_seed(0)
-    [router] = held = routers(True)
-    phase = opened(held, one_rank, update_rate=0.01)
+    [router] = all_routers = routers(True)
+    phase = open_phase(all_routers, one_rank, update_rate=0.01)
     shares = []
     for number in range(300):
         tokens = torch.randn(1, 256, 4, dtype=torch.float64) + torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -121,18 +123,18 @@ def test_equal_loads_come_from_unequal_scores(one_rank: Any) -> None:
 def test_a_model_without_such_routers_is_refused(one_rank: Any) -> None:
     """Before the first step, in words."""
     with pytest.raises(UserError, match="no router of the model has a bias"):
-        opened(routers(False), one_rank)
+        open_phase(routers(False), one_rank)
 
 
 def test_adapters_freeze_biases_with_their_routers(one_rank: Any) -> None:
     """As an adapter for PEFT would lack them; a frozen router of a model without adapters keeps moving."""
     for adapters, moved in (([FullTuning(targets=["mlp.gate"])], [0.0] * 4), ([], [-1.0, 1.0, 1.0, 1.0])):
-        frozen, tuned = held = routers(True, True)
+        frozen, tuned = all_routers = routers(True, True)
         frozen.requires_grad_(False)
-        phase = opened(held, one_rank, adapters, update_rate=1.0)
-        send(held, 4, 0, 0, 0)
+        phase = open_phase(all_routers, one_rank, adapters, update_rate=1.0)
+        send(all_routers, 4, 0, 0, 0)
         phase.run_phase(Step(1, 1))
         assert bias_of(frozen) == moved and bias_of(tuned) == [-1.0, 1.0, 1.0, 1.0]
     tuned.requires_grad_(False)
     with pytest.raises(UserError, match=r"the adapters freeze every router.*or tune routers in full"):
-        opened(held, one_rank, [FullTuning(targets=["norm"])])
+        open_phase(all_routers, one_rank, [FullTuning(targets=["norm"])])

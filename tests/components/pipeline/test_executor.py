@@ -22,7 +22,7 @@ from support.steps import evaluate, train
 
 
 class Squares:
-    """The loss: the sum of squares of outputs; each token weighs 1."""
+    """A loss that sums squared outputs; tokens weigh 1."""
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "positions", "document_ids", "weights")
 
@@ -44,7 +44,7 @@ HEAD: Any = SameAsHidden()
 
 
 class Scale(nn.Module):
-    """A stage: multiplies by a weight; `seen` keeps weak references to what it gave."""
+    """A stage that multiplies by a weight; `seen` has weak references to its outputs."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ def batches(count: int) -> list[TokenBatch]:
     return [TokenBatch(part, part, part, torch.zeros_like(part), torch.ones(part.shape)) for part in tokens]
 
 
-def made(modules: Sequence[Scale], mesh: Any, split: bool = False) -> ProgramExecutor:
-    """An open executor of one rank that owns all stages."""
+def open_executor(modules: Sequence[Scale], mesh: Any, split: bool = False) -> ProgramExecutor:
+    """Return an open executor for one rank with all stages."""
     spans = [LayerRange(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
@@ -122,7 +122,7 @@ def test_gradients_and_losses_are_those_of_the_whole_model(
 ) -> None:
     """However many stages a rank owns, losses and gradients are sums over the microbatches of the chained model."""
     modules = [Scale(weight) for weight in weights]
-    total, weight = sum_losses(train(made(modules, one_rank, split), batches(3))).tolist()
+    total, weight = sum_losses(train(open_executor(modules, one_rank, split), batches(3))).tolist()
     squares = sum(float(batch.tokens.square().sum()) for batch in batches(3))
     whole = torch.tensor(weights).prod().item()
     assert total == pytest.approx(squares * whole**2)
@@ -136,14 +136,14 @@ def test_gradients_and_losses_are_those_of_the_whole_model(
 def test_nothing_outlives_the_pass(split: bool, one_rank: Any) -> None:
     """No output of a stage is alive once the pass is over."""
     modules = [Scale(2.0), Scale(1.5)]
-    train(made(modules, one_rank, split), batches(2))
+    train(open_executor(modules, one_rank, split), batches(2))
     assert [output() for module in modules for output in module.seen] == [None] * 4
 
 
 def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> None:
     """Evaluation gives the losses of training, and no gradient."""
     modules = [Scale(2.0), Scale(1.5)]
-    executor = made(modules, one_rank)
+    executor = open_executor(modules, one_rank)
     evaluated = sum_losses(evaluate(executor, batches(3)))
     assert all(module.weight.grad is None for module in modules)
     trained = sum_losses(train(executor, batches(3)))
@@ -153,14 +153,14 @@ def test_evaluation_leaves_no_gradient_and_adds_up_in_float64(one_rank: Any) -> 
 def test_inference_gives_the_output_itself(one_rank: Any) -> None:
     """The output of the last stage comes back as it is, without a loss."""
     tokens = torch.ones(1, 3, dtype=torch.float64)
-    output = made([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, TokenContext(tokens, tokens))
+    output = open_executor([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, TokenContext(tokens, tokens))
     assert output is not None and output.tolist() == [[3.0, 3.0, 3.0]]
 
 
 def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None:
-    """The exception says which stage and microbatch it was, and nothing of the failed step is left."""
+    """The exception names stage and microbatch, and nothing remains of the failed step."""
     modules = [Scale(2.0), Scale(1.5)]
-    executor = made(modules, one_rank)
+    executor = open_executor(modules, one_rank)
     modules[1].fail_on = 1
     with pytest.raises(RuntimeError, match="broken") as caught:
         train(executor, batches(3))
@@ -186,7 +186,7 @@ LAYERS = {2: 4, 4: 8}
 
 @pytest.fixture(scope="module")
 def parts() -> dict[int, list[list[dict[str, Any]]]]:
-    """For each number of ranks what every rank had after a step of each case."""
+    """Return all ranks' results after the steps of all cases, by rank count."""
     common: tuple[Any, ...] = {}, "cpu", pipelines.FLOAT64, 1
     return {
         ranks: run_ranks(pipelines.steps, ranks, cases, *common, LAYERS[ranks], timeout=120)
@@ -197,23 +197,23 @@ def parts() -> dict[int, list[list[dict[str, Any]]]]:
 @pytest.fixture(scope="module")
 def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
     """The same steps in one process."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    steps_by_case: dict[tuple[Any, ...], dict[str, Any]] = {}
     for ranks, theirs in CASES.items():
         cases = sorted({("gpipe", *case[1:]) for case in theirs})
         steps = pipelines.steps(cases, layers=LAYERS[ranks])
-        found |= {case[1:]: step for case, step in zip(cases, steps, strict=True)}
-    return found
+        steps_by_case |= {case[1:]: step for case, step in zip(cases, steps, strict=True)}
+    return steps_by_case
 
 
 REPLICATED: list[pipelines.Case] = [(name, 6, True, False, "smoothed") for name in ("one_f_one_b", "zero_bubble_v")]
 
 
 def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -> None:
-    """Two pipelines of two ranks, each with half of the microbatches, agree with one process in float64."""
+    """Two pipelines with two ranks and half the microbatches apiece agree with one process in float64."""
     common = {"data_replicate": 2}, "cpu", pipelines.FLOAT64, 1
     parts = run_ranks(pipelines.steps, 4, REPLICATED, *common, LAYERS[2], timeout=120)
     for number, case in enumerate(REPLICATED):
-        whole, mine = wholes[case[1:]], [found[number] for found in parts]
+        whole, mine = wholes[case[1:]], [steps[number] for steps in parts]
         assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case
         assert sum(part["held_out"] for part in mine) == pytest.approx(2 * whole["held_out"], rel=1e-12), case
         assert {name for part in mine for name in part["grads"]} == whole["grads"].keys()
@@ -222,11 +222,13 @@ def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -
                 torch.testing.assert_close(grad, whole["grads"][parameter], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "place"), [(ranks, n) for ranks in CASES for n in range(len(CASES[ranks]))])
-def test_ranks_have_the_gradients_and_losses_of_one_process(ranks: int, place: int, parts: Any, wholes: Any) -> None:
+@pytest.mark.parametrize(("ranks", "case_index"), [(ranks, n) for ranks in CASES for n in range(len(CASES[ranks]))])
+def test_ranks_have_the_gradients_and_losses_of_one_process(
+    ranks: int, case_index: int, parts: Any, wholes: Any
+) -> None:
     """Whatever the schedule, the number of microbatches and their lengths: with tied and frozen weights, to 1e-12."""
-    case = CASES[ranks][place]
-    whole, mine = wholes[case[1:]], [found[place] for found in parts[ranks]]
+    case = CASES[ranks][case_index]
+    whole, mine = wholes[case[1:]], [steps[case_index] for steps in parts[ranks]]
     assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case
     assert sum(part["held_out"] for part in mine) == pytest.approx(whole["held_out"], rel=1e-12), case
     assert {name for part in mine for name in part["grads"]} == whole["grads"].keys()
@@ -246,7 +248,7 @@ def test_outputs_are_handed_out_one_by_one(one_rank: Any) -> None:
     seen: list[tuple[int, list[list[float]], int]] = []
 
     def look(number: int, output: Tensor) -> None:
-        seen.append((number, output.tolist(), sum(made() is not None for made in modules[1].seen[:-1])))
+        seen.append((number, output.tolist(), sum(reference() is not None for reference in modules[1].seen[:-1])))
 
-    made(modules, one_rank).infer_each([(part, TokenContext(part, part)) for part in tokens], look)
+    open_executor(modules, one_rank).infer_each([(part, TokenContext(part, part)) for part in tokens], look)
     assert seen == [(number, [[3.0 * number] * 2], 0) for number in range(3)]

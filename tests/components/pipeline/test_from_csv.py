@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_a_schedule(path: Path) -> None:
-    """The stages of each rank and the program are those of the file."""
+    """The ranks' stages and the program equal the file's."""
     table = FromCsv(path=path)
     assert table.stage_to_rank(4) == (0, 1, 2, 3, 3, 2, 1, 0)
     assert texts(table.program(4, 8).rank_program(2)) == texts(schedule("dual_pipe_v").program(4, 8).rank_program(2))
@@ -32,7 +32,7 @@ def test_a_file_of_a_spreadsheet_is_read(path: Path) -> None:
 
 
 def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:
-    """Another number of ranks or microbatches than the file's is an error that names the file's."""
+    """Another number of ranks or microbatches is an error naming the file's."""
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 4 ranks, not 2"):
         FromCsv(path=path).stage_to_rank(2)
     with pytest.raises(UserError, match=r"dual\.csv is a schedule for 8 microbatches, not 16; change the batch"):
@@ -60,7 +60,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str, fault: str) -> No
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A file that can't be read is an error that names it."""
+    """An unreadable file is an error naming it."""
     with pytest.raises(UserError, match=r"nowhere\.csv can't be read: No such file"):
         FromCsv(path=tmp_path / "nowhere.csv").program(1, 1)
 
@@ -69,7 +69,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     "text", [b"root:x:0:0:secret\n", b"secret,0F0\n", b'"secret\n', b"\xff\xfesecret", b"0F0" * 10**6]
 )
 def test_no_message_shows_what_another_file_holds(tmp_path: Path, text: bytes) -> None:
-    """A path may lead anywhere: of a file that does not begin like a table only that is said."""
+    """A path may lead anywhere: a file that does not begin like a table is refused without its contents."""
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(UserError, match=r"it is not a table of actions such as 3F7$") as caught:
         FromCsv(path=tmp_path / "other").stage_to_rank(2)

@@ -1,4 +1,4 @@
-"""What attention looks at in rows of documents, beside rows that are cut from documents."""
+"""Attention pairs in rows from documents, beside rows really cut from documents."""
 
 import math
 
@@ -22,7 +22,7 @@ def cut_rows(mean: int) -> Tensor:
 
 @pytest.mark.parametrize("mean", [20, 200, 2000])
 def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
-    """As many pairs, with a window and without, and as many microbatches of two rows that are one document each."""
+    """Estimated pairs, with a window and without, and microbatches with two one-document rows match really cut rows."""
     ids = cut_rows(mean)
     rows = Rows(2, LENGTH, mean)
     for window in (None, 16):
@@ -39,7 +39,7 @@ def test_rows_of_one_document_have_all_pairs() -> None:
 
 
 def test_layers_with_windows_have_the_kernel_for_packed_rows() -> None:
-    """Their pairs count as packed, however whole the rows are; those of other layers only where these are not."""
+    """Their pairs count as packed, also in whole rows; other layers' pairs count as packed only in packed rows."""
     rows = Rows(1, 8)
     assert estimate_attention_fractions(None, rows, 1.0) == AttentionFractions(36 / 64, 0.0)
     assert estimate_attention_fractions(None, rows, 0.25) == AttentionFractions(36 / 64, 0.75)

@@ -13,21 +13,21 @@ CPU = torch.device("cpu")
 
 
 def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the user's cache folder. Rates are those that plans take, so that a product takes as long as it took."""
+    """The user's cache folder has the measured rates, used in later plans; a damaged file is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert here() == CPU
     assert at_hand() == device_model("cpu")
     path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.05)
     assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"
-    found = at_hand()
-    assert found.name == "cpu"
-    assert not found.is_gpu
-    assert 1e8 < found.product_rate(torch.float32) < 1e13
-    assert 1e8 < found.bandwidth * found.reached.memory < 1e12
-    assert 0 < found.reached.attention < 10
-    assert 0 < found.reached.launch < 1e-3
-    assert found.reached.host == 0
+    device = at_hand()
+    assert device.name == "cpu"
+    assert not device.is_gpu
+    assert 1e8 < device.product_rate(torch.float32) < 1e13
+    assert 1e8 < device.bandwidth * device.reached.memory < 1e12
+    assert 0 < device.reached.attention < 10
+    assert 0 < device.reached.launch < 1e-3
+    assert device.reached.host == 0
     path.write_text("garbage")
     with pytest.raises(
         UserError, match=r"cpu\.toml: Expected '='.*; measure it again with `drawloom plan --calibrate`"

@@ -16,7 +16,7 @@ from support.plans import RECIPE, on_a_gpu, plan_check
 
 
 def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
-    """With settings that would fit, unless the run says that it wants to try."""
+    """The error has settings that would fit; a run may ask to try anyway."""
     with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 2.0 MB; what would fit: .* = "):
         plan_check(tmp_path, "cuda").open()
     with on_a_gpu(2_000_000):
@@ -26,7 +26,7 @@ def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None
 
 
 def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path) -> None:
-    """On the first rank, too, which has enough for what it holds; with the action of the one that has not."""
+    """The first rank, which has enough memory, refuses too, and names the action on the rank without enough."""
     values = {"mesh": {"pipeline": 2}, "model": {"num_hidden_layers": 2, "vocab_size": 40_000}}
     recipe = RECIPE.with_values(values)
     planned = plan(recipe, device_model("cpu"))
@@ -42,7 +42,7 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
 
 
 def test_the_end_says_what_was_planned_and_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Before the final tasks, for the report; the first steps and what is excluded do not count."""
+    """The report comes before the final tasks; the first steps and excluded seconds do not count."""
     caplog.set_level("INFO")
     node = plan_check(tmp_path, "cpu")
     node.open()

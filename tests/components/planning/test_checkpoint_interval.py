@@ -12,17 +12,17 @@ from support.plans import RECIPE
 
 
 def test_no_other_number_of_steps_loses_less() -> None:
-    """Of a job on one host and of one on four, which fails four times as often, and so saves twice as often."""
+    """A job on four hosts fails four times as often as one on a single host, and saves twice as often."""
     intervals = {}
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
         planned = plan(recipe, device_model("h100"), ranks)
-        found = interval(Nodes.of(recipe), planned, mtbf=3.6e6, cost=2.0)
-        assert found.between_failures == 3.6e6 / -(-ranks // 8)
-        intervals[ranks] = found.every * found.step
-        for other in (found.every * 2, found.every // 2, found.every * 1.1):
-            assert Interval(found.node, round(other), 2.0, found.between_failures, found.step).lost > found.lost
-        assert found.toml == f"checkpoint.every = {found.every}"
+        advised = interval(Nodes.of(recipe), planned, mtbf=3.6e6, cost=2.0)
+        assert advised.between_failures == 3.6e6 / -(-ranks // 8)
+        intervals[ranks] = advised.every * advised.step
+        for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):
+            assert Interval(advised.node, round(other), 2.0, advised.between_failures, advised.step).lost > advised.lost
+        assert advised.toml == f"checkpoint.every = {advised.every}"
     assert intervals[1] == pytest.approx(2 * intervals[32], rel=0.01)
 
 

@@ -32,7 +32,7 @@ def test_a_plan_costs_as_much_in_other_stages() -> None:
 
 
 def test_a_trace_gives_costs_for_any_stages() -> None:
-    """Those of its own stages, and shares of them."""
+    """A trace gives its own stages' costs, and shares of them."""
     program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
     traced = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3])))
@@ -49,16 +49,14 @@ def test_units_are_those_of_a_rank() -> None:
 
 def test_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    Sums of slices, and what every stage costs besides, are the costs of stages of any numbers of layers in a plan.
-
-    Those of a model with a large vocabulary, whose last slice has the head and costs most; where the host is not the
-    limit.
+    Sums over slices, and the other costs per stage, equal a plan's stage costs for any layer counts. The model's large
+    vocabulary makes the last slice, with the head, the costliest; the host is not the limit.
     """
     words = ("model.num_hidden_layers=6", "model.vocab_size=30000", "model.hidden_size=768", "vars.length=2048")
     planned = Planned(Recipe.load("first_run", *words, "batch.micro_size=4"), device_model("h100").without_host())
-    found = planned.slices(2)
-    slices, per_stage = np.array(found["slices"]), np.array(found["per_stage"])
-    assert slices[-1].sum() > 2 * slices[2].sum() and found["memory"] > 1e9
+    settings = planned.slices(2)
+    slices, per_stage = np.array(settings["slices"]), np.array(settings["per_stage"])
+    assert slices[-1].sum() > 2 * slices[2].sum() and settings["memory"] > 1e9
     for sizes in ([3, 3], [5, 1], [2, 1, 1, 2]):
         ends = np.cumsum(sizes)
         wanted = [slices[end - size : end].sum(0) + per_stage for size, end in zip(sizes, ends, strict=True)]
@@ -69,15 +67,14 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    What layers do again and keep, summed by stage, are the seconds and bytes of stages that recompute, in a plan.
-
-    So it is for all layers of a stage and for one in some, where the host is not the limit. A recipe that recomputes by
-    itself leaves nothing to choose.
+    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes for stages that recompute,
+    for all layers in a stage and for one in some, where the host is not the limit. A recipe that recomputes by itself
+    leaves nothing to choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
     planned = Planned(recipe, device_model("h100").without_host())
-    found = planned.slices(2)
-    forward, held = np.array(found["slices"])[:, 0], np.array(found["activations"])
+    settings = planned.slices(2)
+    forward, activations = np.array(settings["slices"])[:, 0], np.array(settings["activations"])
     cases: list[tuple[tuple[Recompute, ...], list[list[int]]]] = [
         (("blocks", "none"), [[0, 1, 2], []]),
         (("selective", "blocks"), [[0, 1, 2], [3, 4, 5]]),
@@ -87,11 +84,11 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
         cut = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3), policies))
         plain = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3)))
         for stage, (policy, again) in enumerate(zip(policies, cuts, strict=True)):
-            parts = found["recompute"]["selective" if policy == "selective" else "blocks"]
+            parts = settings["recompute"]["selective" if policy == "selective" else "blocks"]
             more = sum(forward[each] * parts["again"][each] for each in again)
             took = cut.table.lengths[stage] - plain.table.lengths[stage]
             assert took[1:3] == pytest.approx(more, rel=0.05, abs=0.03 * plain.table.lengths[stage, 1]), policy
-            left = sum(held[each] * (1 - parts["kept"][each]) for each in again)
+            left = sum(activations[each] * (1 - parts["kept"][each]) for each in again)
             kept = [each.costs[stage].passes["F"].total_kept_bytes for each in (plain, cut)]
             assert kept[0] - kept[1] == pytest.approx(left, rel=0.05, abs=0.02 * kept[0]), policy
             assert cut.costs[stage].passes["I"].total_kept_bytes == pytest.approx(
@@ -102,7 +99,7 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 
 def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, DeviceModel, Plan]:
-    """A recipe, a device that has a part of what it needs, and the plan with what `auto` finds."""
+    """Return a recipe, a device with a part of the needed memory, and `auto`'s plan."""
     ranks = f"mesh.data_shard={shards}", "mesh.data_replicate=1", "mesh.pipeline=2"
     recipe = Recipe.load("first_run", *ranks, "model.num_hidden_layers=8", "batch.global_size=32", *words)
     device = device_model("h100").without_host()
@@ -113,32 +110,32 @@ def short_of_memory(part: float, shards: int, *words: str) -> tuple[Recipe, Devi
 
 
 def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
-    """Where memory is short, what is found by recomputing fits, and is faster than with one policy for all stages."""
-    recipe, small, found = short_of_memory(0.55, 1, "vars.length=2048", "batch.micro_size=4")
-    assert found.fits and {*found.program.recompute} - {"none"}
+    """If memory is short, the plan with recomputation fits, and is faster than with one policy for all stages."""
+    recipe, small, auto_plan = short_of_memory(0.55, 1, "vars.length=2048", "batch.micro_size=4")
+    assert auto_plan.fits and {*auto_plan.program.recompute} - {"none"}
     policies = [{"stages": {"recompute": policy}} for policy in ("none", "selective", "blocks")]
     others = [plan(recipe.with_values(each), small, 2) for each in policies]
-    assert found.time.seconds < min(each.time.seconds for each in others if each.fits)
+    assert auto_plan.time.seconds < min(each.time.seconds for each in others if each.fits)
 
 
 def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
-    """Those of sharded parameters are, while backward passes go on: what is found fits beside them."""
+    """Sharded parameters' gradients are whole during backward passes, and the plan fits beside them."""
     words = ("vars.length=1024", "model.hidden_size=1024", "model.intermediate_size=3072", "model.vocab_size=8000")
-    _, _, found = short_of_memory(0.82, 2, *words, "batch.micro_size=2")
-    assert found.memory[0].whole_gradients > 1.9 * found.memory[0].gradients
-    assert found.fits and {*found.program.recompute} - {"none"}
+    _, _, auto_plan = short_of_memory(0.82, 2, *words, "batch.micro_size=2")
+    assert auto_plan.memory[0].whole_gradients > 1.9 * auto_plan.memory[0].gradients
+    assert auto_plan.fits and {*auto_plan.program.recompute} - {"none"}
 
 
 def test_units_count_what_is_recomputed() -> None:
-    """A stage that recomputes all of its blocks, or one of two, takes so much of a forward longer in its backward."""
+    """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
     costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
     assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]
     assert costs.comm == 1
 
 
 def test_slices_of_a_trace_are_shares_of_its_stages() -> None:
-    """Two for each rank, with the times of their ops."""
+    """A rank has two slices, with their ops' times."""
     program = read_program("0: 0F0 0B0\n1: 1F0 1B0\n")
     times = np.array([0.0, 6, 1, 3])
-    found = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
-    assert found["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2
+    settings = Traced(TracedStep(program, times, times + np.array([1, 2, 2, 3]))).slices(2)
+    assert settings["slices"] == [[0.5, 1.0, 0.5, 0.5]] * 2 + [[1.0, 1.5, 0.75, 0.75]] * 2

@@ -1,4 +1,4 @@
-"""Plans against real steps: what is planned is what a run holds."""
+"""Plans against real steps: planned memory is a run's memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,29 +58,29 @@ RECIPES = {
 }
 
 
-def planned(name: str, *words: str, ranks: int | None = None, recipe: str = "first_run") -> Plan:
-    """The plan of one of the recipes, or of another with these words, for the CPU."""
+def plan_recipe(name: str, *words: str, ranks: int | None = None, recipe: str = "first_run") -> Plan:
+    """Plan one of the recipes, or another with these words, for the CPU."""
     base, given = RECIPES.get(name, (recipe, ()))
     return plan(Recipe.load(base, *given, *words), device_model("cpu"), ranks)
 
 
 def by_kind(*users: Any) -> dict[str, int]:
-    """The bytes of what holds memory in a run."""
+    """Return a run's bytes by memory kind."""
     return {str(kind): size for kind, size in memory_by_kind(users).items()}
 
 
 def batch() -> TokenBatch:
-    """A microbatch of whole rows, each of one document."""
+    """Return a microbatch with whole rows, one document apiece."""
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 199
     zeros = torch.zeros_like(tokens)
     return TokenBatch(tokens, tokens, tokens % LENGTH, zeros, torch.ones(ROWS, LENGTH))
 
 
 class Saved:
-    """Distinct memory that autograd keeps, other than that of parameters."""
+    """Distinct memory kept by autograd, without parameters."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.known = {each.untyped_storage().data_ptr() for each in parameters}
+        self.known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self.bytes = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -95,26 +95,26 @@ class Saved:
 def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, masters, copies, gradients and moments to the byte; activations of a real step within 10 %."""
     monkeypatch.chdir(tmp_path)
-    found = planned(name)
-    [memory] = found.memory
+    run_plan = plan_recipe(name)
+    [memory] = run_plan.memory
     base, words = RECIPES[name]
     with Recipe.load(base, *words).open(["stages", "optimizer", "loss"]) as run:
         stages = run["stages"]
-        held = by_kind(stages, run["optimizer"])
-        assert {**memory.persistent, "gradients": memory.gradients} == held
+        bytes_by_kind = by_kind(stages, run["optimizer"])
+        assert {**memory.persistent, "gradients": memory.gradients} == bytes_by_kind
         [stage] = stages.local
         stages.cast_weights()
         saved = Saved([*stage.module.parameters(), *stage.module.buffers()])
-        recorder = Recorder(found.device, lambda _: 1.0, AttentionFractions(0.5))
+        recorder = Recorder(run_plan.device, lambda _: 1.0, AttentionFractions(0.5))
         runner = StageRunner(stage, run["loss"])
         given = batch()
         tokens, shared = run["loss"].inputs(given)
-        for parameter in filter(lambda each: each.requires_grad, stage.module.parameters()):
+        for parameter in filter(lambda weight: weight.requires_grad, stage.module.parameters()):
             parameter.grad = torch.zeros_like(parameter, dtype=stages.precision.gradient)
         if stage.recompute == "none":  # its own hooks would take the place of these
             with saved_tensors_hooks(saved, lambda tensor: tensor):
                 runner.forward(0, tokens, shared, given)
-            assert found.costs[0].passes["F"].total_kept_bytes == pytest.approx(saved.bytes, rel=0.1)
+            assert run_plan.costs[0].passes["F"].total_kept_bytes == pytest.approx(saved.bytes, rel=0.1)
             runner.backward(0, None)
         with recorder:
             recorder.begin()
@@ -123,17 +123,17 @@ def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypa
             recorder.begin()
             runner.backward(0, None)
             backward = recorder.end()
-    passes = found.costs[0].passes
+    passes = run_plan.costs[0].passes
     assert passes["F"].total_kept_bytes == pytest.approx(forward.total_kept_bytes, rel=0.05)
     assert passes["F"].peak_delta == pytest.approx(forward.peak_delta, rel=0.1)
     # What goes beyond what the forward pass has left is small, so that all of it is compared.
     peak = forward.total_kept_bytes + backward.peak_delta
     assert passes["F"].total_kept_bytes + passes["B"].peak_delta == pytest.approx(peak, rel=0.1)
-    assert memory.step.bytes == pytest.approx(peak + held["gradients"], rel=0.1)
+    assert memory.step.bytes == pytest.approx(peak + bytes_by_kind["gradients"], rel=0.1)
 
 
-def _held(base: str, words: Sequence[str]) -> dict[str, int]:
-    """What this rank of two holds."""
+def _persistent_bytes(base: str, words: Sequence[str]) -> dict[str, int]:
+    """Return this rank's bytes by kind."""
     with Recipe.load(base, *words).open(["stages", "optimizer"]) as run:
         return by_kind(run["stages"], run["optimizer"])
 
@@ -150,55 +150,57 @@ MESHES: list[tuple[str, tuple[str, ...]]] = [
 def test_what_ranks_of_a_mesh_hold_is_planned(
     name: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards, parts of matrices, experts and stages: of each of two real ranks, to the byte."""
+    """Shards, parts of matrices, experts and stages on two real ranks are planned to the byte."""
     monkeypatch.chdir(tmp_path)
     base, given = RECIPES[name]
-    held = run_ranks(_held, 2, base, (*given, *words))
-    views = [{**memory.persistent, "gradients": memory.gradients} for memory in planned(name, *words, ranks=2).memory]
+    bytes_by_rank = run_ranks(_persistent_bytes, 2, base, (*given, *words))
+    views = [
+        {**memory.persistent, "gradients": memory.gradients} for memory in plan_recipe(name, *words, ranks=2).memory
+    ]
     # Ranks that differ in data or tensors are planned as the first of them, which has most.
-    assert views == held[: len(views)]
+    assert views == bytes_by_rank[: len(views)]
 
 
 def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() -> None:
-    """1F1B: the first of four ranks holds four microbatches, the last one; and each peak is in a backward pass."""
+    """In 1F1B the first of four ranks holds four microbatches, the last one, and all peaks are in a backward pass."""
     words = ("mesh.pipeline=4", "model.num_hidden_layers=4", "batch.global_size=32", "model.tie_word_embeddings=false")
-    found = planned("dense", *words, ranks=4)
-    first, second, third, _ = (sum(memory.activations.values()) for memory in found.memory)
-    middle = found.costs[1].passes["F"].total_kept_bytes
+    pipeline_plan = plan_recipe("dense", *words, ranks=4)
+    first, second, third, _ = (sum(memory.activations.values()) for memory in pipeline_plan.memory)
+    middle = pipeline_plan.costs[1].passes["F"].total_kept_bytes
     assert second - third == pytest.approx(middle, rel=0.01)
     assert first > second
-    assert [memory.when[1] for memory in found.memory] == ["B"] * 4
+    assert [memory.when[1] for memory in pipeline_plan.memory] == ["B"] * 4
 
 
 def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None:
-    """What a deeper model needs grows by the same with each layer: in bytes, operations and seconds."""
-    sizes = [planned("dense", f"model.num_hidden_layers={layers}") for layers in (1, 2, 40)]
+    """A deeper model's needs grow by the same amount with every layer: in bytes, operations and seconds."""
+    sizes = [plan_recipe("dense", f"model.num_hidden_layers={layers}") for layers in (1, 2, 40)]
     for measure in ("seconds", "flops", "total_kept_bytes"):
-        one, two, many = (getattr(each.costs[0].passes["F"], measure) for each in sizes)
+        one, two, many = (getattr(sized_plan.costs[0].passes["F"], measure) for sized_plan in sizes)
         assert many == pytest.approx(one + 39 * (two - one))
 
 
 def test_operations_are_those_that_the_model_counts() -> None:
-    """Products of forward and backward, from the operations that run, are those of the formula of the model."""
+    """Forward and backward products, counted as they run, equal the model's formula."""
     for name in ("dense", "experts"):
-        found = planned(name)
-        run = sum(found.costs[0].passes[op].flops for op in "FB") * found.microbatches
+        model_plan = plan_recipe(name)
+        run = sum(model_plan.costs[0].passes[op].flops for op in "FB") * model_plan.microbatches
         # Attention's scores are computed again in its backward pass, which the formula leaves out.
-        assert found.flops is not None
-        assert found.flops <= run <= 1.1 * found.flops
+        assert model_plan.flops is not None
+        assert model_plan.flops <= run <= 1.1 * model_plan.flops
 
 
 def test_the_parts_of_a_step_add_up() -> None:
     """A pipeline without messages takes its passes and the bubble of 1F1B, (p - 1) of m + p - 1 microbatches."""
     words = ("mesh.pipeline=2", "model.num_hidden_layers=4", "batch.global_size=32")
-    found = planned("untied", *words, ranks=2)
-    time = found.time
+    pipeline_plan = plan_recipe("untied", *words, ranks=2)
+    time = pipeline_plan.time
     assert time.seconds == pytest.approx(sum(value for name, value in time.as_data().items() if name != "sending"))
-    assert 0.5 / (found.microbatches + 1) < time.bubble / time.seconds < 3 / (found.microbatches + 1)
+    assert 0.5 / (pipeline_plan.microbatches + 1) < time.bubble / time.seconds < 3 / (pipeline_plan.microbatches + 1)
 
 
 def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
-    """With stages.capture the passes of a small model take what the GPU needs, far less than the host would."""
+    """With stages.capture a small model's passes take the GPU's time, far less than the host's."""
     words = DENSE[:-1]
     plain, captured = (
         plan(Recipe.load("first_run", *words, f"stages.capture={how}"), device_model("h200")).time.compute
@@ -208,9 +210,9 @@ def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
 
 
 def test_products_of_an_optimizer_are_part_of_the_update() -> None:
-    """Those of Muon, of which ranks with shards of its matrices have a part each."""
+    """Muon's products are divided over the ranks with shards of its matrices."""
     adam, one, two = (
-        planned(name, "batch.micro_size=1", f"mesh.data_shard={shards}").time.update
+        plan_recipe(name, "batch.micro_size=1", f"mesh.data_shard={shards}").time.update
         for name, shards in (("experts", 1), ("muon", 1), ("muon", 2))
     )
     assert adam < 0.1 * one
@@ -222,16 +224,16 @@ PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batc
 
 def test_attention_of_packed_rows_takes_the_kernel_and_the_documents_that_a_run_has(tmp_path: Path) -> None:
     """
-    A store at hand says how long documents are: shorter ones have fewer pairs, at the rate of the kernel for packed
-    rows. A kernel that the recipe names has that rate on whole rows, too; a CPU has one for all.
+    A store at hand has the documents' lengths: shorter ones have fewer pairs, at the packed kernel's rate. A kernel
+    named in the recipe has that rate on whole rows, too; a CPU has one rate for all.
     """
     store_of(tmp_path / "store", [["a" * 2999, "b" * 4999]])
 
-    def seconds(place: str, *words: str, device: str = "h200") -> tuple[float, float]:
-        recipe = Recipe.load("qwen3_0_6b", f"vars.data={tmp_path / place}", *PACKED, *words)
-        found = plan(recipe, device_model(device))
-        assert as_data(found)["document_tokens"] == (4000 if place == "store" else None)
-        return found.costs[0].passes["F"].seconds, found.flops or 0.0
+    def seconds(corpus: str, *words: str, device: str = "h200") -> tuple[float, float]:
+        recipe = Recipe.load("qwen3_0_6b", f"vars.data={tmp_path / corpus}", *PACKED, *words)
+        packed_plan = plan(recipe, device_model(device))
+        assert as_data(packed_plan)["document_tokens"] == (4000 if corpus == "store" else None)
+        return packed_plan.costs[0].passes["F"].seconds, packed_plan.flops or 0.0
 
     long = "vars.length=4096"
     whole, packed, flex = seconds("none", long), seconds("store", long), seconds("none", long, "kernels.attention=flex")
@@ -252,6 +254,6 @@ FAULTS: list[tuple[tuple[str, ...], int | None, str]] = [
 
 @pytest.mark.parametrize(("words", "ranks", "reason"), FAULTS)
 def test_what_does_not_fit_a_mesh_is_an_error(words: tuple[str, ...], ranks: int | None, reason: str) -> None:
-    """In one sentence that says what to write."""
+    """The error is a sentence with a remedy."""
     with pytest.raises((UserError, RecipeError), match=reason):
-        planned("dense", *words, ranks=ranks)
+        plan_recipe("dense", *words, ranks=ranks)

@@ -24,21 +24,21 @@ DEVICE = DeviceModel(
 
 
 def recorder(attended: AttentionFractions | None = None) -> Recorder:
-    """For a device of a million bytes and operations each second, of which products reach half."""
+    """Return a recorder for a device with a million bytes and operations per second; products reach half."""
     return Recorder(DEVICE, lambda _: 100.0, attended or AttentionFractions())
 
 
 def test_what_lives_is_counted_until_it_is_freed() -> None:
-    """Results that share memory count once, those of parameters not at all, and what is freed leaves only the peak."""
+    """Results that share memory count once, parameters not at all, and freed memory only in the peak."""
     weight = nn.Parameter(torch.empty(256, 256, device="meta"))
-    with recorder() as found:
-        found.begin()
+    with recorder() as recording:
+        recording.begin()
         x = torch.empty(256, 256, device="meta")
-        with found.label("kept"):
+        with recording.label("kept"):
             y = x @ weight.detach().t()
         del x
         view = y.view(-1)
-        part = found.end()
+        part = recording.end()
     assert view.shape == (256 * 256,)
     assert (part.kept_bytes, part.peak_delta) == ({"kept": 2**18}, 2 * 2**18)
 
@@ -47,25 +47,25 @@ def test_autograd_keeps_what_a_real_graph_would() -> None:
     """The input of the product and of the nonlinearity, and after the backward pass nothing."""
     weight = nn.Parameter(torch.empty(64, 64, device="meta"))
     weight.grad = torch.empty_like(weight)
-    with recorder() as found:
-        found.begin()
+    with recorder() as recording:
+        recording.begin()
         loss = (torch.empty(64, 64, device="meta") @ weight).relu().sum()
-        assert found.end().total_kept_bytes == 2 * 64 * 64 * 4 + 512
+        assert recording.end().total_kept_bytes == 2 * 64 * 64 * 4 + 512
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
-        assert found.end().total_kept_bytes == 0
+        assert recording.end().total_kept_bytes == 0
 
 
 def test_an_operation_takes_as_long_as_its_slower_side() -> None:
     """Arithmetic at half of the peak, or memory traffic; the host issues both."""
     wide, narrow = torch.empty(100, 1000, device="meta"), torch.empty(1000, 100, device="meta")
-    with recorder() as found:
-        found.begin()
+    with recorder() as recording:
+        recording.begin()
         _ = wide @ narrow
-        product = found.end()
-        found.begin()
+        product = recording.end()
+        recording.begin()
         _ = wide + 1
-        addition = found.end()
+        addition = recording.end()
     assert (product.flops, product.seconds) == (2 * 100 * 1000 * 100, pytest.approx(2e7 / 5e5))
     assert (addition.flops, addition.seconds) == (0, pytest.approx(2 * 4e5 / 1e6))
     assert product.host == addition.host == 1.0
@@ -78,23 +78,23 @@ def test_what_an_operation_holds_for_itself_is_in_the_peak(least: float) -> None
     hidden = torch.empty(tokens, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.empty(words, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.empty(tokens, device="meta", dtype=torch.int64)
-    with recorder() as found:
+    with recorder() as recording:
         losses = cut_cross_entropy_triton(hidden, weight, targets, LogitCut(filter_eps=least))[0]
         grad = torch.empty_like(losses)
-        found.begin()
+        recording.begin()
         grads = torch.autograd.grad(losses, (hidden, weight), grad)
-        rise = found.end().peak_delta
+        rise = recording.end().peak_delta
     mine = 2 * tokens * words + 4 * words * width + (2 * words * width if least else 0)
     small = 16 * tokens  # numbers by token, some of them twice
-    assert mine < rise - sum(each.nbytes for each in grads) <= mine + small
+    assert mine < rise - sum(leaf_grad.nbytes for leaf_grad in grads) <= mine + small
 
 
 def test_collectives_take_the_time_of_links() -> None:
-    """A collective takes the bytes that it sends, divided by the bandwidth of the links between its ranks."""
-    with recorder() as found:
-        found.begin()
+    """A collective takes its sent bytes divided by the bandwidth of the links between its ranks."""
+    with recorder() as recording:
+        recording.begin()
         collective(torch.empty(100, device="meta"), [400], "all_gather", "tensor", 4)
-        part = found.end()
+        part = recording.end()
     assert part.comm_seconds == part.seconds == 1600 * 0.75 / 100
 
 

@@ -1,4 +1,4 @@
-"""What would help a recipe that does not fit."""
+"""Remedies for a recipe that does not fit."""
 
 import attrs
 import tomli
@@ -15,8 +15,8 @@ RECIPE = Recipe.load(
 )
 
 
-def found(part: float) -> list[Remedy]:
-    """What helps on two ranks of a device with this part of the memory that the recipe takes."""
+def remedies_at(part: float) -> list[Remedy]:
+    """Return the remedies on two ranks of a device with this part of the recipe's memory."""
     roomy = plan(RECIPE, device_model("cpu"), 2)
     device = attrs.evolve(device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
     return remedies(RECIPE, plan(RECIPE, device, 2))
@@ -24,7 +24,7 @@ def found(part: float) -> list[Remedy]:
 
 def test_each_line_is_a_setting_that_takes_what_it_says() -> None:
     """As TOML over the recipe. All take less, the last one fits where several lines are needed, and it has these."""
-    *single, together = found(0.5)
+    *single, together = remedies_at(0.5)
     assert len(single) >= 4
     assert not any(remedy.plan.fits for remedy in single)
     assert together.plan.fits

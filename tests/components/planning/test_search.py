@@ -22,54 +22,52 @@ RECIPE = Recipe.load(
 
 
 def test_the_fastest_plans_come_first_and_are_overlays() -> None:
-    """Each is what the recipe takes with these settings; there is at least a plan of shards, replicas and stages."""
-    found = search(RECIPE, device_model("cpu"), 2)
-    seconds = [each.plan.time.seconds for each in found]
+    """An overlay gives the recipe its plan; there is at least a plan with shards, with replicas and with stages."""
+    candidates = search(RECIPE, device_model("cpu"), 2)
+    seconds = [candidate.plan.time.seconds for candidate in candidates]
     assert all(later > 0.98 * earlier for earlier, later in pairwise(seconds))
-    overlays = [tomli.loads(each.overlay) for each in found]
+    overlays = [tomli.loads(candidate.overlay) for candidate in candidates]
     for dimension in ("data_replicate", "data_shard", "pipeline"):
         assert any(overlay["mesh"][dimension] == 2 for overlay in overlays), dimension
-    for overlay, each in zip(overlays, found, strict=True):
+    for overlay, candidate in zip(overlays, candidates, strict=True):
         again = plan(RECIPE.with_values(overlay), device_model("cpu"), 2)
-        assert as_data(again) == as_data(each.plan)
-    lines = [line for line in found[0].overlay.splitlines() if "[" not in line]  # long lists are left out
-    assert all(line in search_text(found) for line in lines)
+        assert as_data(again) == as_data(candidate.plan)
+    lines = [line for line in candidates[0].overlay.splitlines() if "[" not in line]  # long lists are left out
+    assert all(line in search_text(candidates) for line in lines)
 
 
 def test_the_fastest_pipeline_is_tried_with_auto() -> None:
-    """Its overlay has the costs of each layer, and gives the same plan; no other schedule is faster on that mesh."""
+    """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on that mesh."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = device_model("cpu")
     every = search(recipe, device, 2)
     overlays = [(tomli.loads(each.overlay), each.plan) for each in every]
-    [(found, planned)] = [each for each in overlays if each[0].get("schedule", {}).get("use", "").endswith(".auto")]
-    assert len(found["schedule"]["slices"]) == 5
-    again = plan(recipe.with_values(found), device, 2)
+    [(overlay, planned)] = [each for each in overlays if each[0].get("schedule", {}).get("use", "").endswith(".auto")]
+    assert len(overlay["schedule"]["slices"]) == 5
+    again = plan(recipe.with_values(overlay), device, 2)
     assert again.time.seconds == planned.time.seconds
     for name in ("one_f_one_b", "zero_bubble_v"):
-        other = {"mesh": found["mesh"], "batch": found["batch"], "schedule": {"use": f"pipeline.schedules.{name}"}}
+        other = {"mesh": overlay["mesh"], "batch": overlay["batch"], "schedule": {"use": f"pipeline.schedules.{name}"}}
         assert planned.time.seconds < plan(recipe.with_values(other), device, 2).time.seconds
     assert "schedule.slices = [...]" in search_text(every)
 
 
 def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
-    """Also beside a setting that gives the last stage fewer layers, which `auto` does without."""
+    """This holds also beside a setting for fewer layers in the last stage, ignored by `auto`."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = attrs.evolve(device_model("cpu"), memory=60_000_000)
-    tried = [each.values for each in search(recipe, device, 2)]
-    [values] = [each for each in tried if each.get("schedule", {}).get("use", "").endswith(".auto")]
+    tried = [candidate.values for candidate in search(recipe, device, 2)]
+    [values] = [candidate for candidate in tried if candidate.get("schedule", {}).get("use", "").endswith(".auto")]
     alone = Planned(recipe.with_values({name: values[name] for name in ("mesh", "batch", "stages")}), device)
     assert values["schedule"]["memory"] == alone.slices(2)["memory"] < 1e8
 
 
 def test_stages_that_auto_makes_too_large_are_left_out() -> None:
     """
-    A pipeline that fits is found where the stages of `auto` would hold too much.
-
-    The head costs more than layers, so that `auto` gives the first stage, which has the embedding, most of these: of a
-    model that is hardly trained, parameters are what a rank holds.
+    A pipeline that fits is found where the stages of `auto` would not fit. The head costs more than layers, so `auto`
+    gives most layers to the first stage with the embedding: in a hardly trained model, parameters fill a rank's memory.
     """
     words = [
         *("precision.compute=bfloat16", "precision.parameter=bfloat16", "vars.length=16", "batch.global_size=2"),
@@ -79,26 +77,28 @@ def test_stages_that_auto_makes_too_large_are_left_out() -> None:
     ]
     recipe = Recipe.load("first_run", *words)
     device = attrs.evolve(device_model("cpu"), memory=300_000_000)
-    found = search(recipe, device, 2)
-    assert all(each.plan.fits for each in found)
-    assert [each.values["schedule"]["use"] for each in found if each.values["mesh"]["pipeline"] == 2] == [
-        "pipeline.schedules.one_f_one_b"
-    ]
+    candidates = search(recipe, device, 2)
+    assert all(candidate.plan.fits for candidate in candidates)
+    assert [
+        candidate.values["schedule"]["use"] for candidate in candidates if candidate.values["mesh"]["pipeline"] == 2
+    ] == ["pipeline.schedules.one_f_one_b"]
 
 
 def test_experts_are_tried_on_one_rank_and_on_several() -> None:
-    """Also where the recipe shares them out: its own size of that dimension is no part of what is tried."""
+    """Both are tried even if the recipe partitions experts: its own expert dimension is ignored."""
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
     recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
-    every = [tomli.loads(each.overlay) for each in search(recipe, device_model("h200"), 2)]
-    ways = {(each["mesh"]["expert"], each["stages"]["dispatcher"]["use"]) for each in every}
+    every = [tomli.loads(candidate.overlay) for candidate in search(recipe, device_model("h200"), 2)]
+    ways = {(candidate["mesh"]["expert"], candidate["stages"]["dispatcher"]["use"]) for candidate in every}
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
 
 
 def test_rows_are_divided_as_the_recipe_says() -> None:
-    """Among as many ranks in every mesh; the others are what is tried."""
+    """All meshes have the recipe's context dimension; the search tries the other dimensions."""
     every = search(RECIPE.with_values({"mesh": {"context": 2}}), device_model("cpu"), 4)
-    sizes = {(size.context, size.pipeline, size.data_shard) for size in (found.plan.mesh.sizes for found in every)}
+    sizes = {
+        (size.context, size.pipeline, size.data_shard) for size in (candidate.plan.mesh.sizes for candidate in every)
+    }
     assert {(2, 1, 2), (2, 2, 1), (2, 1, 1)} <= sizes
     assert {size[0] for size in sizes} == {2}
 
@@ -122,14 +122,14 @@ def test_ranks_that_suit_no_mesh_are_told() -> None:
 
 
 def test_meshes_whose_parameters_do_not_fit_are_left_out() -> None:
-    """Without their activations being recorded; where none fits, those of least memory are shown."""
+    """Their activations are not recorded; if no plan fits, plans with the least memory are shown."""
     small = attrs.evolve(
         device_model("cpu"), memory=plan(RECIPE, device_model("cpu"), 1).memory[0].persistent["parameters"]
     )
-    found = search(RECIPE, small, 2)
-    sizes = [max(each.plan.peak_memory_bytes) for each in found]
-    assert found
-    assert not any(each.plan.fits for each in found)
+    candidates = search(RECIPE, small, 2)
+    sizes = [max(candidate.plan.peak_memory_bytes) for candidate in candidates]
+    assert candidates
+    assert not any(candidate.plan.fits for candidate in candidates)
     assert sizes == sorted(sizes)
     with pytest.raises(TooLargeError, match="bytes besides activations"):
         plan(RECIPE, small, 1, PlanCache())

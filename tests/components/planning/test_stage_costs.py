@@ -1,4 +1,4 @@
-"""What a stage costs, put together from recordings of one block of each kind."""
+"""A stage's costs, composed from recordings of one block of each kind."""
 
 from typing import Any
 
@@ -29,31 +29,30 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_costs_what_a_recording_of_all_its_blocks_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    Bytes held, their peaks and seconds are those of the whole stage, pass by pass.
-
-    The peak of an input pass that recomputes is at most 2 % more: where it is depends on which blocks those are.
+    Bytes, their peaks and seconds equal the whole stage's, pass by pass. An input pass that recomputes has a peak at
+    most 2 % higher: it depends on the recomputed blocks.
     """
     recipe, policy, layers, words = CASES[case]
     compose, asked = StageMeter.costs, []
 
     def costs(self: StageMeter, stage: Any, split: bool) -> StageCosts:
-        found = compose(self, stage, split)
-        asked.append((self, stage, split, found))
-        return found
+        composed = compose(self, stage, split)
+        asked.append((self, stage, split, composed))
+        return composed
 
     monkeypatch.setattr(StageMeter, "costs", costs)
     more = (f"model.num_hidden_layers={layers}", f"stages.recompute={policy}", "vars.length=64", "device.kind=cpu")
     plan(Recipe.load(recipe, *SMALL, *more, *words), device_model("h100"))
     assert asked
-    for meter, stage, split, found in asked:
+    for meter, stage, split, composed in asked:
         blocks = [
             stage_costs._Block(number, stage_costs._is_recomputed(stage.recompute, number), number)
             for number, _ in enumerate(meter.blocks(stage.module))
         ]
         whole = meter._record(stage, blocks, split)
-        assert found.passes.keys() == whole.keys() and ("I" in whole) is ("mesh.pipeline=2" in words)
+        assert composed.passes.keys() == whole.keys() and ("I" in whole) is ("mesh.pipeline=2" in words)
         for op, part in whole.items():
-            planned = found.passes[op]
+            planned = composed.passes[op]
             assert (planned.total_kept_bytes, planned.net_delta, planned.flops) == (
                 part.total_kept_bytes,
                 part.net_delta,

@@ -22,35 +22,35 @@ NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, 0.0)
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
     """The second rank is busy for 14 s; it waits for the first forward and the last backward."""
-    found = step_time(PROGRAM, cost_table(COSTS, [NOTHING] * 2, message=0.5), COSTS, [NOTHING] * 2)
-    assert (found.compute, found.sending) == (14.0, 0.0)
-    assert found.bubble == pytest.approx(1 + 0.5 + 0.5 + 2)
+    planned_time = step_time(PROGRAM, cost_table(COSTS, [NOTHING] * 2, message=0.5), COSTS, [NOTHING] * 2)
+    assert (planned_time.compute, planned_time.sending) == (14.0, 0.0)
+    assert planned_time.bubble == pytest.approx(1 + 0.5 + 0.5 + 2)
 
 
 def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> None:
     """
-    A host that needs longer for one pass, but not for all, has issued it before the device gets there; one that needs
-    longer for all sets the pace, and weights are changed while the device would wait for it.
+    A host slower in one pass, but not in all, has issued it before the device gets there; a host slower in all sets the
+    pace, and weights are updated while the device would wait for it.
     """
     program = Program.of([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
     update = [ReplicaTimes({}, {}, 0.0, 0.0, 1.5)]
 
-    def found(forward: float, backward: float) -> StepTime:
+    def time_with_update(forward: float, backward: float) -> StepTime:
         costs = {0: StageCosts({"F": PassCost(1.0, host=forward), "B": PassCost(4.0, host=backward)}, 0)}
         return step_time(program, cost_table(costs, update, message=0.0), costs, update)
 
-    assert (found(3.0, 1.0).compute, found(3.0, 1.0).seconds) == (10.0, 11.5)
-    assert (found(3.0, 2.5).compute, found(3.0, 2.5).seconds) == (11.0, 11.5)
-    assert (found(3.0, 3.0).compute, found(3.0, 3.0).seconds) == (12.0, 12.0)
+    assert (time_with_update(3.0, 1.0).compute, time_with_update(3.0, 1.0).seconds) == (10.0, 11.5)
+    assert (time_with_update(3.0, 2.5).compute, time_with_update(3.0, 2.5).seconds) == (11.0, 11.5)
+    assert (time_with_update(3.0, 3.0).compute, time_with_update(3.0, 3.0).seconds) == (12.0, 12.0)
 
 
 def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
-    """A pass that gathers parameters takes at least as long; sums of gradients run beside the last backward pass."""
+    """A pass that gathers parameters takes at least as long; gradient sums run beside the last backward pass."""
     exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
-    found = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
-    assert found.compute == 2 * 3.0 + 2 * 4.5
-    assert (found.gather, found.sync, found.update) == (2.0, 1.0, 0.5)
-    assert found.seconds == found.compute + found.bubble + 3.5
+    planned_time = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
+    assert planned_time.compute == 2 * 3.0 + 2 * 4.5
+    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, 1.0, 0.5)
+    assert planned_time.seconds == planned_time.compute + planned_time.bubble + 3.5
 
 
 def test_forward_passes_of_a_reference_come_before() -> None:

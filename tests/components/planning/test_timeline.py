@@ -15,10 +15,10 @@ WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B":
 
 
 def test_a_peak_is_that_of_all_microbatches_in_flight() -> None:
-    """And of gradients, which exist from the first backward pass on."""
-    found = peak_of(program("F0", "F1", "B0", "F2", "B1", "B2"), 0, WHOLE, {0: 100})
-    assert (found.bytes, found.action) == (100 + 20 + 3, "0B1")
-    assert found.kinds == {"x": 20, "temporary": 3, "gradients": 100}
+    """Gradients, present from the first backward pass on, count too."""
+    peak = peak_of(program("F0", "F1", "B0", "F2", "B1", "B2"), 0, WHOLE, {0: 100})
+    assert (peak.bytes, peak.action) == (100 + 20 + 3, "0B1")
+    assert peak.kinds == {"x": 20, "temporary": 3, "gradients": 100}
 
 
 def test_gradients_take_the_place_of_activations_in_the_first_backward_pass() -> None:
@@ -35,5 +35,5 @@ def test_what_waits_for_its_weight_gradients_is_held() -> None:
         "W": PassCost(peak_delta=2),
     }
     costs = {0: StageCosts(split, 0)}
-    found = peak_of(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
-    assert (found.bytes, found.action) == (4 + 10 + 1, "0I1")
+    peak = peak_of(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
+    assert (peak.bytes, peak.action) == (4 + 10 + 1, "0I1")

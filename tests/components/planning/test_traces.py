@@ -39,14 +39,14 @@ def test_the_last_step_is_read_without_waits(tmp_path: Path) -> None:
     """On one clock, whichever origin each rank's trace has; a message takes the least time from its end to its use."""
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
-    found = read_traced_step(tmp_path, PROGRAM)
-    assert (found.start * 1e6).round(3).tolist() == [0, 35, 24, 28, 33]
-    assert (found.end * 1e6).round(3).tolist() == [20, 45, 28, 33, 40]
-    table = found.table()
+    traced = read_traced_step(tmp_path, PROGRAM)
+    assert (traced.start * 1e6).round(3).tolist() == [0, 35, 24, 28, 33]
+    assert (traced.end * 1e6).round(3).tolist() == [20, 45, 28, 33, 40]
+    table = traced.table()
     assert (table.lengths[1] * 1e6).round(3).tolist() == [4, 12, 5, 7]
     assert (table.lengths[0] * 1e6).round(3).tolist() == [20, 10, 5, 5]
     assert table.comm * 1e6 == pytest.approx(2)
-    assert found.simulation.makespan * 1e6 == pytest.approx(45)
+    assert traced.simulation.makespan * 1e6 == pytest.approx(45)
 
 
 def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: Path) -> None:
@@ -67,19 +67,19 @@ def test_operations_of_a_gpu_count_and_not_the_host_that_issues_them(tmp_path: P
         events.append(same | {"cat": kind, "name": name, "ts": began, "dur": ended - began})
     events.append({"ph": "X", "cat": "gpu_user_annotation", "name": "0F0", "ts": 120, "dur": 70})
     write(tmp_path, 0, host, more=events)
-    found = read_traced_step(tmp_path, read_program("0: 0F0 0B0\n"))
-    assert (found.start * 1e6).round(3).tolist() == [0, 22]
-    assert (found.end * 1e6).round(3).tolist() == [20, 51]
+    traced = read_traced_step(tmp_path, read_program("0: 0F0 0B0\n"))
+    assert (traced.start * 1e6).round(3).tolist() == [0, 22]
+    assert (traced.end * 1e6).round(3).tolist() == [20, 51]
 
 
 def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path) -> None:
-    """Of a run that was killed meanwhile: the newest of all ranks counts, and if there is none that is said."""
+    """In a run killed meanwhile the newest trace from all ranks counts; without one there is an error."""
     for rank, spans in enumerate(RANKS):
         write(tmp_path, rank, spans)
-    found, whole = read_traced_step(tmp_path, PROGRAM), tmp_path / "traces/steps-3-4-rank-0.json.gz"
+    traced, whole = read_traced_step(tmp_path, PROGRAM), tmp_path / "traces/steps-3-4-rank-0.json.gz"
     for later in (tmp_path / "traces/steps-7-8-rank-0.json.gz", tmp_path / "traces/steps-9-9-rank-1.json.gz"):
         shutil.copy(whole, later)
-    assert read_traced_step(tmp_path, PROGRAM).end.tolist() == found.end.tolist()
+    assert read_traced_step(tmp_path, PROGRAM).end.tolist() == traced.end.tolist()
     for rank in (0, 1):
         (tmp_path / f"traces/steps-3-4-rank-{rank}.json.gz").unlink()
     with pytest.raises(UserError, match="has traces of rank 1 alone; run it again until all ranks"):

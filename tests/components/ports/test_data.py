@@ -1,4 +1,4 @@
-"""What a batch of tokens knows of itself."""
+"""Properties of a token batch."""
 
 import pytest
 import torch

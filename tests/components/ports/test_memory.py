@@ -18,7 +18,7 @@ class User:
 
 
 def test_kinds_of_several_users_are_added_and_the_rest_of_a_peak_is_workspace() -> None:
-    """Kinds that nothing is held of are left out; a peak below the known bytes leaves no workspace."""
+    """Kinds without bytes are left out; a peak below the known bytes leaves no workspace."""
     users = [User({"masters": 40, "gradients": 0}), User({"masters": 2, "optimizer_state": 10})]
     assert memory_by_kind(users) == {"masters": 42, "optimizer_state": 10}
     assert memory_by_kind(users, peak=60) == {"masters": 42, "optimizer_state": 10, "workspace": 8}

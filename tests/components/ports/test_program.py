@@ -15,7 +15,7 @@ RANK_PROGRAMS: list[RankProgram] = [
 
 @pytest.mark.parametrize("policies", [("blocks",), ("none", "all"), ("none", 0)])
 def test_policies_that_are_none_or_not_as_many_as_stages_are_refused(policies: tuple[Any, ...]) -> None:
-    """A program says what each of its stages recomputes, or leaves it to the stages."""
+    """A program has a recomputation policy for all its stages, or for none."""
     lines = [[Action(stage, op, 0) for op in "FB"] for stage in range(2)]  # type: ignore[arg-type]
     assert Program.of(lines, recompute=("blocks", 2)).recompute == ("blocks", 2)
     with pytest.raises(ValueError, match="recompute = "):

@@ -9,12 +9,12 @@ from drawloom.components.report.metrics import read_metrics
 
 
 def ettr_of(folder: Path) -> Ettr | None:
-    """That of a run folder."""
+    """Return a run folder's ETTR."""
     return ettr(read_log(folder), read_metrics(folder))
 
 
 def write(folder: Path, steps: int, log: list[tuple[int, str]]) -> Path:
-    """A run folder: steps of 2 seconds each, and messages at some seconds."""
+    """Write a run folder with 2-second steps, and messages at some seconds."""
     (folder / "log").mkdir()
     rows = [{"step": step, "tokens": 10 * step, "tokens_per_second": 5.0} for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -26,15 +26,15 @@ def write(folder: Path, steps: int, log: list[tuple[int, str]]) -> Path:
 
 
 def test_lost_steps_starts_and_stops_do_not_count_as_learned(tmp_path: Path) -> None:
-    """A run that was killed after 8 of 10 steps and went on from the 5th has learned for 20 s of 100, not for 26."""
+    """A run killed after 8 of 10 steps and resumed from the 5th has learned for 20 s of 100, not for 26."""
     header = "run     mine, in runs/mine"
     log = [(3, header), (10, "step 1/10  loss 5"), (40, "step 8/10  loss 4"), (80, header)]
     log += [(82, "resuming after step 5"), (90, "step 6/10  loss 4"), (103, "trained steps 6 to 10 in 0:00:23")]
-    found = ettr_of(write(tmp_path, 10, log))
-    assert found is not None
-    assert (round(found.learned, 6), found.wall, found.lost_steps, found.processes) == (20, 100, 3, 2)
+    ettr = ettr_of(write(tmp_path, 10, log))
+    assert ettr is not None
+    assert (round(ettr.learned, 6), ettr.wall, ettr.lost_steps, ettr.processes) == (20, 100, 3, 2)
     words = "20.0% in steps that count: 0:00:20 of 0:01:40 since the start, 2 processes, 3 steps lost and done again"
-    assert str(found) == words
+    assert str(ettr) == words
 
 
 def test_a_run_without_times_has_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Events of a run, from its log; `tests/runs/test_report.py` reads the log of a run that was killed."""
+"""A run's events, from its log; `tests/runs/test_report.py` reads a killed run's log."""
 
 from drawloom.components.report.events import MAX_EVENTS, parse_log
 
@@ -12,7 +12,7 @@ BEGIN = [line("run     mine, in runs/mine"), "model   Qwen3, 10 parameters", lin
 
 
 def test_a_process_without_an_end_was_killed() -> None:
-    """The kill is at the last step that the log has; a process that ended or failed was not killed."""
+    """The kill is at the log's last step; a process that ended or failed was not killed."""
     killed = [*BEGIN, line("step 10/40  loss 1.0000", second=7), line("no run line", logger="drawloom.data", second=9)]
     ended = [*BEGIN, line("resuming after step 5"), line("trained steps 6 to 40 in 0:00:01")]
     log = parse_log([*killed, *ended, *BEGIN])
@@ -27,7 +27,7 @@ def test_a_process_without_an_end_was_killed() -> None:
 
 
 def test_what_stops_a_run_is_an_event() -> None:
-    """The page repeats what the log says of signals, failures, skipped steps, warnings and changes of the recipe."""
+    """The page has the log's signals, failures, skipped steps, warnings and recipe changes."""
     log = parse_log(
         [
             *BEGIN,

@@ -27,7 +27,7 @@ def test_a_short_series_is_kept_as_it_is() -> None:
 
 
 def test_a_long_series_loses_no_spike() -> None:
-    """Means, least and greatest values of the points are those of the steps that each stands for."""
+    """A point's mean, least and greatest values summarize all its steps."""
     values = np.random.default_rng(0).normal(size=12_345)
     values[7_777] = 1e6
     curve = metrics_of(*({"step": step + 1, "loss": float(value)} for step, value in enumerate(values))).curves()[
@@ -51,7 +51,7 @@ def test_many_series_share_the_space_of_a_few() -> None:
 
 
 def test_tokens_and_seconds_of_a_step_add_up() -> None:
-    """The time up to a step is the tokens of each step divided by its tokens per second."""
+    """The time up to a step is the sum over steps of tokens divided by tokens per second."""
     rows = [
         {"step": 1, "tokens": 100, "tokens_per_second": 50.0},
         {"step": 2, "tokens": 400, "tokens_per_second": 100.0},

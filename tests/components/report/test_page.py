@@ -20,7 +20,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e
 
 
 class Elements(HTMLParser):
-    """The elements of a page with their attributes, and the text in each kind of element."""
+    """A page's elements with their attributes, and the text by element kind."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ def run_in(folder: Path, name: str = "mine", steps: int = 240, drawings: Drawing
 
 def data_of(content: str) -> dict[str, Any]:
     """The curves of a page."""
-    [found] = re.findall(r'<script type="application/json" id="data">(.*)</script>', content)
-    data: dict[str, Any] = json.loads(found)
+    [script] = re.findall(r'<script type="application/json" id="data">(.*)</script>', content)
+    data: dict[str, Any] = json.loads(script)
     return data
 
 
@@ -67,13 +67,13 @@ def test_curves_are_numbers_in_the_page(tmp_path: Path) -> None:
 
 
 def page_saying(words: str, folder: Path) -> str:
-    """A page of a run in which all that a run can say is these words."""
+    """Return a page for a run whose every text is these words."""
     (folder / "log").mkdir(exist_ok=True)
     line = f"2026-01-01 00:00:00,000 WARNING drawloom.run: {words}\n"
     (folder / "log/rank-0.log").write_bytes(line.encode("utf-8", "replace"))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, words: 2.0}), "utf-8")
     run = read_run(folder, words, Drawings(missing=words))
-    runs = [attrs.evolve(run, recipe=f'[run]\nname = "{each}"\n# {words}', sample=words) for each in "ab"]
+    runs = [attrs.evolve(run, recipe=f'[run]\nname = "{name}"\n# {words}', sample=words) for name in "ab"]
     return page(runs)
 
 
@@ -88,31 +88,31 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
 
 
 def test_the_policy_lets_this_script_and_style_alone(tmp_path: Path) -> None:
-    """The hashes of the policy are those of what the page holds, and no attribute needs more than it allows."""
+    """The policy has the hashes of the page's script and style, and no attribute needs more."""
     elements = Elements(page([run_in(tmp_path)]))
-    [policy] = [found["content"] for tag, found in elements.found if "http-equiv" in found]
+    [policy] = [attributes["content"] for tag, attributes in elements.found if "http-equiv" in attributes]
     [style] = elements.texts["style"]
     script = "".join(elements.texts["script"][1:])  # after the data
     for kind, content in (("script", script), ("style", style)):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in str(policy)
     assert str(policy).startswith("default-src 'none'; base-uri 'none'")
-    assert not [found for _, found in elements.found if found.keys() & {"style", "src", "href"}]
+    assert not [attributes for _, attributes in elements.found if attributes.keys() & {"style", "src", "href"}]
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|innerHTML", style + script)
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
-    """Each run has a column, and what their recipes differ in is beside it."""
+    """Runs have columns, with their recipes' differences beside them."""
     run = run_in(tmp_path)
     runs = [attrs.evolve(run, name=name, recipe=f'[lr]\nuse = "x"\nto = {name}\n') for name in ("1.0", "2.0")]
     content = page(runs)
     assert "<tr><th>lr.to</th><td>1.0</td><td>2.0</td></tr>" in content
-    assert [each["name"] for each in data_of(content)["runs"]] == ["1.0", "2.0"]
+    assert [shown_run["name"] for shown_run in data_of(content)["runs"]] == ["1.0", "2.0"]
     assert "differs in" not in page([run])
 
 
 def test_what_is_the_same_in_all_runs_is_told_once(tmp_path: Path) -> None:
-    """A row of the overview that all runs share has one cell; another one has a cell for each run."""
+    """An overview row equal in all runs has one cell; another row has a cell for each run."""
     runs = [attrs.evolve(run_in(tmp_path, steps=steps), name=name) for name, steps in (("a", 4), ("b", 8))]
     content = page(runs)
     assert '<tr><th>mean speed</th><td colspan="2">4 tokens/s</td></tr>' in content
@@ -130,7 +130,7 @@ def test_columns_of_equal_cells_are_a_line_below_the_table(tmp_path: Path) -> No
 
 
 def manifest_of(step: int, loss: float) -> Manifest:
-    """What a page reads of a checkpoint's manifest."""
+    """Return the fields of a checkpoint's manifest that a page reads."""
     return cast(Manifest, SimpleNamespace(step=step, values={"loss": loss}, bytes=8, world_size=1))
 
 

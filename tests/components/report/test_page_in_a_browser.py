@@ -22,7 +22,7 @@ FLAGS = (
 @pytest.mark.soak
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed, such as Debian's package of this name")
 def test_curves_are_drawn_and_markup_is_not_run(tmp_path: Path) -> None:
-    """Each metric has a plot with a line for each run that has it; a name that is a script stays text."""
+    """Metrics have a plot with a line per run; a name containing a script stays text."""
     evil = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
     rows = [{"step": step, "loss": 1 / step, **({evil: 1.0} if step % 5 else {})} for step in range(1, 4000)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

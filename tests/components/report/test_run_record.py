@@ -1,4 +1,4 @@
-"""What is read of a run folder."""
+"""The contents of a run folder."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from drawloom.graph import UserError
 
 
 def test_recipes_are_compared_key_by_key() -> None:
-    """Only what differs is listed; a node that one recipe does not have is empty there, an unreadable one all over."""
+    """Only differences are listed; a node missing in one recipe is empty there, an unreadable recipe all over."""
     one = '[clip]\nuse = "gradients.clip_norm"\nmax_norm = 1.0\n[run]\nuse = "run.job"\nname = "a"\n'
     other = '[run]\nuse = "run.job"\nname = "b"\n'
     clip = [("clip.use", ['"gradients.clip_norm"', ""]), ("clip.max_norm", ["1.0", ""])]
@@ -25,7 +25,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    """The message says what to give instead."""
+    """The message has a remedy."""
     with pytest.raises(UserError, match="is not a run folder; give one, such as"):
         check_is_run(tmp_path)
 

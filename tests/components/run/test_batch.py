@@ -1,4 +1,4 @@
-"""TokenBatch sizes and the rows of each data-parallel rank."""
+"""TokenBatch sizes and data-parallel ranks' rows."""
 
 import re
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     assert all[0].dp_size == len(all)
     assert {len(micro) for places in taken for micro in places} == {micro_size}
     assert {len(places) for places in taken} == {microbatches}
-    flat = [place for places in taken for micro in places for place in micro]
+    flat = [position for places in taken for micro in places for position in micro]
     assert flat == list(range((step - 1) * global_size, step * global_size))
 
 
@@ -60,7 +60,7 @@ def test_a_run_begins_with_steps_of_other_sizes(mesh_of: MeshOf) -> None:
             batch.open()
             assert [batch.start(step) for step in range(1, 8)] == [sum(SIZES[:step]) for step in range(7)]
             for step, places in enumerate(taken, start=1):
-                mine = [place for micro in batch.positions(step) for place in micro]
+                mine = [position for micro in batch.positions(step) for position in micro]
                 apart = {later - earlier for earlier, later in pairwise(mine)}
                 assert apart <= {ranks if deal == "in_turn" else 1}
                 places += mine

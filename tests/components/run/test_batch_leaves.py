@@ -1,4 +1,4 @@
-"""Leaves of batches that components read, compared with those that data write."""
+"""Batch leaves read by components, compared with the leaves written by data."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def problems(*words: str) -> list[str]:
 
 
 def test_a_loss_is_refused_if_the_data_do_not_write_what_it_reads() -> None:
-    """The problem names the loss, the leaves that are missing, the data and the leaves that they have."""
+    """The problem names the loss, the missing leaves, the data and its leaves."""
     [problem] = problems()
     assert problem == (
         "loss: [loss] reads the leaves tokens, targets, positions, document_ids of batches, and [packing] makes Clips, "

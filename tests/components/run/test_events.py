@@ -42,7 +42,7 @@ def test_every_listener_gets_every_event() -> None:
 
 
 def test_a_listener_is_sent_only_what_it_observes() -> None:
-    """A listener whose class names the kinds of events gets those, and no others."""
+    """A listener gets only the event kinds named by its class."""
 
     class Observer(Recorder):
         observes = ("step_ended", "run_ended")

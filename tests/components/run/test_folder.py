@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
 
 
 def test_ranks_with_different_recipes_are_refused(tmp_path: Path) -> None:
-    """Before anything is written, both ranks raise an error that names the rank that differs."""
+    """Before anything is written, both ranks raise an error naming the differing rank."""
     for text, code, _ in run_ranks(_open_on_ranks, 2, tmp_path / "x", True):
         assert "rank 1 has a different recipe from rank 0" in text
         assert code == 2

@@ -18,7 +18,7 @@ def _recipe(text: str, *changes: RecipeChange, accept: bool = False) -> Resolved
 
 
 def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
-    """What a run does with its folder's recipe."""
+    """Claim a folder's recipe for a run."""
     write_recipe(folder, recipe, check_recipe(folder, recipe))
 
 

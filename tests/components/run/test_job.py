@@ -16,7 +16,7 @@ def test_the_folder_is_derived_from_the_name_by_default() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a\nb", "a\0b"])
 def test_a_name_is_a_plain_file_name(name: str) -> None:
-    """Names that lead out of runs/ or are hidden are refused."""
+    """Names leading out of runs/ and hidden names are refused."""
     with pytest.raises(ValueError, match="is not a plain file name"):
         NamedRun(name=name)
 
@@ -36,7 +36,7 @@ def test_a_seed_is_a_number_of_63_bits() -> None:
 
 
 def test_a_moved_run_folder_is_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder that was given wins over the recorded one; a folder or name of the command line wins over both."""
+    """The given folder wins over the recorded one; a folder or name on the command line wins over both."""
     monkeypatch.chdir(tmp_path)
     assert NamedRun.in_folder({"name": "a"}, [], "moved/a") == {"folder": "moved/a"}
     assert NamedRun.in_folder({"name": "a", "folder": "old"}, [], "moved/a") == {"folder": "moved/a"}

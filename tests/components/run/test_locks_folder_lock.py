@@ -38,11 +38,11 @@ def _outlive_a_killed_holder(folder: Path) -> tuple[bool, str]:
         time.sleep(60)
         lock.release()
     worker = int(os.read(reading, 100))
-    held = "in use" in _try(folder)
+    is_locked = "in use" in _try(folder)
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
     os.kill(worker, 0)  # it lives
-    return held, _try(folder)
+    return is_locked, _try(folder)
 
 
 def test_two_runs_in_one_folder_second_is_refused(tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_a_file_system_that_locks_files_only_is_enough(tmp_path: Path, monkeypat
     """NFS refuses to lock a folder that is open for reading; the file's lock still refuses a second run."""
     flock = fcntl.flock
 
-    def locked(descriptor: int, operation: int) -> None:
+    def lock_or_fail(descriptor: int, operation: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         flock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", locked)
+    monkeypatch.setattr(fcntl, "flock", lock_or_fail)
     lock = FolderLock(tmp_path)
     assert "is in use" in _try(tmp_path)
     lock.release()

@@ -22,7 +22,7 @@ def own_generators() -> Iterator[None]:
 
 
 @pytest.fixture
-def opened(job: Any, one_rank: Any) -> Callable[..., ProcessRandomness]:
+def open_randomness(job: Any, one_rank: Any) -> Callable[..., ProcessRandomness]:
     """Opens a node with a seed and a rank."""
 
     def make(seed: int = 1, rank: int = 0) -> ProcessRandomness:
@@ -35,7 +35,7 @@ def opened(job: Any, one_rank: Any) -> Callable[..., ProcessRandomness]:
 
 
 def _draws() -> list[Any]:
-    """Draws from every generator; an odd number of normal ones, so that a cached second half is left."""
+    """Draw from every generator; an odd number of normal ones leaves a cached second half."""
     return [
         torch.rand(3).tolist(),
         torch.randn(3).tolist(),
@@ -44,9 +44,9 @@ def _draws() -> list[Any]:
     ]
 
 
-def test_every_generator_resumes_from_its_state(opened: Callable[..., ProcessRandomness]) -> None:
-    """After load_state_dict all four draw what they drew after state_dict, cached normals included."""
-    node = opened()
+def test_every_generator_resumes_from_its_state(open_randomness: Callable[..., ProcessRandomness]) -> None:
+    """After load_state_dict all four repeat the draws after state_dict, cached normals included."""
+    node = open_randomness()
     _draws()
     state = node.state_dict()
     expected = _draws()
@@ -55,33 +55,33 @@ def test_every_generator_resumes_from_its_state(opened: Callable[..., ProcessRan
     assert _draws() == expected
 
 
-def test_state_survives_json(opened: Callable[..., ProcessRandomness]) -> None:
+def test_state_survives_json(open_randomness: Callable[..., ProcessRandomness]) -> None:
     """With its tensors separate, the state goes through JSON and restores the same sequence."""
-    node = opened()
+    node = open_randomness()
     state = node.state_dict()
     expected = _draws()
     node.load_state_dict(_through_json(state))
     assert _draws() == expected
 
 
-def test_generators_depend_on_seed_and_rank(opened: Callable[..., ProcessRandomness]) -> None:
+def test_generators_depend_on_seed_and_rank(open_randomness: Callable[..., ProcessRandomness]) -> None:
     """Equal seed and rank give equal numbers in every generator; a change of either changes all."""
     draws = {}
     for seed, rank in [(1, 0), (1, 1), (2, 0)]:
-        opened(seed, rank)
+        open_randomness(seed, rank)
         draws[seed, rank] = _draws()
-    opened(1, 0)
+    open_randomness(1, 0)
     assert _draws() == draws[1, 0]
     for other in ((1, 1), (2, 0)):
         assert all(mine != theirs for mine, theirs in zip(draws[1, 0], draws[other], strict=True))
 
 
-def test_close_restores_the_generators(opened: Callable[..., ProcessRandomness]) -> None:
+def test_close_restores_the_generators(open_randomness: Callable[..., ProcessRandomness]) -> None:
     """A program's own draws are the same with and without a run in between."""
     before = generators()
     expected = _draws()
     set_generators(before)
-    node = opened()
+    node = open_randomness()
     _draws()
     node.close()
     assert _draws() == expected
@@ -89,9 +89,9 @@ def test_close_restores_the_generators(opened: Callable[..., ProcessRandomness])
     assert _draws() != expected
 
 
-def test_a_gpu_state_loads_without_a_gpu(opened: Callable[..., ProcessRandomness]) -> None:
+def test_a_gpu_state_loads_without_a_gpu(open_randomness: Callable[..., ProcessRandomness]) -> None:
     """A checkpoint from a GPU loads on a CPU."""
-    node = opened()
+    node = open_randomness()
     state = node.state_dict() | {"cuda": torch.zeros(16, dtype=torch.uint8)}
     expected = _draws()
     node.load_state_dict(state)
@@ -105,10 +105,10 @@ def _through_json(item: Any) -> Any:
 
 
 @pytest.mark.gpu
-def test_the_gpu_generator_resumes_from_its_state(opened: Callable[..., ProcessRandomness]) -> None:
-    """After load_state_dict it draws what it drew after state_dict."""
+def test_the_gpu_generator_resumes_from_its_state(open_randomness: Callable[..., ProcessRandomness]) -> None:
+    """After load_state_dict it repeats the draws after state_dict."""
     torch.rand(5, device="cuda")
-    node = opened()
+    node = open_randomness()
     state = node.state_dict()
     expected = torch.randn(9, device="cuda").tolist()
     torch.rand(3, device="cuda")

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from drawloom.components.ports.run import StoppedError
 from drawloom.components.run.signals import Signals
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 ECHO_HERE = 0.3
 
 
 @attrs.define
 class World:
-    """Two ranks, of which the other received a signal."""
+    """Two ranks, the other with a received signal."""
 
     rank: int
     others: int
@@ -67,7 +67,7 @@ def _send(number: int) -> None:
 
 
 def _send_until_exit(signals: Signals, number: int) -> None:
-    """Repeat a signal: the reader may see the first one late, and ignores what follows that too closely."""
+    """Repeat a signal: the reader may see the first one late, and ignores signals in quick succession."""
     for _ in range(300):
         _send(number)
         if signals.exit.called.wait(0.1):  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_the_first_signal_stops_after_the_step(
     [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
 )
 def test_a_second_signal_exits_at_once_if_one_is_ctrl_c(signals: Signals, first: int, second: int) -> None:
-    """The exit code is that of the second signal, whichever was the first."""
+    """The exit code is the second signal's, whichever was the first."""
     _send(first)
     _send_until_exit(signals, second)
     assert set(signals.exit.codes) == {128 + second}  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_after_training_a_signal_raises_at_once(signals: Signals, capfd: pytest.
 
 
 def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> None:
-    """A signal that came too late for the agreement of the last step is not lost."""
+    """A signal too late for the last step's agreement is not lost."""
     _send(signal.SIGINT)
     with pytest.raises(StoppedError) as stopped, signals.raising():
         raise AssertionError("a final task has begun")
@@ -138,7 +138,7 @@ def test_a_signal_of_the_last_step_raises_after_training(signals: Signals) -> No
 
 
 def test_a_signal_after_the_final_tasks_raises_nothing(signals: Signals) -> None:
-    """What is left is to close the nodes; the caller of the run gets no exception of a signal."""
+    """Only closing the nodes remains; the run's caller gets no exception for a signal."""
     with signals.raising():
         pass
     _send(signal.SIGINT)
@@ -205,7 +205,7 @@ def _hang(grace: float, signals_sent: int) -> None:
 @pytest.mark.parametrize(("grace", "signals_sent"), [(0.3, 1), (60.0, 60)])
 def test_a_hanging_process_exits_too(grace: float, signals_sent: int) -> None:
     """After the grace period or at Ctrl-C, which may follow the first too closely, though it is blocked."""
-    with pytest.raises(RanksFailed) as caught:
+    with pytest.raises(RanksFailedError) as caught:
         run_ranks(_hang, 1, grace, signals_sent, variables=False, timeout=20)
     assert str(caught.value) == f"rank 0: died with exit code {143 if signals_sent == 1 else 130}"
 
@@ -242,7 +242,7 @@ def test_in_another_thread_no_handler_is_installed(one_rank: Any) -> None:
 def test_ranks_agree_on_the_largest_signal(
     mesh_of: Callable[..., Any], capfd: pytest.CaptureFixture[str], own: int, others: int, agreed: int
 ) -> None:
-    """Each call is one all-reduce of an integer; only rank 0 prints."""
+    """A call is one all-reduce over an integer; only rank 0 prints."""
     world = World(rank=1, others=others)
     signals = Signals(mesh=mesh_of(world=world))
     signals.open()

@@ -140,7 +140,7 @@ def test_signals_raise_from_the_last_step_on() -> None:
 
 
 def test_a_signal_in_a_final_task_returns_its_number() -> None:
-    """The task is interrupted by StoppedError, which no handler of Exception catches; the caller of `run` sees none."""
+    """StoppedError, which no handler for Exception catches, interrupts the task; the caller of `run` sees none."""
 
     class Stopped(Record):
         def finish(self, step: int) -> None:
@@ -217,7 +217,7 @@ def test_a_late_skip_stops_the_run_before_weights_change_again() -> None:
 
 @late_or_not
 def test_a_run_that_ends_with_skipped_steps_fails_after_its_final_tasks(late: bool) -> None:
-    """The results are made, as the weights are those of the last applied step; then it is an error."""
+    """The final tasks run, as the weights are the last applied step's; then an error is raised."""
     record = Skipping(which={2, 4, 5}, late=late)
     words = "the last 2 steps were skipped, at last step 5: the loss is nan; the results are made from earlier weights"
     with pytest.raises(UserError, match=words):
@@ -227,7 +227,7 @@ def test_a_run_that_ends_with_skipped_steps_fails_after_its_final_tasks(late: bo
 
 
 def test_events_surround_steps_and_phases() -> None:
-    """Listeners get the events of the run, each step and each phase by name, in order."""
+    """Listeners get the run's events, steps and phases by name, in order."""
     kinds: list[str] = []
 
     class Bus(Record):
@@ -241,7 +241,7 @@ def test_events_surround_steps_and_phases() -> None:
 
 @attrs.define
 class Updates(Record):
-    """A phase that updates weights in its steps, and saves in those of `saved`, which `failing` ones can't."""
+    """A phase that updates weights, and saves in the steps `saved`; steps in `failing` can't be saved."""
 
     saved: tuple[int, ...] = ()
     failing: int = 0
@@ -260,14 +260,14 @@ class Updates(Record):
 
 
 def test_an_update_waits_for_staging() -> None:
-    """Every step waits before its update, so that a save has copied the state that the update changes."""
+    """Every step waits before its update, so a save has copied the state before it changes."""
     record = Updates()
     trainer(record, steps=2, on_finish=[]).run()
     assert record.calls == ["wait", "update 1", "wait", "update 2"]
 
 
 def test_events_surround_a_save() -> None:
-    """Listeners hear of a phase that saves, also of one that fails, and of a save at which the run stops."""
+    """Listeners see a phase that saves, also one that fails, and a save at which the run stops."""
     record = Updates(saved=(2,), failing=2)
     with pytest.raises(UserError, match="broken"):
         trainer(record).run()
@@ -314,7 +314,7 @@ def test_without_a_checkpoint_a_step_that_goes_back_is_skipped_alone() -> None:
 
 
 def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None:
-    """Logs and timeouts cover the opening of data, model and the rest: only what listeners need opens before them."""
+    """Logs and timeouts cover the opening of data and model: only a listener's dependencies open before it."""
     graph = Recipe.load("first_run").graph
     order = graph.topological_order(["trainer"])
     listeners = graph.nodes["trainer"].edges["listeners"].targets
@@ -350,7 +350,7 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
 
 @pytest.mark.parametrize("words", [["evaluate.every=never"], ["edit.trainer.phases.remove=['@evaluate']"]])
 def test_a_best_one_by_a_number_that_is_never_written_is_warned_of(words: list[str]) -> None:
-    """Without an evaluation, or with one that never runs, no validation loss says which checkpoint is best."""
+    """Without an evaluation, or with one that never runs, there is no validation loss to choose the best checkpoint."""
     text = "no phase of [trainer] writes a number 'validation_loss', so that 'best' does nothing"
     warned = [problem.text for problem in Recipe.load("first_run", *words).check()]
     assert text in warned

@@ -27,7 +27,7 @@ class Successor:
         return nn.functional.one_hot((tokens + 1) % 5, 5).float() * 10
 
 
-def drawn(model: Any, mesh: Any, **changes: Any) -> list[int]:
+def draw_continuation(model: Any, mesh: Any, **changes: Any) -> list[int]:
     """The continuation of 0."""
     options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
     tokens = options.pop("tokens", 6)
@@ -38,18 +38,18 @@ def drawn(model: Any, mesh: Any, **changes: Any) -> list[int]:
 
 def test_greedy_sampling_stops_at_the_end(one_rank: Any) -> None:
     """At temperature 0 each token is the most likely one, and the end token ends the text without being in it."""
-    assert drawn(Successor(), one_rank) == [1, 2, 3]
+    assert draw_continuation(Successor(), one_rank) == [1, 2, 3]
 
 
 def test_the_model_sees_no_more_than_the_context(one_rank: Any) -> None:
     """A long text is truncated to its last tokens."""
     model = Successor()
-    assert len(drawn(model, one_rank, end=9)) == 6 and model.longest == 3
+    assert len(draw_continuation(model, one_rank, end=9)) == 6 and model.longest == 3
 
 
 @attrs.define
 class Whole:
-    """A model in one process, which counts the tokens that it computes."""
+    """A model in one process that counts its computed tokens."""
 
     module: nn.Module
     cached: bool
@@ -59,21 +59,21 @@ class Whole:
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor:
         self.computed += tokens.shape[1]
         with torch.inference_mode():
-            found: Tensor = logits_of(self.module, tokens, shared if self.cached else attrs.evolve(shared, cache=None))
-        self.logits.append(found[0, -1])
-        return found
+            logits: Tensor = logits_of(self.module, tokens, shared if self.cached else attrs.evolve(shared, cache=None))
+        self.logits.append(logits[0, -1])
+        return logits
 
 
 @pytest.mark.parametrize("family", [dense, sparse])
 def test_a_text_has_the_same_logits_with_and_without_a_cache(family: Any, one_rank: Any) -> None:
-    """Up to the context each token is computed once; beyond it, all that the model sees is computed again."""
+    """Up to the context every token is computed once; beyond it, the model's whole window is computed again."""
     torch.manual_seed(0)
     module = whole(family())
     one, other = Whole(module, True), Whole(module, False)
-    texts = [drawn(model, one_rank, context=5, end=-1, tokens=7) for model in (one, other)]
+    texts = [draw_continuation(model, one_rank, context=5, end=-1, tokens=7) for model in (one, other)]
     assert texts[0] == texts[1]
-    for found, wanted in zip(one.logits, other.logits, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for logits, wanted in zip(one.logits, other.logits, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
     assert (one.computed, other.computed) == (5 + 5 * 2, 1 + 2 + 3 + 4 + 5 + 5 * 2)
 
 
@@ -86,10 +86,10 @@ def test_a_full_cache_takes_no_more() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_without_finite_numbers_is_refused_in_a_sentence(temperature: float, one_rank: Any) -> None:
-    """A model that has diverged gives nan, of which neither the largest nor a random one is a token."""
+    """A diverged model gives nan, from which neither the greedy nor a random choice is a token."""
     broken = mock.Mock(infer=lambda tokens, shared: torch.full((1, tokens.shape[1], 5), math.nan))
     with pytest.raises(UserError, match="no text can be sampled: the model's logits are not finite"):
-        drawn(broken, one_rank, temperature=temperature)
+        draw_continuation(broken, one_rank, temperature=temperature)
 
 
 def test_a_temperature_near_zero_draws_the_most_likely() -> None:

@@ -1,4 +1,4 @@
-"""What passes between stages, found on the meta device."""
+"""Activation specs between stages, computed on the meta device."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def batch(rows: int = 2, **context: Any) -> tuple[torch.Tensor, BatchContext]:
     return tokens, TokenContext(torch.arange(5).repeat(rows, 1), torch.zeros_like(tokens), **context)
 
 
-def written(tree: Any) -> list[tuple[torch.Size, torch.dtype]]:
+def shapes_and_dtypes(tree: Any) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes of a tree's tensors."""
     return [(leaf.shape, leaf.dtype) for leaf in leaves(tree)]
 
@@ -44,22 +44,22 @@ def written(tree: Any) -> list[tuple[torch.Size, torch.dtype]]:
 @pytest.mark.parametrize("make", [dense, sparse])
 @pytest.mark.parametrize("ends_apart", [False, True])
 def test_a_model_that_keeps_shapes_runs_one_layer(make: Any, ends_apart: bool) -> None:
-    """What every stage takes is what a run of all layers finds, and one layer runs, for any number of shapes."""
+    """The stages' inputs equal the result of running all layers, for any number of shapes, though one layer runs."""
     spans = partition_layers(6, STAGES)
     if ends_apart:
         ends = LayerRange(0, 0, embedding=True, head=False), LayerRange(6, 6, embedding=False, head=True)
         spans = [ends[0], *(attrs.evolve(span, embedding=False, head=False) for span in spans), ends[1]]
     built = [Built(make(num_hidden_layers=6)) for _ in range(2)]
-    declared, found = ActivationSpecs(spans, built[0], True), ActivationSpecs(spans, built[1])
+    declared, recorded = ActivationSpecs(spans, built[0], True), ActivationSpecs(spans, built[1])
     for rows in (2, 3):
         for stage in range(len(spans)):
             given = batch(rows)
-            assert written(declared.of(stage, *given)) == written(found.of(stage, *given))
+            assert shapes_and_dtypes(declared.of(stage, *given)) == shapes_and_dtypes(recorded.of(stage, *given))
     assert (built[0].layers, built[1].layers) == (1, 6 if ends_apart else 4)
 
 
 def test_hidden_states_of_layers_are_found_by_running_all() -> None:
-    """Hidden states that are asked for go along with the last ones, those of every layer before."""
+    """Requested hidden states go along with the last ones, from all earlier layers."""
     spans, model = partition_layers(6, STAGES), dense(num_hidden_layers=6)
     declared = ActivationSpecs(spans, Built(model), True)
     given = batch(hidden_states=HiddenStates((1, 4)))

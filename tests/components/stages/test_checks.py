@@ -1,4 +1,4 @@
-"""What `check` says of stages with their neighbours."""
+"""Problems that `check` reports on stages and their neighbours."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ def test_gradients_that_shards_would_narrow_are_refused() -> None:
     assert "'bfloat16'" in problem and "'float32'" in problem
     assert "write parameter = 'float32', or leave gradient out" in problem
     for words in (narrowing, ("mesh.data_shard=2", "precision.parameter='float32'")):
-        found = map(str, drawloom.Recipe.load("first_run", *words).graph.problems)
-        assert not [text for text in found if "sharded parameters" in text]
+        messages = map(str, drawloom.Recipe.load("first_run", *words).graph.problems)
+        assert not [text for text in messages if "sharded parameters" in text]
 
 
 def problems(recipe: drawloom.Recipe) -> list[str]:
-    """What `check` says of ranks along tensor."""
+    """Return the problems that `check` reports on ranks along tensor."""
     return [text for text in map(str, recipe.graph.problems) if "'tensor'" in text]
 
 
@@ -38,9 +38,9 @@ def problems(recipe: drawloom.Recipe) -> list[str]:
     ],
 )
 def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
-    """Each size that does not divide is a problem of its own, with the number; what divides has none."""
-    found = problems(drawloom.Recipe.load(recipe, *words))
-    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+    """A size that is not divisible is a problem with its number; divisible sizes have none."""
+    messages = problems(drawloom.Recipe.load(recipe, *words))
+    assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
 
 
 ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
@@ -57,10 +57,10 @@ ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
     ],
 )
 def test_models_whose_experts_ranks_can_not_share_are_refused(recipe: str, words: Any, why: str | None) -> None:
-    """Ranks along expert need experts that divide, and a dispatcher that reaches other ranks."""
+    """Ranks along expert require a divisible number of experts, and a dispatcher between ranks."""
     sizes = ("mesh.data_shard=2", "mesh.expert=2", "batch.micro_size=8")
-    found = [str(each) for each in drawloom.Recipe.load(recipe, *sizes, *words).graph.problems]
-    assert (why is None and not found) or (why and len(found) == 1 and why in found[0]), found
+    messages = [str(problem) for problem in drawloom.Recipe.load(recipe, *sizes, *words).graph.problems]
+    assert (why is None and not messages) or (why and len(messages) == 1 and why in messages[0]), messages
 
 
 def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
     recipe = drawloom.Recipe.load("pretrain").with_values(
         {"model": {"use": "model.auto", "path": str(tmp_path), "weights": False}, "mesh": {"tensor": 2}}
     )
-    found = problems(recipe)
-    assert any("num_key_value_heads = 1 does not divide by 2" in text for text in found), found
+    messages = problems(recipe)
+    assert any("num_key_value_heads = 1 does not divide by 2" in text for text in messages), messages
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
 def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
     """Collectives and dropout can't be captured; replicas, which sum afterwards, and any schedule can."""
     every = map(str, drawloom.Recipe.load(recipe, "stages.capture=true", *words).graph.problems)
-    found = [text for text in every if "captured" in text or "CUDA graph" in text]
-    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+    messages = [text for text in every if "captured" in text or "CUDA graph" in text]
+    assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
 
 
 OUTER = ("model.num_hidden_layers=6",)
@@ -145,8 +145,8 @@ def test_explain_says_which_layers_are_outside_of_stages() -> None:
 def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...], whys: list[str]) -> None:
     """Costs of embedding and head are written once; the layers are a multiple of the slices."""
     given = ("model.num_hidden_layers=4", *words)
-    found = [str(each) for each in drawloom.Recipe.load("pipeline", *given).graph.problems]
-    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+    messages = [str(problem) for problem in drawloom.Recipe.load("pipeline", *given).graph.problems]
+    assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
     ],
 )
 def test_what_the_circular_pipeline_does_not_do_is_refused(words: tuple[str, ...], whys: list[str]) -> None:
-    """Schedule and executor belong together; CUDA graphs, and costs of ends that no stage has, are refused."""
-    found = [str(each) for each in drawloom.Recipe.load("pipeline", *words).graph.problems]
-    assert len(found) == len(whys) and all(why in text for why, text in zip(whys, found, strict=True)), found
+    """Schedule and executor belong together; CUDA graphs, and costs for ends on no stage, are refused."""
+    messages = [str(problem) for problem in drawloom.Recipe.load("pipeline", *words).graph.problems]
+    assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages

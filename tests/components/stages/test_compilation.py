@@ -1,4 +1,4 @@
-"""Compiled blocks, and what `check` says of them."""
+"""Compiled blocks, and `check`'s messages about them."""
 
 from functools import partial
 from typing import Any
@@ -55,23 +55,23 @@ def loss_of(module: Any, policy: Recompute) -> Any:
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each graph that is compiled."""
-    found: list[int] = []
+    """Record an entry for every compiled graph."""
+    input_counts: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.append(len(inputs))
+        input_counts.append(len(inputs))
         from torch._dynamo.backends.debugging import aot_eager
 
         return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
-    return found
+    return input_counts
 
 
 @pytest.mark.parametrize("policy", ["none", "blocks", "selective"])
 def test_compiled_blocks_share_one_graph_and_have_the_gradients(policy: Any, frames: list[int]) -> None:
-    """Three blocks are one graph without a break; the gradients are those of eager blocks, recomputed or not."""
+    """Three blocks are one graph without a break; the gradients equal eager blocks', recomputed or not."""
     grads = []
     for compiled in (False, True):
         module = built(compiled)
@@ -98,7 +98,7 @@ def test_a_compiled_block_can_be_split(frames: list[int]) -> None:
 
 
 def warnings_of(*words: str) -> list[str]:
-    """What `check` warns of in the stages of a pipeline."""
+    """Return `check`'s warnings on a pipeline's stages."""
     recipe = drawloom.Recipe.load("first_run", *words)
     return [str(problem) for problem in recipe.graph.problems if problem.warning and "[stages]" in str(problem)]
 
@@ -107,7 +107,7 @@ ZERO_BUBBLE = "schedule.use=pipeline.schedules.zero_bubble_v"
 
 
 def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
-    """Where a schedule has W and blocks are compiled; and of a policy that compiled blocks do not follow."""
+    """A schedule with W and compiled blocks is a warning; so is a policy that compiled blocks do not follow."""
     assert warnings_of(ZERO_BUBBLE) == warnings_of("stages.compile=true") == []
     (warning,) = warnings_of(ZERO_BUBBLE, "stages.compile=true")
     assert "a compiled block computes the gradients of its weights with that of its input" in warning
@@ -118,12 +118,12 @@ def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
 
 
 def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow() -> None:
-    """As of the setting of the stages: the memory that `auto` counts on is not there."""
+    """The memory that `auto` counts on is not freed, as with the stages' own setting."""
     auto = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.stages_per_rank=1")
     again = "{ again = 0.1, kept = 0.6 }"
     chosen = [f"schedule.recompute={{ {policy} = {again} }}" for policy in ("selective", "blocks")]
-    found = [warnings_of(*auto, each, "stages.compile=true") for each in chosen]
-    about = [[text for text in texts if "torch chooses what compiled blocks recompute" in text] for texts in found]
+    warnings = [warnings_of(*auto, values, "stages.compile=true") for values in chosen]
+    about = [[text for text in texts if "torch chooses what compiled blocks recompute" in text] for texts in warnings]
     assert [len(texts) for texts in about] == [1, 0]
     assert "leave recompute.selective out, or write compile = false in [stages]" in about[0][0]
     assert warnings_of(*auto, chosen[0]) == []

@@ -15,28 +15,31 @@ from support.qwen3 import dense
 
 
 class Rank(SingleProcess):
-    """One of several ranks, which sends nothing."""
+    """A rank among several, which sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
-def filled(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
+def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
     """A small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
     model = dense(vocab_size=31)
     with torch.device("meta"):
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    places = {name: each.tensor_slice for name, each in split(module, TensorRanks(Rank(rank, ranks))).items()}
+    places = {
+        name: parameter_split.tensor_slice
+        for name, parameter_split in split(module, TensorRanks(Rank(rank, ranks))).items()
+    }
     InitialValues(model, seed, torch.device("cpu"), None, places).fill([module])
     return dict(module.named_parameters()), places
 
 
 def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
-    """What a rank draws of a weight, evenly split or not, are the elements of the weight that one process draws."""
-    whole, none = filled()
+    """A rank's values, evenly split or not, are the elements of the weight drawn by one process."""
+    whole, none = fill_model()
     assert not none
     for rank in range(2):
-        mine, places = filled(rank, 2)
+        mine, places = fill_model(rank, 2)
         assert places.keys() < mine.keys() == whole.keys()
         for name, parameter in mine.items():
             expected = whole[name][places[name].index()] if name in places else whole[name]
@@ -44,14 +47,14 @@ def test_a_tensor_rank_draws_its_slice_of_the_whole() -> None:
 
 
 def test_another_seed_draws_other_values() -> None:
-    """Embeddings of two seeds differ, and those of one seed are the same bits."""
-    (first, _), (again, _), (other, _) = filled(), filled(), filled(seed=2)
-    name = next(name for name, each in first.items() if each.ndim == 2)
+    """Embeddings from two seeds differ, and from one seed are bitwise equal."""
+    (first, _), (again, _), (other, _) = fill_model(), fill_model(), fill_model(seed=2)
+    name = next(name for name, tensor in first.items() if tensor.ndim == 2)
     assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
 
 
 def test_only_frozen_parameters_have_an_origin() -> None:
-    """What is trained is in the checkpoint; what is frozen follows from the seed, and the state says from which."""
+    """A checkpoint holds trained parameters; frozen ones follow from the seed recorded in the state."""
     values = InitialValues(dense(), 7, torch.device("cpu"), None, {})
     trained, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
     assert values.origin([trained]) == "" and values.origin([trained, frozen]) == "seed 7"
@@ -59,7 +62,7 @@ def test_only_frozen_parameters_have_an_origin() -> None:
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
-    """On the meta device, where it takes none; ranks that share the parameters need less each."""
+    """The meta device computes its size without memory; ranks that share parameters need less apiece."""
     device = torch.device("cpu")
     with torch.device("meta"):
         module = nn.Linear(2**20, memory_of(device) // 2**22 * 3 // 2, bias=False)

@@ -1,4 +1,4 @@
-"""Buffers of a module that was built on the meta device."""
+"""Buffers of a module built on the meta device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,14 +68,14 @@ def on_meta(build: Callable[[], nn.Module]) -> Any:
 
 
 def test_every_buffer_has_the_values_of_its_module() -> None:
-    """Every buffer, persistent or not, has the values of a module that is not built on the meta device."""
+    """Every buffer, persistent or not, has the values of a module built on another device than meta."""
     module = on_meta(lambda: nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)}))
     fill_buffers(module, CPU, seed=1)
     expected = nn.ModuleDict({"angles": Angles(), "norm": nn.BatchNorm1d(3)})
-    found = dict(module.named_buffers())
-    assert len(found) == 5
+    buffers = dict(module.named_buffers())
+    assert len(buffers) == 5
     for name, buffer in expected.named_buffers():
-        assert found[name].dtype == buffer.dtype and torch.equal(found[name], buffer), name
+        assert buffers[name].dtype == buffer.dtype and torch.equal(buffers[name], buffer), name
 
 
 def test_only_owners_of_buffers_leave_the_meta_device() -> None:

@@ -48,7 +48,7 @@ class Blueprint:
 
 
 class Scaled(nn.Module):
-    """A linear layer with a table that is no state, and a count that is."""
+    """A linear layer with a table outside the state, and a count in it."""
 
     table: Tensor
     count: Tensor
@@ -110,7 +110,7 @@ class Freeze:
         return module
 
 
-def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedStages:
+def open_stages(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedStages:
     """Open stages."""
     parts: dict[str, Any] = {
         "schedule": Loops(),
@@ -127,7 +127,7 @@ def made(mesh: Any, job: Any, model: Blueprint, **changes: Any) -> MaterializedS
 def test_modules_are_built_on_meta_and_filled_by_name(one_rank: Any, job: Any) -> None:
     """The blueprint builds on the meta device; real parameters have the precision's dtype and their initial values."""
     model = Blueprint()
-    stages = made(one_rank, job, model)
+    stages = open_stages(one_rank, job, model)
     assert set(model.built_on) == {"meta"}
     assert [name for name, _ in stages.named_parameters()] == [f"{layer}.weight" for layer in range(4)]
     assert all(
@@ -139,7 +139,7 @@ def test_modules_are_built_on_meta_and_filled_by_name(one_rank: Any, job: Any) -
 def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: Any, job: Any) -> None:
     """Stages are dealt out over ranks, and layers keep their numbers."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
-    stages = made(mesh, job, Blueprint(), schedule=Loops(per_rank))
+    stages = open_stages(mesh, job, Blueprint(), schedule=Loops(per_rank))
     assert "".join(name[0] for name, _ in stages.named_parameters()) == names
     assert [stage.count for stage in stages.local] == [2 * per_rank] * per_rank
 
@@ -159,18 +159,18 @@ class Shares:
 
 
 def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
-    """Memory would make it two, of which a checkpoint has one; a module of two layers stays one."""
+    """Two copies in memory would have one entry in a checkpoint; a module shared by two layers stays one."""
     with pytest.raises(UserError, match=r"^1\.weight and 3\.weight are one parameter of two modules"):
-        made(one_rank, job, Blueprint(), transforms=[Shares(module=False)])
-    stages = made(one_rank, job, Blueprint(), transforms=[Shares(module=True)])
+        open_stages(one_rank, job, Blueprint(), transforms=[Shares(module=False)])
+    stages = open_stages(one_rank, job, Blueprint(), transforms=[Shares(module=True)])
     assert [name for name, _ in stages.named_parameters()] == ["0.weight", "1.weight", "2.weight"]
     layers: Any = stages.local[0].module
     assert layers["3"].weight is layers["1"].weight is stages.named_parameters()[1][1]
 
 
 def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
-    """What a transform froze is neither trained nor saved: the state says what it follows from."""
-    stages = made(one_rank, job, Blueprint(), transforms=[Freeze()])
+    """Frozen parameters are neither trained nor saved: the state has their origin."""
+    stages = open_stages(one_rank, job, Blueprint(), transforms=[Freeze()])
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"]
     assert stages.state_dict().keys() == {"0.weight", "frozen"}
     assert stages.state_dict()["frozen"] == f"seed {job.seed}"
@@ -179,7 +179,7 @@ def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any)
 
 def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
     """Loaded parameters equal the saved ones; parameters that don't match are named."""
-    stages, other = made(one_rank, job, Blueprint()), made(one_rank, job, Blueprint())
+    stages, other = open_stages(one_rank, job, Blueprint()), open_stages(one_rank, job, Blueprint())
     with torch.no_grad():
         stages.named_parameters()[0][1].fill_(5)
     other.load_state_dict(stages.state_dict())
@@ -215,39 +215,39 @@ class Biased(NextToken):
 
 def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any) -> None:
     """They are trained and saved under `loss` by the rank with the head, from values that follow from the seed."""
-    held: list[dict[str, Any]] = []
+    contents: list[dict[str, Any]] = []
     for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
         mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
-        stages = made(mesh, job, Blueprint(), loss=Biased(module))
-        held.append({"trained": dict(stages.named_parameters()), "saved": stages.state_dict(), "stages": stages})
-    assert held[0]["trained"].keys() == {"0.weight", "1.weight"}
-    assert held[1]["trained"].keys() == {"2.weight", "3.weight", "loss.bias"}
-    assert held[1]["saved"].keys() == {"2.weight", "3.weight", "loss.bias", "loss.fixed"}
-    assert held[2]["trained"].keys() == {"2.weight", "3.weight", "loss.inner.bias"}
-    bias = held[1]["trained"]["loss.bias"]
-    assert bias.dtype == torch.bfloat16 and bias.abs().min() > 0 and held[1]["saved"]["loss.fixed"] == 2
-    (again,) = made(mesh, job, Blueprint(), loss=Biased(Bias())).local
+        stages = open_stages(mesh, job, Blueprint(), loss=Biased(module))
+        contents.append({"trained": dict(stages.named_parameters()), "saved": stages.state_dict(), "stages": stages})
+    assert contents[0]["trained"].keys() == {"0.weight", "1.weight"}
+    assert contents[1]["trained"].keys() == {"2.weight", "3.weight", "loss.bias"}
+    assert contents[1]["saved"].keys() == {"2.weight", "3.weight", "loss.bias", "loss.fixed"}
+    assert contents[2]["trained"].keys() == {"2.weight", "3.weight", "loss.inner.bias"}
+    bias = contents[1]["trained"]["loss.bias"]
+    assert bias.dtype == torch.bfloat16 and bias.abs().min() > 0 and contents[1]["saved"]["loss.fixed"] == 2
+    (again,) = open_stages(mesh, job, Blueprint(), loss=Biased(Bias())).local
     assert torch.equal(again.module.get_parameter("loss.bias"), bias)
-    assert not torch.equal(held[2]["trained"]["loss.inner.bias"], bias)
+    assert not torch.equal(contents[2]["trained"]["loss.inner.bias"], bias)
     assert again.model_parameters().keys() == {"2.weight", "3.weight"}
 
 
 def test_parameters_of_a_loss_are_in_no_folder_of_weights(one_rank: Any, job: Any, tmp_path: Path) -> None:
     """Where the model starts from a folder, the loss starts from the values of its module."""
     save_file({f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}, tmp_path / "model.safetensors")
-    stages = made(one_rank, job, Blueprint(), loss=Biased(Bias()), weights=tmp_path)
-    fresh = made(one_rank, job, Blueprint(), loss=Biased(Bias()))
+    stages = open_stages(one_rank, job, Blueprint(), loss=Biased(Bias()), weights=tmp_path)
+    fresh = open_stages(one_rank, job, Blueprint(), loss=Biased(Bias()))
     assert torch.equal(stages.state_dict()["loss.bias"], fresh.state_dict()["loss.bias"])
 
 
 def test_a_loss_that_leaves_a_parameter_unfilled_is_refused(one_rank: Any, job: Any) -> None:
     """A module without reset_parameters(), or whose reset_parameters() misses a parameter, is named with it."""
     with pytest.raises(UserError, match=r"loss\.0 \(Scale\) registers the tensors weight, but has no reset_parameters"):
-        made(one_rank, job, Blueprint(), loss=Biased(nn.Sequential(Scale())))
+        open_stages(one_rank, job, Blueprint(), loss=Biased(nn.Sequential(Scale())))
     missed = nn.Linear(2, 2)
     missed.register_parameter("extra", nn.Parameter(torch.ones(1)))
     with pytest.raises(UserError, match=r"loss \(Linear\) registers the tensors extra, but has a reset_parameters"):
-        made(one_rank, job, Blueprint(), loss=Biased(missed))
+        open_stages(one_rank, job, Blueprint(), loss=Biased(missed))
 
 
 class Scale(nn.Module):
@@ -259,8 +259,8 @@ class Scale(nn.Module):
 
 
 def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> None:
-    """A buffer keeps its own dtype, whatever that of parameters is; one that is state is saved and loaded."""
-    stages, other = made(one_rank, job, WithBuffers()), made(one_rank, job, WithBuffers())
+    """A buffer keeps its own dtype, whatever the parameters' dtype; a persistent buffer is saved and loaded."""
+    stages, other = open_stages(one_rank, job, WithBuffers()), open_stages(one_rank, job, WithBuffers())
     buffers = dict(stages.local[0].module.named_buffers())
     assert len(buffers) == 8
     for name, buffer in buffers.items():
@@ -275,62 +275,62 @@ def test_buffers_have_the_values_of_their_modules(one_rank: Any, job: Any) -> No
 
 
 def test_buffers_of_one_name_on_one_rank_are_all_loaded(mesh_of: Any, job: Any) -> None:
-    """Two stages of a rank that hold a buffer each under one name both get what was saved."""
+    """Two stages on a rank with a buffer under the same name both load the saved value."""
 
     class Common(WithBuffers):
         def build(self, span: LayerRange) -> nn.Module:
             return nn.ModuleDict({**super().build(span), "common": Scaled()})  # type: ignore[dict-item]
 
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
-    stages = made(mesh, job, Common(), schedule=Loops(2))
+    stages = open_stages(mesh, job, Common(), schedule=Loops(2))
     stages.load_state_dict({**stages.state_dict(), "common.count": torch.tensor(5)})
     assert [int(stage.module.get_buffer("common.count")) for stage in stages.local] == [5, 5]
 
 
 def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """Counts are those of the folder; tables, which it does not hold, those of their modules."""
+    """Counts come from the folder; tables, absent from it, come from their modules."""
     theirs = {f"theirs.{layer}.weight": torch.randn(2, 2) for layer in range(4)}
     save_file(
         theirs | {f"theirs.{layer}.count": torch.tensor(layer) for layer in range(4)}, tmp_path / "model.safetensors"
     )
-    stages = made(one_rank, job, WithBuffers(), weights=tmp_path)
-    held = stages.state_dict()
-    assert all(torch.equal(held[f"{n}.weight"], theirs[f"theirs.{n}.weight"].bfloat16()) for n in range(4))
-    assert [int(held[f"{n}.count"]) for n in range(4)] == [0, 1, 2, 3]
+    stages = open_stages(one_rank, job, WithBuffers(), weights=tmp_path)
+    state = stages.state_dict()
+    assert all(torch.equal(state[f"{n}.weight"], theirs[f"theirs.{n}.weight"].bfloat16()) for n in range(4))
+    assert [int(state[f"{n}.count"]) for n in range(4)] == [0, 1, 2, 3]
     assert all(stages.local[0].module.get_buffer(f"{n}.table").tolist() == [0.0, 1.0] for n in range(4))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
-    """Each rank reads its layers under the folder's names, in its own precision; what is frozen stays frozen."""
+    """Ranks read their layers under the folder's names, in their own precision; frozen weights stay frozen."""
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
-    stages = made(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
-    held = dict(stages.local[0].named_parameters())
-    assert list(held) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
-    assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in held.items())
+    stages = open_stages(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
+    parameters = dict(stages.local[0].named_parameters())
+    assert list(parameters) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
+    assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in parameters.items())
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"][rank:]
 
 
 def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:
     """A folder without weights is a person's mistake, said in a sentence."""
     with pytest.raises(UserError, match="nowhere"):
-        made(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
+        open_stages(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
 
 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
     """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
-    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named_parameters()) == 2
-    assert len(made(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named_parameters()) == 3
+    assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named_parameters()) == 2
+    assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named_parameters()) == 3
     with pytest.raises(UserError, match="without any"):
-        made(mesh, job, Blueprint(num_hidden_layers=1))
+        open_stages(mesh, job, Blueprint(num_hidden_layers=1))
 
 
 @attrs.frozen
 class Cuts(Loops):
-    """A schedule that says how many layers each stage has."""
+    """A schedule that sets the stages' layer counts."""
 
     sizes: tuple[int, ...] = (3, 1)
 
@@ -340,22 +340,24 @@ class Cuts(Loops):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: Any, job: Any) -> None:
-    """Each rank builds those of its stages; sizes that are not those of the model are refused."""
+    """Ranks build their stages' layers; sizes that contradict the model are refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
-    stages = made(mesh, job, Blueprint(), schedule=Cuts())
+    stages = open_stages(mesh, job, Blueprint(), schedule=Cuts())
     assert [name for name, _ in stages.named_parameters()] == [["0.weight", "1.weight", "2.weight"], ["3.weight"]][rank]
-    assert [(each.span.embedding, each.span.head) for each in stages.local] == [[(True, False)], [(False, True)]][rank]
+    assert [(stage.span.embedding, stage.span.head) for stage in stages.local] == [[(True, False)], [(False, True)]][
+        rank
+    ]
     for sizes in ((3, 2), (4, 0), (2, 1, 1)):
         with pytest.raises(UserError, match=r"Cuts.layers_by_stage gives .* for 4 layers in 2 stages; return at least"):
-            made(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
+            open_stages(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
 
 
 def test_memory_counts_what_a_step_holds_once(one_rank: Any, job: Any) -> None:
     """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
     model = Blueprint()
-    whole = made(one_rank, job, model)
+    whole = open_stages(one_rank, job, model)
     assert whole.memory_bytes() == {"masters": 0, "compute_copies": 0, "parameters": 4 * 4 * 2, "gradients": 4 * 4 * 4}
-    cast = made(one_rank, job, model, precision=Half(parameter=torch.float32))
+    cast = open_stages(one_rank, job, model, precision=Half(parameter=torch.float32))
     assert cast.memory_bytes() == {
         "masters": 4 * 4 * 4,
         "compute_copies": 4 * 4 * 2,

@@ -1,4 +1,4 @@
-"""Batches of any leaves, which are divided by their specs."""
+"""Batches with any leaves, divided by their specs."""
 
 import pickle
 from typing import Any
@@ -21,7 +21,7 @@ def test_rows_are_taken_of_leaves_that_have_rows() -> None:
 
 
 def test_tokens_are_taken_of_leaves_that_have_tokens() -> None:
-    """A slice of context has some tokens of each row, and all of the leaves that have one value for a row."""
+    """A context slice has some tokens from every row, and all values of leaves with one value per row."""
     whole = clips()
     part = whole.take_tokens(torch.tensor([0, 5]))
     assert part.frames["left"].tolist() == [[0, 5], [6, 11], [12, 17], [18, 23]]
@@ -29,7 +29,7 @@ def test_tokens_are_taken_of_leaves_that_have_tokens() -> None:
 
 
 def test_a_batch_is_pickled_and_evolved_with_all_of_its_leaves() -> None:
-    """Processes and steps make batches anew; leaves that no name is known of are kept."""
+    """Processes and steps make batches anew; leaves with unknown names are kept."""
     again = pickle.loads(pickle.dumps(clips().evolve(labels=torch.zeros(4))))
     assert type(again) is Clips and not again.labels.any() and again.skipped == 4
     assert again.without_host_values().skipped == 0

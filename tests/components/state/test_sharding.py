@@ -31,7 +31,10 @@ def same(one: Any, other: Any) -> bool:
     return (
         type(one) is type(other)
         and len(here) == len(there)
-        and all(step == place and same(child, twin) for (step, child), (place, twin) in zip(here, there, strict=True))
+        and all(
+            step == twin_step and same(child, twin)
+            for (step, child), (twin_step, twin) in zip(here, there, strict=True)
+        )
     )
 
 
@@ -228,7 +231,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_errors_name_the_path_in_the_tree(fault: str) -> None:
-    """Every error names the path, the problem, and what to write instead if there is something."""
+    """Errors name the path, the problem, and a remedy if there is one."""
     work, message = FAULTS[fault]
     with pytest.raises(ValueError) as caught:
         work()

@@ -109,7 +109,7 @@ def test_a_whole_is_read_in_shards(name: str) -> None:
 
 
 class Views(RuleBasedStateMachine):
-    """Writes and reads in any order, against a list of rows as the model of what must be read."""
+    """Writes and reads in any order, against a list of rows as the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Views(RuleBasedStateMachine):
 
     @invariant()
     def what_is_present_can_be_read(self) -> None:
-        assert self.state.microbatches_present("x") == [place for place, row in enumerate(self.rows) if row is not None]
+        assert self.state.microbatches_present("x") == [index for index, row in enumerate(self.rows) if row is not None]
 
 
 TestViews = Views.TestCase
@@ -194,7 +194,7 @@ def test_sharding_errors_name_view_and_value() -> None:
 
 @pytest.mark.parametrize("shard", [-1, 2])
 def test_a_shard_id_out_of_range_is_refused(shard: int) -> None:
-    """A view of a microbatch that the step does not have is refused at once."""
+    """A view for a microbatch outside the step is refused at once."""
     with pytest.raises(PipelineStateError, match="microbatches are 0 to 1"):
         StepState(microbatches=2).microbatch(shard)
     with pytest.raises(PipelineStateError, match="at least 0"):
@@ -226,7 +226,7 @@ def test_a_read_keeps_the_shards() -> None:
 
 
 def test_a_failed_write_of_a_shard_changes_nothing() -> None:
-    """A shard of a whole that can't be split is refused, and the whole stays."""
+    """A shard for an indivisible whole is refused, and the whole stays."""
     state = StepState({"x": torch.arange(3)}, microbatches=2)
     with pytest.raises(PipelineStateError, match="evenly"):
         state.microbatch(0)["x"] = torch.ones(1)
@@ -243,7 +243,7 @@ def test_the_inferred_spec_follows_the_last_write() -> None:
 
 
 def test_split_drops_values_and_inferred_specs() -> None:
-    """A name that had numbers can have rows after a split; specs are those of the split."""
+    """A name with numbers can have rows after a split; specs are the split's."""
     state = StepState()
     for written in (torch.ones(()), torch.ones(1)):
         state.split(2, {"given": Shard(1)})
@@ -256,7 +256,7 @@ def test_split_drops_values_and_inferred_specs() -> None:
 
 
 def test_written_tensors_are_detached() -> None:
-    """No view holds the autograd graph of a value, at any depth, and the tensor that was written keeps its graph."""
+    """No view holds a value's autograd graph, at any depth, and the written tensor keeps its graph."""
     state = StepState(microbatches=2)
     written = torch.ones(2, requires_grad=True) * 2
     state["x"] = {"deep": [written]}
@@ -275,7 +275,7 @@ def test_values_without_a_graph_are_the_written_objects() -> None:
 
 
 def test_a_pass_without_microbatches_has_whole_values_alone() -> None:
-    """A state of 0 microbatches reads what was written in the global view, and has no other view."""
+    """A state with 0 microbatches reads values from the global view, and has no other view."""
     state = StepState({"batches": []}, microbatches=0, specs={"batches": Stack()})
     assert state["batches"] == [] and "losses" not in state
     with pytest.raises(PipelineStateError):

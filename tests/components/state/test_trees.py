@@ -62,7 +62,7 @@ def test_leaves_come_in_order_and_go_back_in_it(tree: Any, expected: list[Any]) 
 
 @pytest.mark.parametrize("tree", [{"a": 1}, [1], Frozen(1), Record(1), Guarded(1)])
 def test_nodes_are_new(tree: Any) -> None:
-    """Changing what `transform` gave leaves the original alone."""
+    """Changing the result of `transform` leaves the original alone."""
     changed = transform(lambda leaf: "changed", tree)
     assert set(leaves(changed)) == {"changed"}
     assert "changed" not in leaves(tree)
@@ -75,13 +75,13 @@ def test_rebuilding_a_node_calls_no_constructor() -> None:
 
 
 def test_children_are_named_as_they_are_written() -> None:
-    """The way to each child is Python text that leads to it."""
+    """A child's name is the Python expression for it."""
     for tree, _ in TREES:
         for step, child in branches(tree) or []:
             assert eval(f"tree{step}", {"tree": tree}) is child
 
 
 def test_tensors_and_classes_are_leaves() -> None:
-    """What is no container is taken as one, a torch.Size and an attrs class (not an instance) too."""
+    """Everything but containers is a leaf, also a torch.Size and an attrs class (not an instance)."""
     for leaf in (torch.ones(2), torch.Size([1, 2]), "text", Frozen, Record, {1}):
         assert branches(leaf) is None

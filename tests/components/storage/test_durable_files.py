@@ -19,7 +19,7 @@ from drawloom.graph import UserError
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
 def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -> None:
-    """Size and hash are those of the bytes, however many chunks they take."""
+    """Size and hash cover all bytes, however many chunks they take."""
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
@@ -29,7 +29,7 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that takes three bytes at a time gets all of them in order."""
+    """A system that takes three bytes at a time gets all bytes in order."""
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:3], offset))
     durable_files.write_file(tmp_path / "file", b"0123456789")
@@ -65,7 +65,7 @@ def test_a_failed_fsync_names_the_file_and_is_not_retried(
 
 
 def test_removing_nothing_is_fine(tmp_path: Path) -> None:
-    """A folder goes with all that it holds; one that is not there is gone already."""
+    """A folder goes with its contents; a missing one is gone already."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_text("")
     durable_files.remove_folder(tmp_path / "a")
@@ -75,7 +75,7 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
-    """Nothing waits for the writer of a pipe that has the name of a leftover, of a folder or of a file."""
+    """Nothing waits for a pipe's writer if the pipe has a leftover's name, for a folder or a file."""
     for name in ("pipe", ".export.partial-1", ".file.tmp"):
         os.mkfifo(tmp_path / name)
     durable_files.remove_folder(tmp_path / "pipe")
@@ -86,7 +86,7 @@ def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes the target at the end of the block."""
+    """Make a folder that becomes the target when the block ends."""
     temporary = begin_folder(target)
     try:
         yield temporary.folder
@@ -115,7 +115,7 @@ def test_vanishes_with_an_exception(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
-    """Files of an attempt that was killed do not end up in the next one's folder."""
+    """A killed attempt's files do not end up in the next one's folder."""
     killed = begin_folder(tmp_path / "export")
     (killed.folder / "stale").write_text("old")
     with whole_folder(tmp_path / "export") as aside:
@@ -125,7 +125,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
 
 
 def test_of_two_concurrent_writers_one_fails(tmp_path: Path) -> None:
-    """Two writers of one target never share a folder, so that files of both are never mixed."""
+    """Two writers for one target never share a folder, so their files are never mixed."""
     first, second = begin_folder(tmp_path / "export"), begin_folder(tmp_path / "export")
     assert first.folder != second.folder
     (second.folder / "file").write_text("second")
@@ -174,16 +174,16 @@ def test_everything_is_on_disk_before_it_appears(tmp_path: Path, monkeypatch: py
     log: list[str] = []
     flush, rename = os.fsync, os.rename
 
-    def logged_flush(descriptor: int) -> None:
+    def log_flush(descriptor: int) -> None:
         log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         flush(descriptor)
 
-    def logged_rename(old: Path, new: Path) -> None:
+    def log_rename(old: Path, new: Path) -> None:
         log.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", logged_flush)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "fsync", log_flush)
+    monkeypatch.setattr(os, "rename", log_rename)
     with whole_folder(tmp_path / "export") as aside:
         (aside / "inner").mkdir()
         (aside / "inner" / "file").write_text("text")
@@ -199,22 +199,22 @@ def test_a_replaced_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monke
     path.write_text("old")
     fsync, rename = os.fsync, os.rename
 
-    def logged_fsync(descriptor: int) -> None:
+    def log_fsync(descriptor: int) -> None:
         log.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}: {path.read_text()}")
         fsync(descriptor)
 
-    def logged_rename(old: Path, new: Path) -> None:
+    def log_rename(old: Path, new: Path) -> None:
         log.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", logged_fsync)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "rename", log_rename)
     replace_file(path, b"new")
     assert log == ["fsync .file.tmp: old", "rename", f"fsync {tmp_path.name}: new"]
 
 
 def test_a_file_that_can_not_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk leaves the old content, and nothing beside it; what a killed process left is no obstacle."""
+    """A full disk keeps the old content, and nothing beside it; a killed process's leftover is no obstacle."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -20,8 +20,8 @@ from drawloom.components.storage.sha256_stream import BLOCK, Content
 from drawloom.graph import UserError
 
 
-def made(folder: Path, kind: str) -> Path:
-    """Something of a kind that is no regular file."""
+def make_special_file(folder: Path, kind: str) -> Path:
+    """Make something other than a regular file."""
     path = folder / "model.safetensors"
     if kind == "pipe":
         os.mkfifo(path)
@@ -50,8 +50,8 @@ KINDS = ["pipe", "socket", "folder", "device", "link", "link that leads out", "d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path: Path, kind: str) -> None:
-    """Nothing else is opened, so that nothing waits for the other end of a pipe, and no link is followed."""
-    path = made(tmp_path, kind)
+    """Nothing else is opened, so nothing waits for a pipe's other end, and no link is followed."""
+    path = make_special_file(tmp_path, kind)
     began = time.perf_counter()
     with pytest.raises(UserError) as caught, open_regular_file(path):
         pytest.fail("it must not open")
@@ -63,7 +63,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_written_through_a_path_that_is_not_a_regular_file(tmp_path: Path, kind: str) -> None:
     """A run folder from a stranger makes no run write to a file outside of it, and none wait for a pipe."""
-    path = made(tmp_path, kind)
+    path = make_special_file(tmp_path, kind)
     began = time.perf_counter()
     with pytest.raises(UserError, match="can't be written") as caught:
         open_to_append(path)
@@ -73,7 +73,7 @@ def test_nothing_is_written_through_a_path_that_is_not_a_regular_file(tmp_path: 
 
 
 def test_a_new_file_is_created_and_an_old_one_appended_to(tmp_path: Path) -> None:
-    """What a file holds stays."""
+    """A file's old contents stay."""
     for word in (b"one", b"two"):
         descriptor = open_to_append(tmp_path / "file")
         os.write(descriptor, word)
@@ -84,7 +84,7 @@ def test_a_new_file_is_created_and_an_old_one_appended_to(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["pipe", "link", "link that leads out", "dangling link"])
 def test_a_folder_that_is_a_link_or_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     """A link to a folder elsewhere would make every file in it one outside."""
-    path = made(tmp_path, kind)
+    path = make_special_file(tmp_path, kind)
     with pytest.raises(UserError, match="can't be written to"):
         make_folder(path)
     (tmp_path / "elsewhere").mkdir()
@@ -101,7 +101,7 @@ def test_an_unreadable_file_is_a_user_error_with_a_remedy(tmp_path: Path, name: 
 
 
 def test_a_file_truncated_while_read_is_an_error(tmp_path: Path) -> None:
-    """A file that ends before what was promised is an error, not a crash and not zeros."""
+    """A file shorter than promised is an error, not a crash and not zeros."""
     (tmp_path / "file").write_bytes(b"0123456789")
     with pytest.raises(UserError, match="it ends after 4 bytes"), open_regular_file(tmp_path / "file") as file:
         os.truncate(tmp_path / "file", 4)
@@ -110,7 +110,7 @@ def test_a_file_truncated_while_read_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
 def test_the_hash_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
-    """The hashes of a file are those of its blocks, also of an empty one."""
+    """A file's hashes are its blocks' hashes, also for an empty file."""
     data = (bytes(range(251)) * (size // 251 + 1))[:size]
     (tmp_path / "file").write_bytes(data)
     blocks = [data[start : start + BLOCK] for start in range(0, size, BLOCK)] or [b""]
@@ -119,7 +119,7 @@ def test_the_hash_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
-    """The caller bounds what a file may cost."""
+    """The caller bounds a file's size."""
     (tmp_path / "file").write_bytes(bytes(10))
     with pytest.raises(OSError, match="it has 10 bytes, and more than 9 are not read"):
         read_file(tmp_path / "file", 9)

@@ -1,4 +1,4 @@
-"""Parts of files that are verified block by block."""
+"""Parts of files, verified block by block."""
 
 import os
 import random
@@ -17,7 +17,7 @@ DATA = random.Random(1).randbytes(SIZE)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of four blocks, of which the last is short."""
+    """Return a file with four blocks, the last one short."""
     path = tmp_path_factory.mktemp("verified") / "file"
     path.write_bytes(DATA)
     return path
@@ -25,17 +25,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """The offset and length of each read."""
-    found: list[tuple[int, int]] = []
+    """Record the reads' offsets and lengths."""
+    ranges: list[tuple[int, int]] = []
     preadv = os.preadv
 
-    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def record_and_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         count = preadv(descriptor, buffers, offset)
-        found.append((offset, count))
+        ranges.append((offset, count))
         return count
 
-    monkeypatch.setattr(regular_file.os, "preadv", counted)  # type: ignore[attr-defined]
-    yield found
+    monkeypatch.setattr(regular_file.os, "preadv", record_and_read)  # type: ignore[attr-defined]
+    yield ranges
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 def test_a_part_is_read_with_its_blocks_alone(
     path: Path, reads: list[tuple[int, int]], offset: int, length: int, blocks: set[int]
 ) -> None:
-    """The bytes are those of the file, and exactly the blocks around them are read, once, and verified."""
+    """The bytes equal the file's; only the blocks around them are read, once, and verified."""
     expected = hash_file(path)
     reads.clear()
     with open_verified(path, expected) as file:
@@ -63,7 +63,7 @@ def test_a_part_is_read_with_its_blocks_alone(
 
 
 def test_what_is_read_in_order_is_read_once(path: Path, reads: list[tuple[int, int]]) -> None:
-    """Parts of one block that follow each other share one read of it."""
+    """Consecutive parts in one block share its single read."""
     expected = hash_file(path)
     reads.clear()
     with open_verified(path, expected) as file:

@@ -20,9 +20,9 @@ def test_the_hashes_are_of_all_pieces_in_order(sizes: list[int]) -> None:
     for piece in pieces:
         stream.update(memoryview(piece))
     blocks = [whole[start : start + BLOCK] for start in range(0, len(whole), BLOCK)] or [b""]
-    found = stream.finish()
-    assert found == stream.finish() == Content(len(whole), [hashlib.sha256(block).hexdigest() for block in blocks])
-    assert len(found.blocks) == count_blocks(len(whole))
+    content = stream.finish()
+    assert content == stream.finish() == Content(len(whole), [hashlib.sha256(block).hexdigest() for block in blocks])
+    assert len(content.blocks) == count_blocks(len(whole))
 
 
 def test_the_digest_of_a_file_depends_on_each_block() -> None:

@@ -39,7 +39,7 @@ STATES = st.recursive(
 
 
 def _through_files(state: Any) -> Any:
-    """What another process would read: nothing but bytes passes."""
+    """Return the state as another process would read it: only bytes pass."""
     tree, tensors = pack(state)
     return unpack(json.loads(json.dumps(tree, allow_nan=False)), load(_file_of(tensors)))
 
@@ -108,7 +108,7 @@ def test_names_tell_paths_apart() -> None:
 
 
 def test_an_ordered_dict_is_a_dict() -> None:
-    """What torch's modules give is taken."""
+    """An ordered dict from torch's modules is accepted."""
     assert _through_files(torch.nn.Linear(1, 1).state_dict()).keys() == {"weight", "bias"}
     assert type(_through_files({"a": OrderedDict(b=1)})["a"]) is dict
 
@@ -138,14 +138,18 @@ def test_both_missing_and_unexpected_tensors_are_listed() -> None:
 
 
 def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
-    """A part of a whole tensor is a slice of it, a part of a slice one of the whole; everything else is unchanged."""
+    """A part of a whole tensor is a slice, a part of a slice is a slice of the whole; everything else is unchanged."""
     whole, outer = torch.arange(12.0).view(6, 2), TensorSlice((6, 2), (2, 0), (4, 2))
     state = {"a": [whole, 1], "b": SlicedTensor(whole[2:], outer), "c": (torch.ones(2), float("nan"), None)}
     tree, tensors = pack(state)
     parts = {"a/0": TensorSlice((6, 2), (4, 0), (1, 2)), "b": TensorSlice((4, 2), (1, 0), (2, 2))}
     cut = {name: tensor[parts[name].index()] if name in parts else tensor for name, tensor in tensors.items()}
-    found = unpack(narrow_tree(tree, parts), cut)
-    assert found["a"][0].tensor_slice == parts["a/0"] and found["b"].tensor_slice == TensorSlice((6, 2), (3, 0), (2, 2))
-    assert all(torch.equal(each.tensor, whole[each.tensor_slice.index()]) for each in (found["a"][0], found["b"]))
-    assert found["a"][1] == 1 and found["c"][0].tolist() == [1, 1] and str(found["c"][1:]) == "(nan, None)"
+    narrowed = unpack(narrow_tree(tree, parts), cut)
+    assert narrowed["a"][0].tensor_slice == parts["a/0"] and narrowed["b"].tensor_slice == TensorSlice(
+        (6, 2), (3, 0), (2, 2)
+    )
+    assert all(
+        torch.equal(piece.tensor, whole[piece.tensor_slice.index()]) for piece in (narrowed["a"][0], narrowed["b"])
+    )
+    assert narrowed["a"][1] == 1 and narrowed["c"][0].tolist() == [1, 1] and str(narrowed["c"][1:]) == "(nan, None)"
     assert str(narrow_tree(tree, {})) == str(tree)

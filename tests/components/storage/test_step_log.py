@@ -18,11 +18,11 @@ def test_what_is_written_is_read() -> None:
     assert [line.row for line in lines] == ROWS and not str(damage)
 
 
-@given(place=st.integers(0, len(CONTENT) - 2), bit=st.integers(0, 7))
-def test_every_flipped_bit_is_told_and_costs_one_or_two_lines(place: int, bit: int) -> None:
+@given(offset=st.integers(0, len(CONTENT) - 2), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_told_and_costs_one_or_two_lines(offset: int, bit: int) -> None:
     """A flip anywhere is damage; the rows of other lines are as they were. One in a line's end joins two lines."""
     changed = bytearray(CONTENT)
-    changed[place] ^= 1 << bit
+    changed[offset] ^= 1 << bit
     lines, damage = parse_lines(bytes(changed))
     assert str(damage)
     intact = [line.row for line in lines if not line.has_changed]
@@ -53,7 +53,7 @@ def test_lines_out_of_order_are_counted(order: list[int], kept: list[int], told:
 
 
 def test_a_line_of_another_step_than_was_written_removes_no_other(tmp_path: Path) -> None:
-    """A changed line with a later step is out of order, and not those after it."""
+    """A changed line with a later step is out of order, and the lines after it are not."""
     path = tmp_path / "log"
     path.write_bytes(CONTENT.replace(b'"step": 2', b'"step": 7'))
     lines, damage = read_steps(path)

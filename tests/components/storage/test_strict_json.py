@@ -37,7 +37,7 @@ def test_valid_json_is_parsed_as_by_the_standard_library(value: Any) -> None:
     ],
 )
 def test_ambiguous_and_invalid_json_is_refused(text: bytes, message: str) -> None:
-    """Repeated names, numbers that JSON has no word for, and what is no JSON at all have one kind of error."""
+    """Repeated names, numbers unknown to JSON, and other text raise the same kind of error."""
     with pytest.raises(ValueError, match=message):
         parse(text, most=1000)
 

@@ -10,7 +10,7 @@ SOURCE = InMemory({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor(
 
 
 def test_in_memory_gives_detached_tensors() -> None:
-    """Shapes and dtypes are those of the tensors, and no gradient hangs on what is given."""
+    """Shapes and dtypes equal the tensors', and the returned tensors have no gradient."""
     assert SOURCE.specs() == {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((2,), torch.int64)}
     assert not SOURCE.tensor("a").requires_grad
     assert (SOURCE.specs()["a"].bytes, SOURCE.specs()["b"].bytes) == (24, 16)
@@ -22,7 +22,7 @@ def test_memory_that_another_object_holds_is_not_owned() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_bytes_of_a_tensor_give_the_tensor_back(dtype: torch.dtype) -> None:
-    """The bytes of a tensor of any dtype are that tensor again."""
+    """A tensor's bytes, in any dtype, make the same tensor again."""
     tensor = torch.randint(0, 2, (3, 4)).to(dtype)
     memory = torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8)
     again = from_memory(memory, TensorSpec((3, 4), dtype))
@@ -41,7 +41,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_row_by_row() -> None:
-    """A tensor that lies otherwise in memory is written row by row; one that needs a gradient can be written."""
+    """A tensor with another memory layout is written row by row; one with a gradient can be written."""
     tensor = torch.arange(6.0, requires_grad=True).view(2, 3).T
     assert bytes(bytes_of(tensor)) == bytes(bytes_of(torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])))
     turned = torch.view_as_complex(torch.ones(1, 2)).conj()
@@ -49,7 +49,7 @@ def test_row_by_row() -> None:
 
 
 def test_a_contiguous_cpu_tensor_is_not_copied() -> None:
-    """The bytes of a tensor that lies row by row on the CPU are its own memory."""
+    """The bytes of a contiguous tensor on the CPU are its own memory."""
     tensor = torch.zeros(3)
     bytes_of(tensor)[0:4] = bytes_of(torch.ones(1))
     assert tensor.tolist() == [1.0, 0.0, 0.0]

@@ -24,7 +24,7 @@ from support.checkpoints import SingleRankMesh
 from support.folders import Folder
 from support.processes import run_ranks
 
-pytestmark = pytest.mark.usefixtures("loaded")
+pytestmark = pytest.mark.usefixtures("load_before_timing")
 PROPERTIES = {"run": {"name": "test"}, "optimizer": {"betas": [0.9, 0.95], "lr": 0.1}}
 
 
@@ -37,14 +37,14 @@ class Second:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> None:
-    """Aim is imported, which takes seconds of those for which a tracker waits."""
+def load_before_timing() -> None:
+    """Import Aim before its import seconds count for a tracker's timeout."""
     load_aim()
 
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
-    """Makes an open tracker, as each process of a run does."""
+    """Return a function that opens a tracker, as in a run's process."""
 
     def make(**changes: Any) -> AimTracker:
         values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "timeout": 60.0} | changes
@@ -90,13 +90,13 @@ def wait_for_server(port: int, seconds: float) -> None:
             time.sleep(0.2)
 
 
-def _reopened(folder: Path, run: str) -> Any:
+def _reopen(folder: Path, run: str) -> Any:
     return load_aim().Run(run, repo=str(folder), capture_terminal_logs=False, system_tracking_interval=None)
 
 
 def _series(folder: Path, run: str) -> dict[str, dict[int, float]]:
     """Every metric of a run: value by step."""
-    opened = _reopened(folder, run)
+    opened = _reopen(folder, run)
     series = {}
     for metric in opened.metrics():
         stored = opened.series_run_trees[2].subtree((metric.context.idx, metric.name))
@@ -126,14 +126,14 @@ def test_finite_values_are_stored_by_step(make: Any, tmp_path: Path) -> None:
     run = tracker.state_dict()["run"]
     tracker.close()
     assert _series(tmp_path, run) == {"loss": {1: 2.5}, "tokens": {1: 7.0, 2: 14.0}, "skipped": {1: 1.0}}
-    opened = _reopened(tmp_path, run)
+    opened = _reopen(tmp_path, run)
     assert (opened["hparams"], opened.name) == (PROPERTIES, "test")
     opened.close()
 
 
 @pytest.mark.usefixtures("with_repository")
 def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None:
-    """Killed after step 6 and restored to step 3, the series equals that of an uninterrupted run to step 5."""
+    """Killed after step 6 and restored to step 3, the series equals an uninterrupted run's to step 5."""
     first = make()
     for step in range(1, 7):
         first.track(step, {"loss": float(step), "lr": 1.0})
@@ -165,12 +165,12 @@ def test_a_rewound_summary_is_that_of_the_remaining_values(make: Any, tmp_path: 
     second.rewind(2)
     second.track(3, {"late": 6.0})
     second.close()
-    opened = _reopened(tmp_path, state["run"])
+    opened = _reopen(tmp_path, state["run"])
     (names,) = opened.meta_run_tree.collect("traces").values()
     opened.close()
     wanted = {"first_step", "last_step", "first", "last", "min", "max"}
-    found = {name: {key: summary[key] for key in wanted} for name, summary in names.items()}
-    assert found == {
+    summaries = {name: {key: summary[key] for key in wanted} for name, summary in names.items()}
+    assert summaries == {
         "loss": {"first_step": 1, "last_step": 2, "first": 2.0, "last": 3.0, "min": 2.0, "max": 3.0},
         "late": {"first_step": 3, "last_step": 3, "first": 6.0, "last": 6.0, "min": 6.0, "max": 6.0},
     }
@@ -195,7 +195,7 @@ def test_a_restart_without_a_checkpoint_reuses_the_aim_run(make: Any, tmp_path: 
 
 @pytest.mark.usefixtures("with_repository")
 def test_a_removed_aim_run_is_recreated(make: Any, tmp_path: Path) -> None:
-    """A run that saved state names but does not exist is made under its hash, with the values that follow."""
+    """A missing run named in the saved state is made under its hash, with the following values."""
     tracker = make()
     tracker.load_state_dict({"run": "a" * 24})
     tracker.rewind(5)
@@ -236,7 +236,7 @@ def test_aim_does_not_use_the_network(make: Any, tmp_path: Path, monkeypatch: py
     tracker.track(1, {"loss": 1.0})
     tracker.close()
     assert not attempts
-    opened = _reopened(tmp_path, tracker.state_dict()["run"])
+    opened = _reopen(tmp_path, tracker.state_dict()["run"])
     assert opened[...] == {"hparams": PROPERTIES}
     assert opened.get_terminal_logs() is None
     opened.close()
@@ -333,15 +333,15 @@ def test_training_and_validation_are_contexts_of_one_name(make: Any, tmp_path: P
     for phase, loss in (("train", 1.0), ("validation", 2.0)):
         tracker.track_in_context(1, {"loss": loss, "other": None}, {"phase": phase})
     tracker.close()
-    opened = _reopened(tmp_path, tracker.state_dict()["run"])
-    found = {metric.context.to_dict()["phase"]: metric.values.values_list() for metric in opened.metrics()}
+    opened = _reopen(tmp_path, tracker.state_dict()["run"])
+    values_by_phase = {metric.context.to_dict()["phase"]: metric.values.values_list() for metric in opened.metrics()}
     opened.close()
-    assert found == {"train": [1.0], "validation": [2.0]}
+    assert values_by_phase == {"train": [1.0], "validation": [2.0]}
 
 
 def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple[float, float]]]:
     """The only series of distributions of a run: weights and range by step."""
-    opened = _reopened(folder, run)
+    opened = _reopen(folder, run)
     series = opened.get_distribution_sequence("weights/a", load_aim().storage.context.Context({}))
     steps, values = series.values.sparse_list()
     opened.close()
@@ -350,7 +350,7 @@ def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple
 
 @pytest.mark.usefixtures("with_repository")
 def test_histograms_are_distributions_and_are_rewound(make: Any, tmp_path: Path) -> None:
-    """Counts and bounds are those given; a run that resumes after step 2 has no later ones, until it writes them."""
+    """Counts and bounds equal the tracked ones; a run resumed after step 2 has no later ones, until it writes them."""
     first = make()
     first.rewind(0)
     for step in (1, 2, 3, 4):
@@ -371,7 +371,7 @@ def test_histograms_are_distributions_and_are_rewound(make: Any, tmp_path: Path)
 
 @pytest.mark.usefixtures("with_repository")
 def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
-    """Two run folders have a run each in it; one that starts again without a checkpoint continues its own."""
+    """Two run folders have one run apiece in it; one restarted without a checkpoint continues its own."""
     folders = [tmp_path / name for name in ("one", "two")]
     for number, folder in enumerate([*folders, folders[0]]):
         folder.mkdir(exist_ok=True)
@@ -380,13 +380,13 @@ def test_runs_share_a_repository(make: Any, tmp_path: Path) -> None:
         tracker.track(1, {"loss": float(number)})
         tracker.close()
         assert not (folder / ".aim").exists()
-    found = [_series(tmp_path, recall_run(folder, "aim")) for folder in folders]
-    assert found == [{"loss": {1: 2.0}}, {"loss": {1: 1.0}}]
+    series = [_series(tmp_path, recall_run(folder, "aim")) for folder in folders]
+    assert series == [{"loss": {1: 2.0}}, {"loss": {1: 1.0}}]
     assert len(_runs(tmp_path)) == 2
 
 
-def tracked_on_server(folder: Path, address: str, done: int) -> tuple[list[float], Any]:
-    """Track as a process of a run that is killed after step 4, or resumed after step 2; return what the server has."""
+def track_on_server(folder: Path, address: str, done: int) -> tuple[list[float], Any]:
+    """Track like a run killed after step 4, or resumed after step 2; return the server's values."""
     job = fake(RunInfo, name="test", seed=0, path=folder)
     tracker = AimTracker(folder=Folder(folder), mesh=SingleRankMesh(), job=job, repository=address, timeout=60.0)
     tracker.open()
@@ -398,9 +398,9 @@ def tracked_on_server(folder: Path, address: str, done: int) -> tuple[list[float
     options = {"capture_terminal_logs": False, "system_tracking_interval": None}
     run = load_aim().Run(recall_run(folder, "aim"), repo=address, **options)
     [series] = run.metrics()
-    found = sorted(series.values.values_list()), run["hparams"]
+    tracked = sorted(series.values.values_list()), run["hparams"]
     run.close()
-    return found
+    return tracked
 
 
 @pytest.mark.usefixtures("with_repository")
@@ -414,7 +414,7 @@ def test_a_run_on_a_server_is_continued(tmp_path: Path) -> None:
         try:
             wait_for_server(port, seconds=120)
             for done in (0, 2):
-                [found] = run_ranks(tracked_on_server, 1, tmp_path, address, done, timeout=120, variables=False)
-            assert found == ([-17.0, 1.0, 2.0], PROPERTIES)
+                [tracked] = run_ranks(track_on_server, 1, tmp_path, address, done, timeout=120, variables=False)
+            assert tracked == ([-17.0, 1.0, 2.0], PROPERTIES)
         finally:
             server.terminate()

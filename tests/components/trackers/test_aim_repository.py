@@ -16,7 +16,7 @@ from drawloom.graph import UserError
 
 
 class Repo:
-    """What Aim makes, as far as folders go."""
+    """A stand-in for Aim's repository, as far as folders go."""
 
     dies = False
 
@@ -58,7 +58,7 @@ def test_an_existing_repository_is_not_recreated(tmp_path: Path) -> None:
 def test_a_shared_repository_may_be_created_by_another_run_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is made; the repository of the run that was first is kept, and the other's is removed."""
+    """The folder is made; the first run's repository is kept, and the other's is removed."""
     shared = tmp_path / "all" / "runs"
     create = Repo.from_path
 

@@ -81,7 +81,7 @@ def test_closing_has_a_timeout() -> None:
 
 
 def test_waiting_for_a_task_has_a_timeout() -> None:
-    """It runs after those queued before; one that raises is done; one that hangs is waited for up to the timeout."""
+    """A task runs after earlier ones; a raising one is done; a hanging one is awaited up to the timeout."""
     gate = threading.Event()
     done: list[int] = []
     background = Background("test", 10, failed=lambda _: None, last=_nothing)
@@ -95,7 +95,7 @@ def test_waiting_for_a_task_has_a_timeout() -> None:
 
 
 def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    """What follows it is not logged, and another tracker's first one is."""
+    """Later warnings are not logged, and another tracker's first one is."""
     warn, other = OneWarning(), OneWarning()
     for text in ("first", "second"):
         warn(text)
@@ -105,7 +105,7 @@ def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
 
 @attrs.define(eq=False, kw_only=True)
 class Notes(TrackerInBackground):
-    """Notes what it is asked to write; `act` may hang or raise first."""
+    """A tracker that records its values; `act` may hang or raise first."""
 
     called: ClassVar[str] = "Notes"
     act: Any = None
@@ -138,7 +138,7 @@ class Second:
 
 
 def test_finite_values_are_written_in_order(one_rank: Any) -> None:
-    """Values become floats; those that are none or not finite are left out; the end comes last."""
+    """Values become floats; None and values that are not finite are left out; the end comes last."""
     tracker = NOTES(mesh=one_rank)
     tracker.open()
     tracker.rewind(3)
@@ -158,7 +158,7 @@ def test_other_ranks_write_nothing(one_rank: Any) -> None:
 
 
 def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """One that hangs costs the time that the end waits, one that raises nothing; each is one warning."""
+    """A hanging tracker costs the end's waiting time, a raising one nothing; both log one warning."""
     forever = threading.Event()
     hanging = NOTES(mesh=one_rank, act=forever.wait, queue_size=2, timeout=0.1)
     failing = NOTES(mesh=one_rank, act=lambda: 1 // 0)

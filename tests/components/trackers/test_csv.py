@@ -17,7 +17,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., Any]:
-    """Makes an open tracker, as each process of a run does."""
+    """Return a function that opens a tracker, as in a run's process."""
 
     def make(kind: Any = CsvTracker) -> Any:
         tracker = kind(folder=Folder(tmp_path), mesh=one_rank)
@@ -34,7 +34,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 def test_each_step_has_a_line_with_its_numbers(make: Any, tmp_path: Path) -> None:
-    """Numbers come back exactly; a metric that comes later has a column, and what is not finite an empty field."""
+    """Numbers come back exactly; a later metric has a column, and a value that is not finite an empty field."""
     tracker = make()
     tracker.rewind(0)
     tracker.track(1, {"loss": 0.1 + 0.2, "tokens": 7, "grad_norm": math.nan})
@@ -48,7 +48,7 @@ def test_each_step_has_a_line_with_its_numbers(make: Any, tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_has_one_line_per_step(make: Any, tmp_path: Path) -> None:
-    """Killed within the line of step 6 and resumed after step 3, lines are those of an uninterrupted run."""
+    """Killed within the line of step 6 and resumed after step 3, the file equals an uninterrupted run's."""
     first = make()
     first.rewind(0)
     for step in range(1, 7):
@@ -111,7 +111,7 @@ def test_a_removed_table_is_written_anew(make: Any, tmp_path: Path, caplog: pyte
 
 
 def test_damaged_lines_of_a_table_are_counted(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resume removes lines with other bytes and those out of order, and says how many."""
+    """A resume removes lines with other bytes and misordered lines, and logs their number."""
     tracker = make()
     tracker.rewind(0)
     for step in (1, 2, 3, 4):

@@ -68,10 +68,10 @@ def test_floats_round_trip_exactly(one_rank: Any, numbers: list[float]) -> None:
     with TemporaryDirectory() as name:
         tracker = JsonlTracker(folder=Folder(Path(name)), mesh=one_rank)
         tracker.open()
-        tracker.track(1, {str(place): number for place, number in enumerate(numbers)})
+        tracker.track(1, {str(index): number for index, number in enumerate(numbers)})
         tracker.close()
         row = json.loads(_text(Path(name)))
-    assert [row[str(place)].hex() for place in range(len(numbers))] == [number.hex() for number in numbers]
+    assert [row[str(index)].hex() for index in range(len(numbers))] == [number.hex() for number in numbers]
 
 
 def test_rewind_removes_later_steps_and_an_incomplete_line(
@@ -103,7 +103,7 @@ def test_rewind_keeps_a_complete_line_without_a_newline(tmp_path: Path, one_rank
 def test_the_checkpoint_wins_over_damaged_lines(
     tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Values of a changed or unreadable line are those that a checkpoint has of its step; other lines are counted."""
+    """Values in a changed or unreadable line come from a checkpoint with its step; other lines are counted."""
     known = [(2, {"loss": 2.0}), (3, {"loss": 3.0}), (9, {"loss": 9.0})]
     node = JsonlTracker(
         folder=Folder(tmp_path), mesh=one_rank, checkpoints=Every({"c": fake(KnownSteps, known_steps=known)})
@@ -128,7 +128,7 @@ def test_the_checkpoint_wins_over_damaged_lines(
 
 
 def test_step_0_is_kept_until_the_run_begins_anew(tracker: JsonlTracker, tmp_path: Path) -> None:
-    """What was measured before training is a line, which only a rewind to before it removes."""
+    """A measurement before training is a line, removed only by a rewind to before it."""
     tracker.track(0, {"validation_loss": 5.5})
     tracker.track(1, {})
     tracker.rewind(0)
@@ -224,7 +224,7 @@ def test_a_removed_file_is_written_anew(
 
 
 def test_a_file_that_an_editor_replaced_gets_the_later_rows(tracker: JsonlTracker, tmp_path: Path) -> None:
-    """Rows go into the file that has the name, and not into the one that was replaced."""
+    """Rows go into the file with the name, and not into the replaced one."""
     tracker.track(1, {})
     (tmp_path / "new").write_text("{}\n")
     (tmp_path / "new").rename(tmp_path / "metrics.jsonl")
@@ -236,7 +236,7 @@ def test_a_file_that_an_editor_replaced_gets_the_later_rows(tracker: JsonlTracke
 def test_rewind_to_a_step_without_a_row_warns(
     tracker: JsonlTracker, caplog: pytest.LogCaptureFixture, lines: int, message: str
 ) -> None:
-    """Rows that a killed run never wrote, or that a partial copy lacks, are named when the run resumes."""
+    """Rows never written by a killed run, or missing in a partial copy, are named when the run resumes."""
     for step in range(1, lines + 1):
         tracker.track(step, {})
     tracker.rewind(3)

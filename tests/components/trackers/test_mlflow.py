@@ -20,8 +20,8 @@ class Folder:
     folder: Path
 
 
-def opened(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) -> MlflowTracker:
-    """Return a tracker as each process of a run has it."""
+def open_tracker(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) -> MlflowTracker:
+    """Return a tracker as in a run's process."""
     tracker = MlflowTracker(folder=Folder(folder), mesh=mesh, job=job, timeout=120)
     tracker.open()
     tracker.describe(properties)
@@ -33,13 +33,13 @@ def opened(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) -> Mlf
 def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any) -> None:
     """MLflow reads values by step, params, changed settings as tags, and histograms as artifacts, of one run."""
     pytest.importorskip("mlflow", reason="needs the package mlflow: pip install 'drawloom[mlflow]'")
-    first = opened(tmp_path, one_rank, job, {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}})
+    first = open_tracker(tmp_path, one_rank, job, {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}})
     first.rewind(0)
     for step in (1, 2):
         first.track(step, {"loss": float(step), "norms/a*b": 0.5, "grad_norm": None})
     first.track_distributions(2, {"weights/a": Histogram(0.0, 1.0, (3.0, 4.0))})
     first.close()
-    second = opened(tmp_path, one_rank, job, {"optimizer": {"lr": 0.2, "betas": [0.9, 0.95]}, "run": {"seed": 3}})
+    second = open_tracker(tmp_path, one_rank, job, {"optimizer": {"lr": 0.2, "betas": [0.9, 0.95]}, "run": {"seed": 3}})
     second.rewind(2)
     second.track(3, {"loss": 3.0})
     second.close()
@@ -57,7 +57,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[mlflow\]'"):
         load_mlflow()

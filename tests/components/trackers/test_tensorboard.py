@@ -19,7 +19,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., TensorBoardTracker]:
-    """Makes an open tracker, as each process of a run does."""
+    """Return a function that opens a tracker, as in a run's process."""
 
     def make(**changes: Any) -> TensorBoardTracker:
         tracker = TensorBoardTracker(**{"folder": Folder(tmp_path), "mesh": one_rank} | changes)
@@ -56,7 +56,7 @@ def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None
 
 
 def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
-    """TensorBoard reads counts and bounds of each bin, and the recipe's settings as hyperparameters."""
+    """TensorBoard reads counts and bounds of bins, and the recipe's settings as hyperparameters."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
@@ -71,13 +71,13 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
     assert event.step == 4 and (value.min, value.max, value.num) == (-1.0, 3.0, 8.0)
     assert (list(value.bucket_limit), list(value.bucket)) == ([0.0, 1.0, 2.0, 3.0], [2.0, 0.0, 5.0, 1.0])
     content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
-    found = metadata.parse_session_start_info_plugin_data(content).hparams
-    assert found["optimizer.lr"].number_value == 0.5 and found["run.name"].string_value == "one"
-    assert found["optimizer.betas"].string_value == "[0.9, 0.95]"
+    parameters = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert parameters["optimizer.lr"].number_value == 0.5 and parameters["run.name"].string_value == "one"
+    assert parameters["optimizer.betas"].string_value == "[0.9, 0.95]"
 
 
 def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A writer that never returns costs the time that the end waits, one that raises nothing; each is one warning."""
+    """A hanging writer costs the end's waiting time, a raising one nothing; both log one warning."""
     hanging, failing = make(queue_size=2, timeout=0.1), make()
     forever = threading.Event()
     hanging._writer_class = lambda *arguments, **more: forever.wait()
@@ -95,7 +95,7 @@ def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: py
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tensorboard\]'"):
         load_writer()

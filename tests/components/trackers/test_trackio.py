@@ -16,8 +16,8 @@ from support.checkpoints import SingleRankMesh
 from support.processes import run_ranks
 
 
-def tracked_and_resumed(folder: Path) -> tuple[list[dict[str, Any]], Any]:
-    """What Trackio has of a run of two steps that was resumed after the first; in a process with a database."""
+def track_and_resume(folder: Path) -> tuple[list[dict[str, Any]], Any]:
+    """Return Trackio's values for a run with two steps, resumed after the first, in a process with a database."""
     os.environ["TRACKIO_DIR"] = str(folder)
     from drawloom.components.ports.run import RunInfo
 
@@ -41,7 +41,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     """Values are there by step, in one run of the project, with the properties and histograms."""
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("needs the package trackio, beside an older pillow: pip install 'drawloom[trackio]'")
-    [(logs, config)] = run_ranks(tracked_and_resumed, 1, tmp_path, variables=False)
+    [(logs, config)] = run_ranks(track_and_resume, 1, tmp_path, variables=False)
     assert [(row["step"], row["loss"]) for row in logs if "loss" in row] == [(1, 1.0), (2, 2.0), (2, -2.0)]
     [drawn] = [row["weights/a"] for row in logs if "weights/a" in row]
     assert (drawn["bins"], drawn["values"]) == ([0.0, 0.5, 1.0], [3.0, 4.0])
@@ -50,7 +50,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install."""
+    """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[trackio\]'"):
         load_trackio()

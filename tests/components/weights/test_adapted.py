@@ -37,7 +37,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 
 
 def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
-    """What is merged has the names of the frozen weights; a tied head becomes one of its own."""
+    """Merged weights have the frozen weights' names; a tied head becomes a separate weight."""
     module = build_adapted_model(dense(tie_word_embeddings=True), [lora("embed_tokens", "q_proj")])
     mapper = merge_mapper(module, tied=True)
     assert set(mapper.inputs) - set(mapper.outputs) == adapter_names(module)

@@ -37,7 +37,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_fills_in_place(tmp_path: Path) -> None:
-    """Each parameter that is real keeps its memory and its dtype, and gets its numbers."""
+    """Real parameters keep their memory and dtype, and get their numbers."""
     module = module_of(a=torch.zeros(2, 2), b=torch.zeros(3, dtype=torch.float64))
     places = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
     a = torch.randn(2, 2).bfloat16()
@@ -69,7 +69,7 @@ def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
 
 
 def test_meta_parameters_do_not_keep_what_they_were_cut_from() -> None:
-    """A parameter made of a part of a tensor has memory of its own size, and is laid out row by row."""
+    """A parameter made from a tensor's part has memory for its own size, laid out row by row."""
     module = module_of(a=meta(2, 3), b=meta(2, 3), c=meta(4, 5))
     mapper = parallel(chunk("ab", ["a", "b"]), transpose("c", 0, 1))
     load(InMemory({"ab": torch.arange(12.0).view(4, 3), "c": torch.arange(20.0).view(5, 4)}), module, mapper)
@@ -91,7 +91,7 @@ def test_a_source_is_never_part_of_the_module() -> None:
 
 
 def test_a_part_of_a_model_is_filled(tmp_path: Path) -> None:
-    """A stage asks for its own tensors of a folder that holds the whole model, also for one of a group of them."""
+    """A stage reads its own tensors from a folder with the whole model, also one tensor from a group."""
     module = module_of(b=torch.zeros(3))
     load_folder(folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3)), module, MAPPER)
     assert torch.equal(module.b, torch.ones(3))
@@ -139,7 +139,7 @@ def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
 
 
 def test_through_stages(tmp_path: Path) -> None:
-    """Experts that lie one by one in a folder become one parameter, each transposed."""
+    """Experts stored one by one in a folder become one parameter, transposed."""
     experts = [torch.randn(3, 2) for _ in range(4)]
     names = [f"experts.{number}.up.weight" for number in range(4)]
     save_file(dict(zip(names, experts, strict=True)), tmp_path / "model.safetensors")

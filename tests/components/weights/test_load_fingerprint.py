@@ -30,11 +30,14 @@ def test_any_byte_and_any_name_count(tmp_path: Path) -> None:
 
 
 def test_large_files_are_sampled_over_their_whole_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of a long stretch anywhere, of the first and of the last byte are seen, and few bytes are read."""
+    """
+    A change in a long stretch anywhere, in the first and in the last byte changes the fingerprint, and few bytes are
+    read.
+    """
     monkeypatch.setattr(load, "WHOLE", 1024)
     content = bytes(100_000)
-    found = {write(tmp_path / "one", model=content)}
+    fingerprints = {write(tmp_path / "one", model=content)}
     for start, end in ((0, 1), (40_000, 40_500), (99_999, 100_000)):
-        found.add(write(tmp_path / "one", model=content[:start] + b"x" * (end - start) + content[end:]))
-    assert len(found) == 4
+        fingerprints.add(write(tmp_path / "one", model=content[:start] + b"x" * (end - start) + content[end:]))
+    assert len(fingerprints) == 4
     assert sum(size for _, size in load._samples(100_000)) == 1024

@@ -1,4 +1,4 @@
-"""Tensors through mappers: in what order, at what cost, and what is known beforehand."""
+"""Tensors through mappers: order, cost, and specs before reading."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from drawloom.components.weights.mapper_ops import chunk, identity, stack, trans
 
 @attrs.frozen
 class Watched:
-    """A source that records which tensors are read."""
+    """A source that records the tensors it reads."""
 
     source: InMemory
     log: list[str]
@@ -43,7 +43,7 @@ def test_groups_come_one_by_one() -> None:
 
 
 def test_tensors_that_the_mapper_does_not_take_are_left_out() -> None:
-    """Tensors that a mapper does not know do not come out; one that it needs must be there."""
+    """Tensors unknown to a mapper do not come out; a needed one must be there."""
     assert convert(identity("a"), {"a": torch.ones(1), "b": torch.ones(1)}).keys() == {"a"}
     with pytest.raises(KeyError, match="a"):
         convert(identity("a"), {"b": torch.ones(1)})
@@ -56,7 +56,7 @@ def test_nothing_needs_gradients() -> None:
 
 
 def test_specs_are_known_before_reading() -> None:
-    """Shapes and dtypes that will come are those that come."""
+    """The announced shapes and dtypes are the delivered ones."""
     kinds = {"qkv": TensorSpec((8, 4), torch.bfloat16)}
     mapper = sequential(chunk("qkv", ["q", "k", "v"], 0, [4, 2, 2]), transpose("k", 0, 1))
     expected = {"q": (4, 4), "k": (4, 2), "v": (2, 4)}
@@ -64,7 +64,7 @@ def test_specs_are_known_before_reading() -> None:
 
 
 def test_specs_that_do_not_fit_a_group_are_reported() -> None:
-    """What could not be converted is known without reading it, with the names on both sides."""
+    """An impossible conversion is reported without reading, with the names on both sides."""
     kinds = {"a": TensorSpec((3,), torch.float32)}
     with pytest.raises(ValueError, match="b, c can't be made of a: dimension 0 has size 3"):
         group_specs(chunk("a", ["b", "c"]).groups[0], kinds)
@@ -100,7 +100,7 @@ def test_peak_is_the_largest_group_not_the_file(tmp_path: Path) -> None:
     save_file({f"t{n}": torch.zeros(2**20) for n in range(32)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     source = str(Path(__file__).parents[3] / "src")
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": source})
-    total, peak = map(int, found.stdout.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": source})
+    total, peak = map(int, process.stdout.split())
     assert total == 32 * 2**20
     assert peak < 2 * 4 * 4 * 2**20 + 24 * 2**20  # code that the system reads in again counts too, some MB of it

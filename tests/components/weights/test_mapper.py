@@ -28,7 +28,7 @@ from drawloom.components.weights.mapper_ops import (
 
 
 def in_turn(mappers: list[Mapper], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The oracle: each mapper on all tensors, what it does not take stays."""
+    """Apply the mappers in turn to all tensors, as the oracle; unused tensors stay."""
     for mapper in mappers:
         rest = {name: tensor for name, tensor in tensors.items() if name not in mapper.inputs}
         tensors = rest | convert(mapper, tensors)
@@ -36,7 +36,7 @@ def in_turn(mappers: list[Mapper], tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def some_stage(draw: random.Random, names: list[str], number: int) -> tuple[Mapper, list[str]]:
-    """A random mapper of some of these names (tensors of one shape), and the names that there are after it."""
+    """Return a random mapper for some names (tensors with one shape), and the names after it."""
     names = draw.sample(names, len(names))
     first, second = f"{number}.a", f"{number}.b"
     mapper, given = draw.choice(
@@ -92,7 +92,7 @@ def test_groups_of_a_chain_are_independent(seed: int) -> None:
 
 
 def test_gaps_are_filled_both_ways() -> None:
-    """Inputs that only a later member has are inputs of the chain; unconsumed outputs are outputs of it."""
+    """Inputs known only to a later member are the chain's inputs; unconsumed outputs are its outputs."""
     chain = sequential(rename({"a": "b"}), rename({"c": "d"}))
     assert [(group.inputs, group.outputs) for group in chain.groups] == [(("a",), ("b",)), (("c",), ("d",))]
 
@@ -108,7 +108,7 @@ def test_groups_that_touch_are_one() -> None:
 
 
 def test_a_member_may_pass_its_names_around() -> None:
-    """Names that swap in one member do not get in each other's way."""
+    """Names swapped in one member do not get in one another's way."""
     swapped = convert(
         sequential(rename({"a": "b", "b": "a"}), identity("a")), {"a": torch.zeros(1), "b": torch.ones(1)}
     )
@@ -163,7 +163,7 @@ def test_prefixes() -> None:
 
 
 def test_giving_keeps_whole_groups() -> None:
-    """Of a group of which one tensor is wanted, all comes."""
+    """If one tensor in a group is wanted, the whole group comes."""
     mapper = parallel(unstack("ab", ["a", "b"]), identity("c"))
     assert giving(mapper, ["b"]).outputs == ["a", "b"]
     assert giving(mapper, []).groups == ()

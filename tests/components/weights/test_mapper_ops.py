@@ -1,4 +1,4 @@
-"""What each of the smallest mappers does, and that it can be undone."""
+"""The smallest mappers, and their inverses."""
 
 from collections.abc import Callable
 
@@ -74,7 +74,7 @@ def test_a_mapper_and_its_inverse_give_the_tensors_back(
 
 
 def test_rename_by_pattern() -> None:
-    """Whole names are matched, their groups can be used, and what does not match keeps its name."""
+    """Patterns match whole names and can use groups; other names are unchanged."""
     mapper = rename_by_pattern(NAMES, r"layers\.(\d)\.attention\.(.)", r"model.\1.\2_proj")
     assert mapper.inputs == NAMES
     assert mapper.outputs == ["model.0.q_proj", "model.0.k_proj", "layers.10.attention.q", "norm"]
@@ -87,7 +87,7 @@ def test_rename_by_pattern_never_merges() -> None:
 
 
 def test_select_child() -> None:
-    """Only what lies inside the child is taken: a name that begins alike is another module."""
+    """Only names inside the child are selected: a name with the same beginning is another module."""
     mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
     assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])
     assert select_child(NAMES, "head").groups == ()
@@ -127,7 +127,7 @@ def test_a_mapper_without_inverse_is_reported() -> None:
 
 @given(dim=st.integers(-3, 2), count=st.integers(1, 4), data=st.data())
 def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, data: st.DataObject) -> None:
-    """Pieces of any sizes along any dimension, stacked slices too, join to the tensor that they were cut from."""
+    """Pieces with any sizes along any dimension, stacked slices too, join to the original tensor."""
     shape = [2, 3, 2]
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     shape[dim] = sum(sizes)
@@ -146,5 +146,5 @@ def test_a_tensor_chunked_and_concatenated_is_unchanged(dim: int, count: int, da
 def test_to_dtype_casts_floating_point_tensors_alone() -> None:
     """Whole numbers keep their dtype."""
     given = {"a": torch.rand(3), "b": torch.arange(3)}
-    found = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
-    assert torch.equal(found["a"], given["a"].bfloat16()) and torch.equal(found["b"], given["b"])
+    converted = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
+    assert torch.equal(converted["a"], given["a"].bfloat16()) and torch.equal(converted["b"], given["b"])

@@ -32,7 +32,7 @@ def _spread(mesh: Any) -> dict[str, Any]:
     }
 
 
-def _stacked(mesh: Any) -> dict[str, Any]:
+def _stack_tensors(mesh: Any) -> dict[str, Any]:
     spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
     tensors = convert(spread, {"a": WHOLE, "b": WHOLE + 1})
     mapper = sequential(parallel(gather("a"), gather("b")), stack(["b", "a"], "ba"))
@@ -40,7 +40,7 @@ def _stacked(mesh: Any) -> dict[str, Any]:
     return {"kind": (kind.shape, str(kind.dtype)), "made": convert(mapper, tensors)["ba"].tolist()}
 
 
-def _loaded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
+def _load_sharded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
     module: Any = nn.Module()
     for name, placement in (("a", Shard(0)), ("b", Replicate())):
         empty = torch.empty(5, 3, device=device)
@@ -58,35 +58,35 @@ def _loaded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
 def _all(folder: Path) -> dict[str, dict[str, Any]]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    loaded = {device: _loaded(mesh, folder, device) for device in ("meta", "cpu")}
-    return {"spread": _spread(mesh), "stacked": _stacked(mesh), **loaded}
+    loaded = {device: _load_sharded(mesh, folder, device) for device in ("meta", "cpu")}
+    return {"spread": _spread(mesh), "stacked": _stack_tensors(mesh), **loaded}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes found."""
+    """Return two processes' results."""
     folder = tmp_path_factory.mktemp("model")
     save_file({"a": WHOLE, "b": WHOLE + 1, "c": WHOLE + 2}, folder / "model.safetensors")
     return run_ranks(_all, 2, folder)
 
 
 def test_distributed_tensors_are_gathered_whole(ranks: list[dict[str, Any]]) -> None:
-    """Each rank keeps its rows and no more memory than those; gathered, every rank has all of it again."""
+    """Ranks keep their rows and no more memory; gathered, all ranks have the whole tensor again."""
     spread = [rank["spread"] for rank in ranks]
-    assert [each["part"] for each in spread] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
-    assert [each["kept"] for each in spread] == [36, 24]
-    assert all(each["gathered"] == each["back"] == WHOLE.tolist() for each in spread)
+    assert [record["part"] for record in spread] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
+    assert [record["kept"] for record in spread] == [36, 24]
+    assert all(record["gathered"] == record["back"] == WHOLE.tolist() for record in spread)
 
 
 def test_specs_of_gathered_tensors_are_known_before_reading(ranks: list[dict[str, Any]]) -> None:
-    """Shapes are those of the wholes, found without a message between ranks."""
+    """Shapes are the whole tensors', computed without a message between ranks."""
     expected = {"kind": ((2, 5, 3), "torch.float32"), "made": torch.stack([WHOLE + 1, WHOLE]).tolist()}
     assert [rank["stacked"] for rank in ranks] == [expected] * 2
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str) -> None:
-    """Each rank fills its parts from the folder, also of parameters on the meta device, which stay sharded."""
+    """Ranks fill their parts from the folder, also on the meta device; the parameters stay sharded."""
     rest = [(WHOLE + 1).tolist(), (WHOLE + 2).tolist()]
     assert [rank[device]["values"] for rank in ranks] == [[WHOLE[:3].tolist(), *rest], [WHOLE[3:].tolist(), *rest]]
     assert all(rank[device]["sharded"] == [True, True, False] for rank in ranks)

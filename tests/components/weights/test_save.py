@@ -40,7 +40,7 @@ def kinds(**sizes: int) -> dict[str, TensorSpec]:
 
 
 def test_files_hold_as_many_names_as_can_be_read() -> None:
-    """However small tensors are, a file's header stays below what is read."""
+    """However small the tensors, a file's header stays below the reader's limit."""
     shards = split({f"t{number}": TensorSpec((0,), torch.uint8) for number in range(60_001)}, 1)
     assert [len(shard) for shard in shards] == [30_000, 30_000, 1]
 
@@ -57,7 +57,7 @@ def test_files_of_several_writers_are_numbered_through() -> None:
 
 
 def test_duplicate_names_are_refused_before_any_write() -> None:
-    """Tensors of the same name on two writers are an error that names both."""
+    """Tensors with the same name on two writers are an error naming both."""
     with pytest.raises(UserError, match="b, c would be written twice, by rank 0 and by rank 2"):
         plan_files([kinds(a=1, b=1, c=1), kinds(d=1), kinds(e=1, b=1, c=1)], 10)
 
@@ -70,7 +70,7 @@ def test_names_that_could_not_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_fit_a_mapper_are_reported_before_any_write(tmp_path: Path) -> None:
-    """What the mapper can't make of the tensors is known before a file is begun."""
+    """A tensor the mapper can't convert is reported before a file is begun."""
     source = InMemory({"a": torch.ones(1), "b": torch.ones(2)})
     with pytest.raises(UserError, match="ab can't be made of a, b"):
         write_safetensors(tmp_path, source, stack(["a", "b"], "ab"))
@@ -103,7 +103,7 @@ def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]]
 
 
 def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """What was written is let go of before the next group is asked for."""
+    """A written group is released before the next group is requested."""
     alive: list[weakref.ref[Tensor]] = []
 
     class Fresh:
@@ -113,7 +113,7 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
         def tensor(self, name: str) -> Tensor:
             tensor = torch.ones(4)
             alive.append(weakref.ref(tensor))
-            assert sum(each() is not None for each in alive) <= 4
+            assert sum(reference() is not None for reference in alive) <= 4
             return tensor
 
     pairs = parallel(*(stack([f"t{number}", f"t{number + 1}"], f"s{number}") for number in range(0, 8, 2)))
@@ -121,19 +121,19 @@ def test_one_group_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_one_file_has_no_index(tmp_path: Path) -> None:
-    """What fits in one file is `model.safetensors`, marked as torch's."""
+    """A single file is `model.safetensors`, marked with torch's format."""
     tensors = {"b": torch.arange(6.0).view(2, 3).T, "a": torch.ones(2, dtype=torch.bfloat16)}
     write_safetensors(tmp_path, InMemory(tensors), identity("b", "a"), 100)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
-    """Files are numbered from 1 of their count, the index places each tensor and counts all bytes."""
+    """File names have number and count, and the index has all tensors' files and the total bytes."""
     tensors = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
     write_safetensors(tmp_path, InMemory(tensors), identity("a", "b", "c"), 32)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

@@ -25,35 +25,35 @@ def parcel(number: float = 1.0) -> Packed:
 
 
 def files(folder: Path) -> list[str]:
-    """What lies in the folder."""
+    """List the folder's files."""
     return sorted(os.listdir(folder))
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
     """A published record is read back; a rank without a record gives None."""
     publish(tmp_path, 3, parcel())
-    found = read(tmp_path, 3)
-    assert found is not None
-    assert found.tree == {"number": 1.0}
-    assert found.tensors.keys() == {"a", "b"}
-    assert torch.equal(found.tensors["b"], torch.ones(2, dtype=torch.bfloat16))
+    published = read(tmp_path, 3)
+    assert published is not None
+    assert published.tree == {"number": 1.0}
+    assert published.tensors.keys() == {"a", "b"}
+    assert torch.equal(published.tensors["b"], torch.ones(2, dtype=torch.bfloat16))
     assert read(tmp_path, 2) is None
 
 
 def test_a_rank_has_one_generation_published(tmp_path: Path) -> None:
-    """Publishing again replaces what was there, tensors and all, and leaves other ranks' places alone."""
+    """Publishing again replaces the earlier generation, tensors included, and leaves other ranks' files alone."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 11, parcel(11.0))
     second = publish(tmp_path, 1, parcel(2.0))
     assert files(tmp_path)[0].startswith(f"rank-1-{second}") or f"rank-1-{second}.safetensors" in files(tmp_path)
     assert len(files(tmp_path)) == 4
-    found, other = read(tmp_path, 1, second), read(tmp_path, 11)
-    assert found is not None and other is not None
-    assert (found.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
+    published, other = read(tmp_path, 1, second), read(tmp_path, 11)
+    assert published is not None and other is not None
+    assert (published.tree, other.tree) == ({"number": 2.0}, {"number": 11.0})
 
 
 def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
-    """A place can be emptied, of all that any process ever left there, and of nothing else."""
+    """Withdrawing removes all files ever left for the rank by any process, and nothing else."""
     publish(tmp_path, 1, parcel())
     publish(tmp_path, 12, parcel())
     (tmp_path / "rank-1-0123456789abcdef.safetensors").write_text("of a dead process")
@@ -65,12 +65,12 @@ def test_withdrawing_removes_the_files_of_the_rank(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
-    """Whichever byte of whichever file is another, reading is an error that names the file."""
+    """With any changed byte in any file, reading is an error naming the file."""
     publish(tmp_path, 0, parcel())
     for path in sorted(tmp_path.iterdir()):
         good = path.read_bytes()
-        for place in range(0, len(good), 7):
-            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        for offset in range(0, len(good), 7):
+            path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
             with pytest.raises(UserError, match=re.escape(str(tmp_path))):
                 read(tmp_path, 0)
         for wrong in (good[:-1], good + b" ", b"", pickle.dumps({"number": 1.0})):
@@ -97,7 +97,7 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path, changes: dict[str
 
 @pytest.mark.parametrize("name", ["json", "safetensors"])
 def test_links_and_pipes_are_not_read(tmp_path: Path, name: str) -> None:
-    """What is no plain file is refused at once."""
+    """Everything but a plain file is refused at once."""
     publish(tmp_path, 0, parcel())
     (path,) = tmp_path.glob(f"*.{name}")
     path.rename(tmp_path / "elsewhere")
@@ -116,13 +116,13 @@ def test_a_late_generation_is_awaited(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0123456789abcdef")
     late = threading.Timer(0.3, publish, (tmp_path, 0, parcel(2.0)))
     late.start()
-    found = read(tmp_path, 0, "0123456789abcdef")
+    published = read(tmp_path, 0, "0123456789abcdef")
     late.join()
-    assert found is not None and found.tree == {"number": 2.0}
+    assert published is not None and published.tree == {"number": 2.0}
 
 
 def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting ends with an error that names the rank; a stale record of another run is not accepted."""
+    """Waiting ends with an error naming the rank; a stale record from another run is not accepted."""
     monkeypatch.setattr(shared_folder, "READ_TIMEOUT", 0.2)
     for leftover in (False, True):
         if leftover:
@@ -134,7 +134,7 @@ def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
-    """While generations replace each other, each read returns one whole generation."""
+    """While generations replace each other, a read returns one whole generation."""
     publish(tmp_path, 0, parcel(0.0))
     over = threading.Event()
 
@@ -147,10 +147,10 @@ def test_a_reader_never_sees_two_generations_mixed(tmp_path: Path) -> None:
     writer.start()
     seen = set()
     while not over.is_set():
-        found = read(tmp_path, 0)
-        assert found is not None
-        assert found.tensors["a"].tolist() == [found.tree["number"]] * 3
-        seen.add(found.tree["number"])
+        published = read(tmp_path, 0)
+        assert published is not None
+        assert published.tensors["a"].tolist() == [published.tree["number"]] * 3
+        seen.add(published.tree["number"])
     writer.join()
     assert len(seen) > 1
 
@@ -160,22 +160,22 @@ def test_a_published_record_is_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
 
-    def logged(descriptor: int) -> None:
+    def log_fsync(descriptor: int) -> None:
         log.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).suffix or "folder")
         fsync(descriptor)
 
-    def logged_rename(old: Path, new: Path) -> None:
+    def log_rename(old: Path, new: Path) -> None:
         log.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", logged)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "rename", log_rename)
     publish(tmp_path, 0, parcel())
     assert log == [".safetensors", ".tmp", "rename", "folder"]
 
 
 def test_a_failed_publish_leaves_no_files(tmp_path: Path) -> None:
-    """A tensor of a dtype that files have no word for is refused before anything is published."""
+    """A tensor in a dtype unknown to the file format is refused before anything is published."""
     with pytest.raises(ValueError, match="complex128"):
         publish(tmp_path, 0, Packed({}, {"a": torch.ones(1, dtype=torch.complex128)}))
     with pytest.raises(ValueError, match="not a valid name of a tensor"):

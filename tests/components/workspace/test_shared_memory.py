@@ -20,8 +20,8 @@ OF_OTHERS = ("sem.", "power-")
 """What tests that run at the same time have there for a moment."""
 
 
-def held() -> list[str]:
-    """The segments that this process holds open or mapped, and all that has a name."""
+def list_segments() -> list[str]:
+    """Return the segments this process has open or mapped, and all named ones."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -37,13 +37,13 @@ def test_the_reader_has_what_was_shared() -> None:
     """Every dtype arrives, also without a number in it, and in the same memory: nothing is copied."""
     tensors = {f"t{n}": torch.randint(0, 2, (n % 3, 2)).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     with share(Packed([1, {"a": None}], tensors)) as ticket:
-        found = open_shared(ticket)
-    assert found.tree == [1, {"a": None}]
-    assert found.tensors.keys() == tensors.keys()
+        opened = open_shared(ticket)
+    assert opened.tree == [1, {"a": None}]
+    assert opened.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
-    addresses = [tensor.data_ptr() for tensor in found.tensors.values() if tensor.numel()]
+        assert opened.tensors[name].dtype == tensor.dtype
+        assert torch.equal(opened.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+    addresses = [tensor.data_ptr() for tensor in opened.tensors.values() if tensor.numel()]
     assert max(addresses) - min(addresses) < sum(tensor.nbytes for tensor in tensors.values()) < mmap.PAGESIZE
 
 
@@ -51,24 +51,24 @@ def test_the_reader_has_what_was_shared() -> None:
 def test_any_number_of_tensors(count: int) -> None:
     """Sizes are known, never guessed: none, some and many small tensors fit."""
     with share(Packed({}, {str(n): torch.tensor([n]) for n in range(count)})) as ticket:
-        found = open_shared(ticket)
-    assert [found.tensors[str(n)].item() for n in range(count)] == [*range(count)]
+        opened = open_shared(ticket)
+    assert [opened.tensors[str(n)].item() for n in range(count)] == [*range(count)]
 
 
 def test_nothing_is_left() -> None:
     """When the block is over and the tensors are let go of, nothing is held or named, after an exception too."""
-    before = held()
+    before = list_segments()
     with pytest.raises(KeyError), share(Packed({}, {"a": torch.ones(9)})) as ticket:
-        found = open_shared(ticket)
-        assert len(held()) > len(before)
+        opened = open_shared(ticket)
+        assert len(list_segments()) > len(before)
         raise KeyError
-    assert found.tensors["a"].tolist() == [1.0] * 9  # who opened it keeps it
-    del found
-    assert held() == before
+    assert opened.tensors["a"].tolist() == [1.0] * 9  # who opened it keeps it
+    del opened
+    assert list_segments() == before
 
 
 def test_a_reader_changes_its_own_only() -> None:
-    """Shared memory is sealed: no process can change what another reads."""
+    """Shared memory is sealed: no process can change another's view."""
     with share(Packed({}, {"a": torch.ones(2)})) as ticket:
         first, second = open_shared(ticket), open_shared(ticket)
         first.tensors["a"].zero_()
@@ -81,7 +81,7 @@ def test_a_reader_changes_its_own_only() -> None:
 
 
 def test_a_killed_process_leaves_nothing() -> None:
-    """The system frees what a process shared, even if it was killed."""
+    """The system frees a process's shared memory, even if the process was killed."""
     program = """
     import os, signal, torch
     from drawloom.components.storage.state_tree import Packed
@@ -89,11 +89,11 @@ def test_a_killed_process_leaves_nothing() -> None:
     with share(Packed({}, {"a": torch.ones(9)})) as ticket:
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    before = held()
+    before = list_segments()
     path = str(Path(__file__).parents[3] / "src")
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={"PYTHONPATH": path}, check=False)
     assert done.returncode == -9
-    assert held() == before
+    assert list_segments() == before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks that lay down configurations and tensors, and one that reads them: real processes, and what they leave."""
+"""Ranks that write configurations and tensors, and one that reads them, as real processes, and their leftovers."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.workspace import workspace
 from drawloom.components.workspace.workspace import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 from drawloom.graph import UserError
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 CPU = torch.device("cpu")
 OF_OTHERS = ("sem.", "power-")
@@ -27,8 +27,8 @@ def _world() -> TorchGroup:
     return TorchGroup("world", range(dist.get_world_size()), dist.group.WORLD, CPU)
 
 
-def _held() -> list[str]:
-    """Segments that this process holds, and shared memory that has a name."""
+def _list_segments() -> list[str]:
+    """Return the segments this process has open, and all named shared memory."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     lines = [*links, *Path("/proc/self/maps").read_text().splitlines()]
     named = sorted(name for name in os.listdir("/dev/shm") if not name.startswith(OF_OTHERS))
@@ -54,7 +54,7 @@ class _Trouble(Exception):
 
 
 def _failing(group: TorchGroup, where: str, path: str | None) -> str:
-    """Fail on rank 1, while writing or while consuming, or on the reader; what this rank learns of it."""
+    """Fail on rank 1, while writing or while consuming, or on the reader; return this rank's error."""
     config: Any = {"bad": object()} if (where, group.rank) == ("writer", 1) else {"rank": group.rank}
     try:
         with get_configs_parallel(config, [0, 1, 2], group, path):
@@ -68,34 +68,36 @@ def _failing(group: TorchGroup, where: str, path: str | None) -> str:
 
 
 def _scenarios(folder: str | None) -> dict[str, Any]:
-    """Everything that four ranks do with a workspace, one after another: a rank out of step would spoil the next."""
+    """
+    Do everything with a workspace on four ranks, one scenario after another: a rank out of step would spoil the next.
+    """
     world = _world()
-    before, found = _held(), {}
+    before, results = _list_segments(), {}
     for count in (0, 1, 40, 1000):
         with get_configs_parallel(_config(world.rank, count), [0, 1, 2, 3], world, folder) as configs:
             kept = configs
             expected = [_comparable(_config(rank, count)) for rank in range(4)] if world.rank == 0 else []
-            found[f"{count} tensors"] = _comparable(configs) == expected
-        found[f"{count} emptied"] = kept == []
+            results[f"{count} tensors"] = _comparable(configs) == expected
+        results[f"{count} emptied"] = kept == []
     with get_configs_parallel({"rank": world.rank}, [3, 1], world, folder) as configs:
-        found["order"] = [*configs]
+        results["order"] = [*configs]
     with get_configs_parallel(None if world.rank % 2 else {}, [0, 1, 2, 3], world, folder) as configs:
-        found["none"] = [*configs]
+        results["none"] = [*configs]
     for where in ("writer", "consumer", "bystander", "agreed"):
-        found[f"failing {where}"] = _failing(world, where, folder)
+        results[f"failing {where}"] = _failing(world, where, folder)
     try:
         with get_configs_parallel({}, [0, 1] if world.rank < 2 else [0, 2], world, folder):
             pass
     except UserError as error:
-        found["ranks differ"] = str(error)
+        results["ranks differ"] = str(error)
     with get_configs_parallel({"rank": world.rank}, [1, 2], world, folder) as configs:
-        found["still in step"] = [*configs]
-    found["pairs"] = _pairs(world.rank, folder)
+        results["still in step"] = [*configs]
+    results["pairs"] = _pairs(world.rank, folder)
     del configs, kept
     world.gather_json(None)  # all are done
-    found["left"] = [name for name in _held() if name not in before]
-    found["files"] = [] if folder is None else os.listdir(folder)
-    return found
+    results["left"] = [name for name in _list_segments() if name not in before]
+    results["files"] = [] if folder is None else os.listdir(folder)
+    return results
 
 
 def _pairs(rank: int, folder: str | None) -> list[Any]:
@@ -111,7 +113,7 @@ def _pairs(rank: int, folder: str | None) -> list[Any]:
 
 @pytest.fixture(scope="module", params=["memory", "folder"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What four ranks found, through shared memory or through a folder that did not exist before."""
+    """Return four ranks' results, through shared memory or through a new folder."""
     folder = str(tmp_path_factory.mktemp("shared") / "not" / "yet") if request.param == "folder" else None
     return run_ranks(_scenarios, 4, folder)
 
@@ -123,7 +125,7 @@ def test_the_first_rank_gathers_everything(ranks: list[dict[str, Any]], count: i
 
 
 def test_ranks_may_be_some_in_any_order(ranks: list[dict[str, Any]]) -> None:
-    """The first of the ranks that are named reads, in their order; the others of the group have empty lists."""
+    """The first named rank reads, in the named order; the others in the group have empty lists."""
     assert [rank["order"] for rank in ranks] == [[], [], [], [{"rank": 3}, {"rank": 1}]]
 
 
@@ -137,18 +139,18 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     bad = "config/bad is a object, which can't be saved"
     lost = "all is lost"
     assert [rank["failing writer"] for rank in ranks] == [
-        f"TypeError: {bad}" if place == 1 else f"RankError: rank 1: TypeError: {bad}" for place in range(4)
+        f"TypeError: {bad}" if on_rank == 1 else f"RankError: rank 1: TypeError: {bad}" for on_rank in range(4)
     ]
     for where, failed in (("consumer", 0), ("bystander", 1)):
         assert [rank[f"failing {where}"] for rank in ranks] == [
-            f"_Trouble: {lost}" if place == failed else f"RankError: rank {failed}: _Trouble: {lost}"
-            for place in range(4)
+            f"_Trouble: {lost}" if on_rank == failed else f"RankError: rank {failed}: _Trouble: {lost}"
+            for on_rank in range(4)
         ]
     assert [rank["failing agreed"] for rank in ranks] == ["RankError: main says no"] * 4
 
 
 def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
-    """Every rank raises an error that lists the argument of each rank."""
+    """All ranks raise an error that lists the ranks' arguments."""
     expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
@@ -159,7 +161,7 @@ def test_ranks_stay_in_step(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_groups_do_not_interfere(ranks: list[dict[str, Any]]) -> None:
-    """Two groups at once, each with a gathering inside of another, have each their own."""
+    """Two groups at once, both with a nested gathering, get their own results."""
     assert [rank["pairs"] for rank in ranks] == [
         [{"outer": 0}, {"outer": 1}],
         [{"inner": 1}, {"inner": 0}],
@@ -186,10 +188,10 @@ def _tensors() -> dict[str, Any]:
 
 def test_tensors() -> None:
     """Tensors of any shape and dtype arrive, the reader's own is not copied, and no group is all processes."""
-    found = run_ranks(_tensors, 2)
-    assert found[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
+    results = run_ranks(_tensors, 2)
+    assert results[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
     expected = [((1, 2), "torch.float8_e4m3fn"), ((0, 2), "torch.bfloat16")]
-    assert found[1] == {"shapes": expected, "own": True, "numbers": []}
+    assert results[1] == {"shapes": expected, "own": True, "numbers": []}
 
 
 def test_one_rank_alone() -> None:
@@ -206,7 +208,7 @@ def test_one_rank_alone() -> None:
         pytest.fail("there is no second rank")
 
 
-def _killed_after_writing(folder: str) -> tuple[str, float]:
+def _die_after_writing(folder: str) -> tuple[str, float]:
     world = _world()
     module: Any = workspace
     publish = module.publish
@@ -226,9 +228,9 @@ def _killed_after_writing(folder: str) -> tuple[str, float]:
 
 
 def test_a_killed_writer(tmp_path: Path) -> None:
-    """The others hear of it soon; what it left is never read, and removed when its successor begins."""
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(_killed_after_writing, 2, str(tmp_path))
+    """The others learn of it soon; its leftovers are never read, and removed when its successor begins."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_die_after_writing, 2, str(tmp_path))
     assert "exit code -9" in caught.value.failures[1]
     text, seconds = caught.value.values[0]
     assert "another process stopped" in text

@@ -187,7 +187,10 @@ def problems(data: dict[str, Any]) -> list[str]:
         ("optim.adamW", "did you mean 'optim.adamw'?"),
         ("data.text", "did you mean 'data.text_files'?"),
         ("data.concatenated", "did you mean 'data.packing.concatenated'?"),
-        ("loss.focal", "the components beside it are loss.dft, loss.dpo, loss.next_token"),
+        (
+            "loss.focal",
+            "the components beside it are loss.cpo, loss.dft, loss.dpo, loss.ipo, loss.next_token",
+        ),
         ("data.mmap", "`drawloom list data` lists the components"),
     ],
 )

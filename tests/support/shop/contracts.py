@@ -1,4 +1,4 @@
-"""What the shop's ports promise of behaviour."""
+"""Behaviour that the shop's ports promise."""
 
 from drawloom.graph.testing import expect
 from support.shop.ports import Store
@@ -10,11 +10,11 @@ def what_is_put_is_there(store: Store) -> None:
     expect(store.get("key") == "value", "a value that was put is another when it is got")
 
 
-def stores_share_nothing(one: Store, other: Store) -> None:
-    """What is put into one store is not in another."""
-    one.put("key", "one")
-    other.put("key", "other")
-    expect(one.get("key") == "one", "a store has what was put into another")
+def stores_share_nothing(first: Store, second: Store) -> None:
+    """A value put into one store is not in another."""
+    first.put("key", "one")
+    second.put("key", "other")
+    expect(first.get("key") == "one", "a store has what was put into another")
 
 
 def _helper() -> None:

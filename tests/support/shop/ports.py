@@ -1,4 +1,4 @@
-"""What its components promise one another."""
+"""Ports of the shop's components."""
 
 from typing import Any, Protocol
 

@@ -26,7 +26,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
     make = Copy.make
 
-    def watched(copy: Copy, *, non_blocking: bool = False) -> None:
+    def record_and_copy(copy: Copy, *, non_blocking: bool = False) -> None:
         if threading.current_thread() is not threading.main_thread():
             gate.reached.set()
             gate.opened.wait(20)
@@ -34,7 +34,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
                 raise gate.fault
         make(copy, non_blocking=non_blocking)
 
-    monkeypatch.setattr(Copy, "make", watched)
+    monkeypatch.setattr(Copy, "make", record_and_copy)
     yield gate
     gate.opened.set()
 

@@ -72,7 +72,7 @@ def test_staging_works_after_close(state: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: bool) -> None:
-    """Two `async_save` with one stager while training continues: every file has its own step's state."""
+    """Two `async_save` with one stager while training continues: both files have their step's state."""
     stager = Blocking(keep=keep)
     weight = torch.zeros(1000, 1000)
     futures: list[Any] = []
@@ -82,8 +82,8 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path, keep: 
     weight.fill_(-1)
     for step, future in enumerate(futures, 1):
         future.result()
-        found = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
-        assert set(found["weight"].flatten().tolist()) == {step}
+        loaded = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        assert set(loaded["weight"].flatten().tolist()) == {step}
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from drawloom.components.checkpoint.staging.copy_plan import ALIGNMENT, Pool, pl
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
 
 
-def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
+def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
     """The staged state with all copies made."""
     staged, copies = plan_copies(state, Pool(), **options)
     for copy in copies:
@@ -28,7 +28,7 @@ def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
     return staged
 
 
-def copied_bytes(state: dict[str, Any]) -> int:
+def count_copied_bytes(state: dict[str, Any]) -> int:
     """The number of bytes copied for a state."""
     return sum(copy.bytes for copy in plan_copies(state, Pool())[1])
 
@@ -57,7 +57,7 @@ def _views(draw: st.DrawFn) -> Tensor:
 def test_every_view_is_copied_bit_by_bit(tensors: list[Tensor]) -> None:
     """For any shape, stride and dtype the copy is equal, and shares no memory with the state."""
     state = {str(number): tensor for number, tensor in enumerate(tensors)}
-    staged = copied(state)
+    staged = stage_and_copy(state)
     for name, tensor in state.items():
         assert (staged[name].dtype, staged[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(staged[name], tensor)
@@ -72,7 +72,7 @@ def test_every_view_is_copied_bit_by_bit(tensors: list[Tensor]) -> None:
 def test_ties_are_kept() -> None:
     """Tensors that share memory in the state share it in the copy."""
     table = torch.arange(100.0)
-    staged = copied({"whole": table, "tied": table, "deep": {"middle": table[20:60]}, "other": torch.ones(100)})
+    staged = stage_and_copy({"whole": table, "tied": table, "deep": {"middle": table[20:60]}, "other": torch.ones(100)})
     staged["deep"]["middle"][0] = -1
     assert staged["whole"][20] == staged["tied"][20] == -1
     assert staged["other"].sum() == 100
@@ -81,9 +81,9 @@ def test_ties_are_kept() -> None:
 
 
 def test_overlapping_views_overlap_in_the_copy() -> None:
-    """Two windows on one storage, neither of which contains the other."""
+    """Two windows on one storage overlap in the copy, though neither contains the other."""
     table = torch.arange(100.0)
-    staged = copied({"left": table[:60], "right": table[40:]})
+    staged = stage_and_copy({"left": table[:60], "right": table[40:]})
     staged["left"][50] = -1
     assert staged["right"][10] == -1
 
@@ -100,27 +100,27 @@ def test_overlapping_views_overlap_in_the_copy() -> None:
 )
 def test_small_views_are_copied_at_their_size(state: dict[str, Any], most: int) -> None:
     """A small view is copied without the rest of its storage."""
-    assert copied_bytes(state) <= most
-    assert all(torch.equal(tensor, state[name]) for name, tensor in copied(state).items())
+    assert count_copied_bytes(state) <= most
+    assert all(torch.equal(tensor, state[name]) for name, tensor in stage_and_copy(state).items())
 
 
 def test_a_storage_is_copied_once() -> None:
     """It is copied once for any number of tensors in it."""
     table = torch.zeros(1000)
-    assert copied_bytes({"a": table, "b": table, "c": table[:500], "d": table.view(10, 100).T}) == 4000
+    assert count_copied_bytes({"a": table, "b": table, "c": table[:500], "d": table.view(10, 100).T}) == 4000
 
 
 def test_equal_small_views_are_copied_once() -> None:
     """Columns that are copied separately are still tied to equal ones."""
     table = torch.zeros(1000, 1000)
-    staged = copied({"a": table[:, 3], "b": table[:, 3]})
+    staged = stage_and_copy({"a": table[:, 3], "b": table[:, 3]})
     assert staged["a"].data_ptr() == staged["b"].data_ptr()
 
 
 def test_plain_values_and_containers_are_copied() -> None:
     """Later changes of the state do not change the copy; types of values are kept."""
     state: dict[Any, Any] = {"a": [1, {"b": 2.5}], "c": (True, None), "d": OrderedDict(e="f"), "g": b"h", 3: 1j}
-    staged = copied(state)
+    staged = stage_and_copy(state)
     state["a"][1]["b"] = 0
     assert staged == {"a": [1, {"b": 2.5}], "c": (True, None), "d": {"e": "f"}, "g": b"h", 3: 1j}
 
@@ -128,7 +128,7 @@ def test_plain_values_and_containers_are_copied() -> None:
 def test_parameters_become_tensors() -> None:
     """They have no autograd history, so that no graph is kept alive."""
     weight = torch.nn.Parameter(torch.ones(3)) * 2
-    staged = copied({"weight": weight})["weight"]
+    staged = stage_and_copy({"weight": weight})["weight"]
     assert type(staged) is Tensor and not staged.requires_grad and torch.equal(staged, weight)
 
 
@@ -143,8 +143,8 @@ def test_unknown_values_are_refused_with_their_path() -> None:
     """Without the type check they are deep-copied."""
     odd = Odd()
     with pytest.raises(TypeError, match=r"^a/0/b is a Odd, which can't be staged$"):
-        copied({"a": [{"b": odd}]})
-    staged = copied({"a": odd}, type_check=False)["a"]
+        stage_and_copy({"a": [{"b": odd}]})
+    staged = stage_and_copy({"a": odd}, type_check=False)["a"]
     assert staged is not odd and staged.content == [1] and staged.content is not odd.content
 
 
@@ -152,14 +152,14 @@ def test_unknown_values_are_refused_with_their_path() -> None:
 def test_sparse_and_meta_tensors_are_refused(tensor: Tensor) -> None:
     """Tensors without a strided storage raise with their path."""
     with pytest.raises(TypeError, match=r"^a is a torch.*, which can't be staged$"):
-        copied({"a": tensor})
+        stage_and_copy({"a": tensor})
 
 
 def test_a_wrapper_keeps_its_parts_and_its_shape() -> None:
-    """A wrapper that takes its shape and strides from its parts has the layout and the values of the state."""
+    """A wrapper with shape and strides from its parts has the state's layout and values."""
     parts = torch.arange(6.0).view(3, 2).T, torch.ones(3, 2).T
     wrapper: Any = TwoTensor
-    staged = copied({"pair": wrapper(*parts)})["pair"]
+    staged = stage_and_copy({"pair": wrapper(*parts)})["pair"]
     assert type(staged) is TwoTensor and (staged.shape, staged.stride()) == ((2, 3), (1, 2))
     assert torch.equal(staged.a, parts[0]) and torch.equal(staged.b, parts[1])
 
@@ -172,7 +172,7 @@ def test_a_dtensor_stays_a_dtensor() -> None:
         local = torch.arange(6.0).reshape(2, 3)
         for placement in (Shard(0), Replicate()):
             tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
-            staged = copied({"a": tensor})["a"]
+            staged = stage_and_copy({"a": tensor})["a"]
             assert isinstance(staged, DTensor)
             assert (staged.shape, staged.placements, staged.device_mesh) == (tensor.shape, tensor.placements, mesh)
             assert torch.equal(staged.to_local(), local)
@@ -188,7 +188,7 @@ def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
 
 
 def test_parts_are_separate_aligned_and_of_their_size() -> None:
-    """Each has a separate storage of its size; writing to one changes no other."""
+    """Parts have separate storages of their own size; writing to one changes no other."""
     parts = Pool().tensors([1, 64, 65, 100])
     for number, part in enumerate(parts):
         part.fill_(number)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 def test_nothing_is_copied() -> None:
-    """What is staged is the state itself, and `copies` is False."""
+    """The stager returns the state itself, and `copies` is False."""
     state = {"a": torch.ones(3)}
     stager = NoStaging()
     assert stager.stage(state) is state

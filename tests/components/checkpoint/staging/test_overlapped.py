@@ -113,13 +113,13 @@ def test_overlapping_async_saves_each_have_their_own_step(tmp_path: Path) -> Non
     weight.fill_(-1)
     for step, response in enumerate(responses, 1):
         response.upload_completion.result()
-        found = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
-        assert set(found["weight"].flatten().tolist()) == {step}
+        loaded = load_checkpoint({"weight": torch.empty(1000, 1000)}, tmp_path / str(step))
+        assert set(loaded["weight"].flatten().tolist()) == {step}
 
 
 @pytest.mark.gpu
 def test_a_gpu_state_is_copied_while_the_gpu_computes() -> None:
-    """Each copy has the state of its step, though it changes right after; the host does not wait."""
+    """Copies have their step's state, though it changes right after; the host does not wait."""
     weight, stager, busy = torch.zeros(2**26, device="cuda"), Overlapped(), torch.randn(8192, 8192, device="cuda")
     state = {"weight": weight, "column": weight.view(2**13, 2**13)[:, 1]}
     under_way: dict[int, Future[dict[str, Any]]] = {}

@@ -21,13 +21,13 @@ STAGERS: dict[str, Any] = {"blocking": Blocking, "overlapped": Overlapped, "none
 
 
 def _state(dim: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """A state that is shared out along a dimension, and this rank's part of its weight."""
+    """Return a state partitioned along a dimension, and this rank's part of its weight."""
     weight: DTensor = distribute_tensor(WHOLE, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
     return {"weight": weight, "step": torch.zeros(())}, weight.to_local()
 
 
-def _saved_and_loaded(folder: Path) -> dict[str, tuple[torch.Tensor, float]]:
-    """Two steps are saved by each stager, while the state changes; the whole weight and the number of each."""
+def _save_and_load(folder: Path) -> dict[str, tuple[torch.Tensor, float]]:
+    """Save two steps with each stager while the state changes; return whole weights and step numbers."""
     dist.init_process_group("cpu:gloo")
     state, mine = _state(0)
     before = mine.clone()
@@ -41,19 +41,19 @@ def _saved_and_loaded(folder: Path) -> dict[str, tuple[torch.Tensor, float]]:
             stager.synchronize_staging() if stager.copies else uploaded.result()
             mine.zero_()
             uploaded.result()  # torch's threads of two saves would share a group
-    found = {}
+    loaded = {}
     for path in sorted(folder.iterdir()):
         state, _ = _state(1)
         load(state, checkpoint_id=path)
-        found[path.name] = state["weight"].full_tensor(), state["step"].item()
+        loaded[path.name] = state["weight"].full_tensor(), state["step"].item()
     dist.destroy_process_group()
-    return found
+    return loaded
 
 
 def test_each_rank_saves_its_slices_of_each_step(tmp_path: Path) -> None:
-    """Though the state changes as soon as it may, files have that of their step, and load in another layout."""
-    found = run_ranks(_saved_and_loaded, 2, tmp_path)[0]
-    assert found.keys() == {f"{name}-{step}" for name in STAGERS for step in (1, 2)}
-    for name, (weight, number) in found.items():
+    """Though the state changes as soon as it may, files have their step's state, and load in another layout."""
+    loaded = run_ranks(_save_and_load, 2, tmp_path)[0]
+    assert loaded.keys() == {f"{name}-{step}" for name in STAGERS for step in (1, 2)}
+    for name, (weight, number) in loaded.items():
         step = int(name[-1])
         assert number == step and torch.equal(weight, WHOLE * step), name

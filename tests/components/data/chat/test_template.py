@@ -42,7 +42,9 @@ def test_renderings_are_those_of_transformers(text: str) -> None:
 
 
 def test_marks_of_generation_and_the_date_are_understood() -> None:
-    """`{% generation %}` renders what it holds; the day is the recipe's, and a template that asks for it needs one."""
+    """
+    `{% generation %}` renders its contents; the day comes from the recipe, and a template that uses the day needs one.
+    """
     text = "{% generation %}a{% endgeneration %}{{ strftime_now('%d %b %Y') }}"
     with process(text, date="2024-07-26") as template:
         assert template.render([{"messages": []}]) == ["a26 Jul 2024"]
@@ -68,8 +70,8 @@ def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered()
     for what, text in HOSTILE.items():
         with process("{% if messages %}ok{% else %}" + text + "{% endif %}") as template:
             try:
-                [found] = template.render([{"messages": []}])
-                assert "class" not in found and "root:" not in found, what
+                [rendered] = template.render([{"messages": []}])
+                assert "class" not in rendered and "root:" not in rendered, what
             except RenderError as error:
                 assert len(str(error)) < 600, what
             assert template.render([{"messages": [1]}]) == ["ok"], what

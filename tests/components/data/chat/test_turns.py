@@ -1,4 +1,4 @@
-"""Which part of a rendering belongs to a turn."""
+"""A turn's part in a rendering."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,16 +22,18 @@ def process(text: str) -> Iterator[ChatTemplate]:
         template.close()
 
 
-def rendered(text: str, messages: Sequence[Any], weights: Sequence[float] | None = None, tools: Any = None) -> Rendered:
-    """A conversation; the assistant's turns are trained, or those with a weight."""
-    given = [float(each["role"] == "assistant") for each in messages] if weights is None else weights
+def render_chat(
+    text: str, messages: Sequence[Any], weights: Sequence[float] | None = None, tools: Any = None
+) -> Rendered:
+    """Render a conversation; train the assistant's turns, or the turns with a weight."""
+    given = [float(message["role"] == "assistant") for message in messages] if weights is None else weights
     with process(text) as template:
         return render_turns(template, messages, given, tools)
 
 
-def trained(found: Rendered) -> list[str]:
+def trained_texts(rendering: Rendered) -> list[str]:
     """The texts that are trained."""
-    return [found.text[span.first : span.last] for span in found.trained]
+    return [rendering.text[span.first : span.last] for span in rendering.trained]
 
 
 @pytest.mark.parametrize(
@@ -44,39 +46,39 @@ def trained(found: Rendered) -> list[str]:
     ids=["chatml", "headers", "brackets"],
 )
 def test_a_turn_is_its_answer_and_its_end(text: str, wanted: list[str]) -> None:
-    """Neither the generation prompt before it, nor what the template writes after the end token: off by none."""
-    found = rendered(text, say("hi", "one", "and?", " two \n"))
-    assert trained(found) == wanted
-    begins = [found.text[: span.first] for span in found.trained]
+    """Neither the generation prompt before the turn nor the text after the end token is trained: off by none."""
+    rendering = render_chat(text, say("hi", "one", "and?", " two \n"))
+    assert trained_texts(rendering) == wanted
+    begins = [rendering.text[: span.first] for span in rendering.trained]
     assert begins[0].endswith(("assistant\n", "<|end|>\n\n", "[/INST]"))
 
 
 def test_the_same_words_elsewhere_are_not_taken_for_the_turn() -> None:
-    """An answer that repeats the question, and one that is empty, have their own place."""
-    assert trained(rendered(CHATML, say("same", "same", "same", ""))) == ["same<|im_end|>", "<|im_end|>"]
+    """An answer that repeats the question, and an empty one, have positions of their own."""
+    assert trained_texts(render_chat(CHATML, say("same", "same", "same", ""))) == ["same<|im_end|>", "<|im_end|>"]
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_not() -> None:
-    """Thinking that is stripped from history has no one text; at the end of a conversation it has."""
+    """Thinking stripped from earlier turns makes their text ambiguous; in the last turn it is trained."""
     messages = say("a", "<think>\nwhy\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
     with pytest.raises(AmbiguousTurnError, match=r"turn 2: .*write turns = \"last\" or turns = \"one_row_per_turn\""):
-        rendered(THINKING, messages)
-    assert trained(rendered(THINKING, messages, [0, 0, 0, 1])) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
-    assert trained(rendered(THINKING, messages[:2])) == ["<think>\nwhy\n</think>\n\none<|im_end|>"]
+        render_chat(THINKING, messages)
+    assert trained_texts(render_chat(THINKING, messages, [0, 0, 0, 1])) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
+    assert trained_texts(render_chat(THINKING, messages[:2])) == ["<think>\nwhy\n</think>\n\none<|im_end|>"]
 
 
 def test_a_template_that_drops_the_system_turn_from_the_prompt_is_refused() -> None:
-    """With an answer behind it the system's text is gone: what would be trained is not what is asked later."""
+    """With an answer behind it the template drops the system's text, so training would differ from generation."""
     with pytest.raises(AmbiguousTurnError, match="turn 3"):
-        rendered(BRACKETS, say("a", "one", system="be brief"))
+        render_chat(BRACKETS, say("a", "one", system="be brief"))
 
 
 def test_tool_calls_and_tools_are_in_their_turns() -> None:
     """A call without content is a turn; the tool's answer is not trained."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "find", "arguments": {}}}]}
     messages = [*say("where?"), call, {"role": "tool", "content": "here"}, {"role": "assistant", "content": "here."}]
-    found = rendered(TOOLS, messages, tools=[{"name": "find"}])
-    assert trained(found) == [
+    rendering = render_chat(TOOLS, messages, tools=[{"name": "find"}])
+    assert trained_texts(rendering) == [
         '<tool_call>{"name": "find", "arguments": {}}</tool_call><|im_end|>',
         "here.<|im_end|>",
     ]
@@ -84,13 +86,13 @@ def test_tool_calls_and_tools_are_in_their_turns() -> None:
 
 def test_other_roles_and_weights() -> None:
     """A user's turn is trained from the template's opening on, and each turn with its weight."""
-    found = rendered(CHATML, say("a", "b", "c", "d"), [0, 0.5, 1, 0])
-    assert trained(found) == ["b<|im_end|>", "<|im_start|>user\nc<|im_end|>"]
-    assert [span.weight for span in found.trained] == [0.5, 1.0]
+    rendering = render_chat(CHATML, say("a", "b", "c", "d"), [0, 0.5, 1, 0])
+    assert trained_texts(rendering) == ["b<|im_end|>", "<|im_start|>user\nc<|im_end|>"]
+    assert [span.weight for span in rendering.trained] == [0.5, 1.0]
 
 
 def test_contents_are_found_where_the_template_put_them() -> None:
     """Whole or trimmed; one that the template changes otherwise is not found."""
-    found = rendered(HEADERS, say(" a ", "b"), [0, 1])
-    assert {number: found.text[slice(*span)] for number, span in found.contents.items()} == {0: "a", 1: "b"}
-    assert set(rendered(CHATML.replace("message.content", "message.content | upper"), say("a")).contents) == set()
+    rendering = render_chat(HEADERS, say(" a ", "b"), [0, 1])
+    assert {number: rendering.text[slice(*span)] for number, span in rendering.contents.items()} == {0: "a", 1: "b"}
+    assert set(render_chat(CHATML.replace("message.content", "message.content | upper"), say("a")).contents) == set()

@@ -38,13 +38,13 @@ def feistel(seed: int, epoch: int, count: int, index: int) -> int:
     """The item at an index of many, in plain integers."""
     from hashlib import blake2b
 
-    def mixed(z: int) -> int:
+    def mix_bits(z: int) -> int:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         return z ^ (z >> 31)
 
     stream = int.from_bytes(blake2b(f"rows {seed} {epoch}".encode(), digest_size=8).digest(), "big")
-    keys = [mixed((number * 0x9E3779B97F4A7C15 + stream) % 2**64) for number in range(1, 5)]
+    keys = [mix_bits((number * 0x9E3779B97F4A7C15 + stream) % 2**64) for number in range(1, 5)]
     bits = (count - 1).bit_length()
     while True:
         left_bits, right_bits = bits // 2, bits - bits // 2
@@ -69,7 +69,7 @@ def test_items_of_many_are_those_of_a_feistel_network(seed: int, epoch: int, cou
 
 
 def test_many_items_come_once_each() -> None:
-    """Of 2^20 + 3 items each comes once, neighbours are apart, and an order of windows is that of all."""
+    """All 2^20 + 3 items come once, neighbours are apart, and windows agree with the whole order."""
     count = MAX_SORTED + 3
     items = Permutation(5, "rows", 0, count).all()
     assert np.bincount(items, minlength=count).tolist() == [1] * count
@@ -85,6 +85,6 @@ def test_seed_epoch_and_purpose_each_matter() -> None:
 
 
 def test_every_row_is_first_equally_often() -> None:
-    """Over 20,000 epochs each of 5 rows is first 4,000 times, to five standard deviations."""
+    """Over 20,000 epochs all 5 rows are first 4,000 times, to five standard deviations."""
     first = np.bincount([Permutation(3, "rows", epoch, 5).all()[0] for epoch in range(20_000)], minlength=5)
     assert np.abs(first - 4_000).max() < 5 * (20_000 * 0.2 * 0.8) ** 0.5

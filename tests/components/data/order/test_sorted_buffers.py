@@ -1,4 +1,4 @@
-"""Rows sorted by length in a buffer; that each row comes once is the contract of RowOrder."""
+"""Rows sorted by length in a buffer; the RowOrder contract checks that all rows come once."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def test_packs_are_of_nearly_one_length_and_their_order_is_random(job: Any) -> N
             buffer = rows[first : first + 16]
             assert sorted(buffer) == sorted(shuffled[first : first + 16])
             by_length = sorted(shuffled[first : first + 16], key=lambda row: TOKENS[20 + row])  # stable, as the order
-            packs = {tuple(buffer[place : place + 4].tolist()) for place in range(0, 16, 4)}
+            packs = {tuple(buffer[start : start + 4].tolist()) for start in range(0, 16, 4)}
             if len(buffer) == 16:
-                assert packs == {tuple(map(int, by_length[place : place + 4])) for place in range(0, 16, 4)}
-    found = [TOKENS[20 + rows[place : place + 4]].mean() for place in range(0, 48, 4)]
-    assert found != sorted(found)
+                assert packs == {tuple(map(int, by_length[start : start + 4])) for start in range(0, 16, 4)}
+    mean_lengths = [TOKENS[20 + rows[start : start + 4]].mean() for start in range(0, 48, 4)]
+    assert mean_lengths != sorted(mean_lengths)

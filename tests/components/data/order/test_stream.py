@@ -42,7 +42,7 @@ def plain_turns(shares: list[int], count: int) -> list[tuple[int, int]]:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 150), st.integers(1, 150))
 def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count: int) -> None:
-    """Any range of positions is that of a merge by exact fractions, and so is the count before it."""
+    """Any range of positions equals a merge by exact fractions, and so does the count before it."""
     segment = Segment(0, {str(number): share for number, share in enumerate(shares)})
     wanted = plain_turns(shares, first + count)
     source, row = segment.turns(first, first + count)
@@ -53,7 +53,7 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
 
 @given(shares, st.integers(0, 10**12))
 def test_a_share_holds_at_every_position(shares: list[int], position: int) -> None:
-    """However long a run is, each source has had its share to within half a row for each source, and all have all."""
+    """In a run of any length a source's share is exact to half a row per source, and the counts add up."""
     counts = Segment(0, {str(number): share for number, share in enumerate(shares)}).counts(position)
     assert sum(counts.values()) == position
     for share, count in zip(shares, counts.values(), strict=True):
@@ -70,7 +70,7 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
         return RowStream({"": RowSource("", 0, count, count, 1.0)}, order, [Segment(0, {"": UNIT})])
 
     whole = stream().rows(range(201))
-    assert stream().rows(places) == [whole[place] for place in places]
+    assert stream().rows(places) == [whole[position] for position in places]
     for start in range(0, 201 - count, count):
         epoch = whole[start : start + count]
         assert sorted(epoch) == list(range(count))
@@ -81,13 +81,13 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
 def test_weights_are_shares_of_tokens() -> None:
     """Of a source whose rows are a quarter full four times as many rows come; without weight or rows, none do."""
     full, quarter = RowSource("full", 0, 10, 160, 3.0), RowSource("quarter", 10, 20, 80, 3.0)
-    held = row_shares([full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)])
-    assert held.keys() == {"full", "quarter"}
-    assert held["quarter"] / held["full"] == pytest.approx(4)
+    shares = row_shares([full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)])
+    assert shares.keys() == {"full", "quarter"}
+    assert shares["quarter"] / shares["full"] == pytest.approx(4)
 
 
 def test_other_shares_continue_each_source() -> None:
-    """After a change of shares, and with a new source, each source goes on with the row that it would have had next."""
+    """After a change in shares, and with a new source, each source continues with its next row."""
     segments = [Segment(0, {"a": 1, "b": 1}), Segment(9, {"a": 1, "b": 2, "c": 1}), Segment(21, {"c": 1, "a": 1})]
     stream = RowStream(sources_of(50, 60, 70), Sequential(), segments)
     rows = stream.rows(range(31))
@@ -101,7 +101,7 @@ def test_other_shares_continue_each_source() -> None:
 
 
 def test_rows_of_a_source_that_is_gone_are_refused() -> None:
-    """Rows of the other source, before and after, can be had; a row of the one that is gone is refused."""
+    """Rows of the remaining source, before and after, are available; a removed source's row is refused."""
     stream = RowStream(sources_of(50), Sequential(), [Segment(0, {"a": 1, "gone": 1}), Segment(4, {"a": 1})])
     assert stream.rows([0, 2, 4, 5, 6]) == [0, 1, 2, 3, 4]
     with pytest.raises(UserError, match="position 1 is of a source that is no longer in the mixture"):

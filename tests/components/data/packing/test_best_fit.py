@@ -22,7 +22,7 @@ def test_rows_are_nearly_full() -> None:
 
 
 def test_items_that_fit_exactly_fill_rows() -> None:
-    """Pairs of sizes that add up to a row leave nothing, in whatever order they come."""
+    """Pairs whose sizes add up to a row leave nothing, in any order."""
     sizes = np.array([5, 3, 7, 1, 4, 4, 6, 2])
     items, counts = best_fit(np.arange(8), sizes, 8)
     assert counts.tolist() == [2, 2, 2, 2]
@@ -43,12 +43,14 @@ def test_small_items_share_rows() -> None:
 
 
 def test_documents_of_one_size_are_shuffled() -> None:
-    """With an order, chance decides which of them share a row, for any numbers; without one, they come as they are."""
+    """With an order, chance decides which documents share a row; without one, they keep their order."""
     documents = np.arange(1, 100) ** 5  # beyond 32 bits
     sizes = np.where(np.arange(99) < 60, 5, 3)
     plain, counts = best_fit(documents, sizes, 8)
     assert plain[::2][:39].tolist() == documents[:39].tolist() and counts[:39].tolist() == [2] * 39
-    found = {tuple(best_fit(documents, sizes, 8, Permutation(seed, "a", 0, 99))[0].tolist()) for seed in (1, 1, 2)}
-    assert len(found) == 2 and all(sorted(each) == documents.tolist() for each in found)
-    for items in found:
+    distinct_orders = {
+        tuple(best_fit(documents, sizes, 8, Permutation(seed, "a", 0, 99))[0].tolist()) for seed in (1, 1, 2)
+    }
+    assert len(distinct_orders) == 2 and all(sorted(order) == documents.tolist() for order in distinct_orders)
+    for items in distinct_orders:
         assert abs(np.corrcoef(items[:78:2], np.arange(39))[0, 1]) < 0.5

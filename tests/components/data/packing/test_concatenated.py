@@ -14,7 +14,7 @@ from drawloom.components.data.packing.concatenated import Stream
 
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(2, 9), st.randoms())
 def test_pieces_are_those_of_a_cut_stream(sizes: list[int], length: int, shuffling: random.Random) -> None:
-    """Pieces list the tokens of all documents in their order, `length` to a row, each row until it is full."""
+    """Pieces list all documents' tokens in order, `length` to a row, row by row."""
     order = shuffling.sample(range(len(sizes)), len(sizes))
     ends = torch.tensor([sizes[number] for number in order], dtype=torch.int64).cumsum(0)
     index = Stream(torch.tensor(order, dtype=torch.int64), ends, length)
@@ -39,7 +39,7 @@ WARNING = "a row's end cuts conversations of [%s], and an answer is trained with
 )
 @pytest.mark.parametrize("use", ["concatenated", "best_fit"])
 def test_conversations_are_cut_with_a_warning(tokens: dict[str, Any], named: str, use: str) -> None:
-    """`check` warns of packing that cuts conversations, in a mixture too, and of no other."""
+    """`check` warns if a packing cuts conversations, in a mixture too, and about no other packing."""
     packing = {"use": f"data.packing.{use}", "length": 16}
     tables: dict[str, Any] = {"tokenizer": TOKENIZER, "tokens": tokens, "packing": packing}
     problems = map(str, Recipe.load("first_run").with_values(tables).graph.problems)

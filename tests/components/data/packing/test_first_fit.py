@@ -10,7 +10,7 @@ from drawloom.components.data.packing.first_fit import first_fit
 
 
 def reference(sizes: list[int], capacity: int) -> list[list[int]]:
-    """The items of each row, by a loop over rows."""
+    """Return the rows' items, by a loop over rows."""
     rows: list[list[int]] = []
     left: list[int] = []
     for item, size in enumerate(sizes):
@@ -23,15 +23,15 @@ def reference(sizes: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def packed(sizes: list[int], capacity: int) -> list[list[int]]:
+def pack_first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
     items, counts = first_fit(np.arange(len(sizes)), np.array(sizes, np.int64), capacity)
     return [part.tolist() for part in np.split(items, np.cumsum(counts)[:-1])] if len(counts) else []
 
 
 @given(st.lists(st.integers(1, 15), max_size=80))
 def test_rows_are_those_of_a_loop(sizes: list[int]) -> None:
-    """Each document is in the first row that has space for it."""
-    assert packed(sizes, 16) == reference(sizes, 16)
+    """A document is in the first row with space for it."""
+    assert pack_first_fit(sizes, 16) == reference(sizes, 16)
 
 
 def test_runs_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +40,11 @@ def test_runs_are_packed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RUNS", 3)
     sizes = np.random.default_rng(0).integers(1, 16, 420).tolist()
     runs = [reference(sizes[start : start + 50], 16) for start in range(0, 420, 50)]
-    assert packed(sizes, 16) == [[50 * run + item for item in row] for run, rows in enumerate(runs) for row in rows]
+    assert pack_first_fit(sizes, 16) == [
+        [50 * run + item for item in row] for run, rows in enumerate(runs) for row in rows
+    ]
 
 
 def test_as_many_rows_as_documents_are_possible() -> None:
-    """A run of documents of which no two fit together needs a row for each."""
-    assert packed([9] * 300, 16) == [[item] for item in range(300)]
+    """Documents too long to fit together get one row apiece."""
+    assert pack_first_fit([9] * 300, 16) == [[item] for item in range(300)]

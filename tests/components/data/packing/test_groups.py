@@ -1,4 +1,4 @@
-"""Rows of whole documents: what all groupings share."""
+"""Rows of whole documents: properties common to all groupings."""
 
 import pickle
 from collections import Counter
@@ -21,21 +21,23 @@ GROUPINGS = [best_fit, first_fit, one_each]
 @pytest.mark.parametrize("group", GROUPINGS)
 @given(sizes=st.lists(st.integers(2, 40), max_size=60), length=st.integers(2, 16), seed=st.integers(0, 99))
 def test_each_token_is_in_one_row(group: Group, sizes: list[int], length: int, seed: int) -> None:
-    """No row is overfull or empty, and each token of the chosen documents is in one, but single ones at a cut."""
+    """No row is overfull or empty, and all chosen documents' tokens are in one row, but single tokens at a cut."""
     chosen = np.random.default_rng(seed).permutation(len(sizes))[: len(sizes) * 3 // 4]
     index = group_documents(np.array(sizes, np.int64), [chosen], length, group)
     rows = [index.pieces(row) for row in range(index.rows)]
     assert index.row_tokens().tolist() == [sum(piece.last - piece.first for piece in row) for row in rows]
     filled = [sum(piece.last - piece.first for piece in row) for row in rows]
     assert all(0 < size <= length for size in filled) and sum(filled) == index.tokens
-    found = Counter((each.document, token) for row in rows for each in row for token in range(each.first, each.last))
+    token_counts = Counter(
+        (part.document, token) for row in rows for part in row for token in range(part.first, part.last)
+    )
     cut = {document for document in chosen.tolist() if sizes[document] % length == 1}
     wanted = {(number, token) for number in chosen.tolist() for token in range(sizes[number] - (number in cut))}
-    assert found == Counter(wanted)
+    assert token_counts == Counter(wanted)
 
 
 def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped in several blocks, documents are those of one."""
+    """Grouping in several blocks and in one block gives the same documents."""
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:

@@ -1,4 +1,4 @@
-"""What all packings share: order, splits, workers, and the check of a resumed run."""
+"""Order, splits, workers and the check of a resumed run, common to all packings."""
 
 import json
 import logging
@@ -63,7 +63,9 @@ class Chats(Texts):
 
 
 def test_cut_conversations_are_counted(job: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Each that is longer than a row, with the longest; texts may be cut, and pairs are dropped instead."""
+    """
+    Conversations longer than a row are counted, with the longest; texts may be cut, and pairs are dropped instead.
+    """
     texts = ["abc", "abcdefg", "abcde"]
     packing(Texts(train=texts), job)
     packing(Chats(train=["abc"]), job)
@@ -75,7 +77,7 @@ def test_cut_conversations_are_counted(job: Any, caplog: pytest.LogCaptureFixtur
 
 
 def test_the_last_row_is_padded(job: Any) -> None:
-    """What is left of the last row is the end token, without targets, and lowers the fill rate."""
+    """The end token without targets fills the last row, and lowers the fill rate."""
     rows = packing(Texts(train=["abcde"]), job)
     assert rows.batch("train", [1]).tokens.tolist() == [[*b"e", 256, 256, 256]]
     assert rows.batch("train", [1]).weights.tolist() == [[1.0, 0.0, 0.0, 0.0]]
@@ -146,7 +148,7 @@ def _went_on(job: Any, then: Texts, now: Texts, *, accept: bool) -> Concatenated
 
 
 def test_the_same_tokens_resume(job: Any) -> None:
-    """Documents that are the same resume, with the rows that they had."""
+    """The same documents resume, with the rows they had."""
     corpus = Texts(["abc", "defg"], ["h"])
     rows, before = _went_on(job, corpus, Texts(["abc", "defg"], ["h"]), accept=False), packing(corpus, job)
     assert rows.state_dict() == before.state_dict()

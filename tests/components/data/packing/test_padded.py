@@ -12,7 +12,7 @@ from drawloom.components.ports.data import IGNORE_INDEX
 
 @attrs.frozen
 class Documents:
-    """Two documents, the second of which is longer than a row."""
+    """Two documents, the second longer than a row."""
 
     vocab_size: int = 99
     eos_id: int = 0
@@ -22,7 +22,7 @@ class Documents:
 
 
 def test_a_row_has_one_document(drawloom_opened: Any, job: Any) -> None:
-    """Rows are padded at their end; of a long document each part has a row, and no target is lost."""
+    """Rows are padded at their end; a long document's parts have their own rows, and no target is lost."""
     rows = drawloom_opened(Padded(tokens=Documents(), job=job, length=4))
     batch = rows.batch("validation", range(rows.count("validation")))
     assert batch.tokens.tolist() == [[3, 4, 5, 6], [1, 2, 0, 0], [7, 0, 0, 0]]

@@ -81,7 +81,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", MISFITS)
 def test_pairs_come_apart_in_no_recipe(what: str) -> None:
-    """A corpus, a packing or a loss of pairs without the others is a problem that names what to write."""
+    """A corpus, a packing or a loss of pairs without the others is a problem with a remedy."""
     tables, text = MISFITS[what]
     packing = {"use": "data.packing.padded"} | tables.get("packing", {}) | {"length": 16}
     problems = Recipe.load("first_run").with_values({**tables, "packing": packing}).graph.problems
@@ -89,7 +89,7 @@ def test_pairs_come_apart_in_no_recipe(what: str) -> None:
 
 
 def test_pairs_of_a_mixture_stay_together(drawloom_opened: Any, job: Any) -> None:
-    """Of two sources, each row has whole pairs of one."""
+    """With two sources, rows have whole pairs from a single source."""
     mixture = Mixture(sources={"a": Documents(), "b": Documents()}, weights={"a": 1, "b": 2})
     rows = drawloom_opened(Pairs(tokens=mixture, job=job, length=16))
     batch = rows.batch("train", range(rows.count("train")))

@@ -21,7 +21,7 @@ lengths = st.integers(2, 9)
 
 @attrs.frozen
 class Table:
-    """Documents, each followed by the end, as a matrix of rows."""
+    """A matrix of rows from documents, all followed by the end."""
 
     documents: TokenArrays
     index: Stream
@@ -33,12 +33,12 @@ class Table:
 
 def pack(texts: list[list[int]], length: int, weights: list[list[float]] | None = None) -> Table:
     arrays = [np.array([*text, END]) for text in texts]
-    own = None if weights is None else [np.array(each, np.float32) for each in weights]
-    held = TokenArrays.of(arrays, np.uint16, own)
-    return Table(held, Stream(torch.arange(len(texts)), held.ends, length))
+    own = None if weights is None else [np.array(document_weights, np.float32) for document_weights in weights]
+    token_arrays = TokenArrays.of(arrays, np.uint16, own)
+    return Table(token_arrays, Stream(torch.arange(len(texts)), token_arrays.ends, length))
 
 
-def packed(texts: list[list[int]], length: int) -> TokenBatch:
+def pack_all(texts: list[list[int]], length: int) -> TokenBatch:
     """All rows of these documents."""
     table = pack(texts, length)
     return table.batch(range(table.index.rows))
@@ -52,22 +52,22 @@ def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, 
         row: list[tuple[int, int, int, int]] = []
         first = stream[start][1]
         begun = start
-        for place in range(start, start + length):
-            token, number = stream[place] if place < len(stream) else (END, len(texts))
-            before = stream[place - 1][1] if place <= len(stream) else len(texts)
-            if place > start and number != before:
-                begun = place
-            follows = place + 1 < len(stream) and stream[place + 1][1] == number
-            target = stream[place + 1][0] if follows else IGNORE_INDEX
-            row.append((token, target, place - begun, number - first))
+        for position in range(start, start + length):
+            token, number = stream[position] if position < len(stream) else (END, len(texts))
+            before = stream[position - 1][1] if position <= len(stream) else len(texts)
+            if position > start and number != before:
+                begun = position
+            follows = position + 1 < len(stream) and stream[position + 1][1] == number
+            target = stream[position + 1][0] if follows else IGNORE_INDEX
+            row.append((token, target, position - begun, number - first))
         rows.append(row)
     return rows
 
 
 @given(documents, lengths)
 def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
-    """Tokens, targets, positions and document ids equal those of a loop over the tokens."""
-    batch = packed(texts, length)
+    """Tokens, targets, positions and document ids equal the result of a loop over the tokens."""
+    batch = pack_all(texts, length)
     columns = [batch.tokens, batch.targets, batch.positions, batch.document_ids]
     assert all(column.dtype == torch.int64 and column.shape[1] == length for column in columns)
     rows = [list(zip(*(column[row].tolist() for column in columns), strict=True)) for row in range(len(batch.tokens))]
@@ -76,8 +76,8 @@ def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
 
 @given(documents, lengths)
 def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> None:
-    """Every token but the first of each document is a target once, ends included, in order."""
-    batch = packed(texts, length)
+    """Every token but a document's first is a target once, ends included, in order."""
+    batch = pack_all(texts, length)
     targets = batch.targets[batch.targets != IGNORE_INDEX].tolist()
     assert targets == [token for text in texts for token in [*text[1:], END]]
 
@@ -85,13 +85,13 @@ def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> Non
 @given(documents, lengths)
 def test_each_row_has_a_target(texts: list[list[int]], length: int) -> None:
     """No row is without a target, so that no microbatch has weight zero."""
-    assert (packed(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
+    assert (pack_all(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
 
 
 @given(documents, lengths)
 def test_no_target_is_in_another_document(texts: list[list[int]], length: int) -> None:
     """A token's target is the next token of the row, in the same document."""
-    batch = packed(texts, length)
+    batch = pack_all(texts, length)
     learned = batch.targets[:, :-1] != IGNORE_INDEX
     assert (batch.targets[:, :-1] == batch.tokens[:, 1:])[learned].all()
     assert (batch.document_ids[:, :-1] == batch.document_ids[:, 1:])[learned].all()
@@ -100,7 +100,7 @@ def test_no_target_is_in_another_document(texts: list[list[int]], length: int) -
 
 @given(documents, lengths, st.data())
 def test_rows_have_random_access(texts: list[list[int]], length: int, data: st.DataObject) -> None:
-    """A batch of chosen rows equals those rows one by one; a batch of no rows is empty."""
+    """A batch with chosen rows equals the rows one by one; a batch without rows is empty."""
     table = pack(texts, length)
     whole, rows = table.batch(range(table.index.rows)), table.index.rows
     chosen = data.draw(st.lists(st.integers(0, rows - 1))) if rows else []
@@ -125,7 +125,7 @@ def test_a_batch_owns_its_memory() -> None:
 
 
 def test_a_weight_is_that_of_the_target() -> None:
-    """A token's loss weighs what its target weighs in its document, also across a cut; without a target nothing."""
+    """A token's loss has its target's weight, also across a cut; a token without a target has weight zero."""
     batch = pack([[1, 2, 3], [4, 5]], 3, [[9.0, 0.0, 0.5, 2.0], [9.0, 1.0, 0.0]]).batch([0, 1])
     assert batch.tokens.tolist() == [[1, 2, 3], [END, 4, 5]]
     assert batch.targets.tolist() == [[2, 3, END], [IGNORE_INDEX, 5, END]]

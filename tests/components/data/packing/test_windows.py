@@ -1,4 +1,4 @@
-"""Windows over documents, compared with a loop over the tokens of each document."""
+"""Windows over documents, compared with a loop over the documents' tokens."""
 
 from pathlib import Path
 
@@ -34,19 +34,19 @@ JOB = fake(RunInfo, name="test", seed=1, path=Path("runs/test"))
 
 
 def contexts(lengths: tuple[int, ...], length: int, stride: int) -> dict[int, int]:
-    """For each predicted id, the tokens before it that the model sees, by the loop of transformers' documentation."""
-    found: dict[int, int] = {}
+    """Count the tokens visible before each predicted id, with the loop in transformers' documentation."""
+    context_lengths: dict[int, int] = {}
     begin = 1
     for size in lengths:
         done = 0
         for start in range(0, size, stride):
             last = min(start + length, size - 1)
-            found |= {begin + target: target - start for target in range(done + 1, last + 1)}
+            context_lengths |= {begin + target: target - start for target in range(done + 1, last + 1)}
             done = max(done, last)
             if done == size - 1:
                 break
         begin += size
-    return found
+    return context_lengths
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8).map(tuple), st.integers(2, 9), st.data())
@@ -59,8 +59,8 @@ def test_each_target_counts_once_with_the_context_of_its_window(
     rows.open()
     batch = rows.batch("train", range(rows.count("train")))
     seen = torch.nonzero(batch.weights).tolist()
-    found = {int(batch.targets[row, place]): int(batch.positions[row, place]) + 1 for row, place in seen}
-    assert found == contexts(lengths, length, stride) and len(found) == len(seen)
+    context_lengths = {int(batch.targets[row, column]): int(batch.positions[row, column]) + 1 for row, column in seen}
+    assert context_lengths == contexts(lengths, length, stride) and len(context_lengths) == len(seen)
     assert rows.row_tokens("train").sum() == batch.token_count
     assert rows.fill_rate("train") == (batch.token_count / batch.tokens.numel() if batch.tokens.numel() else 1)
 

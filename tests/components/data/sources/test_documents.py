@@ -8,7 +8,7 @@ from drawloom.components.data.sources.documents import split_of
 
 @given(st.binary(), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_validation_fraction_only_adds_documents(key: bytes, one: float, other: float) -> None:
-    """A document in the validation split of a fraction is in that of every larger one."""
+    """A validation document at one fraction stays one at every larger fraction."""
     low, high = sorted((one, other))
     if split_of(key, low) == "validation":
         assert split_of(key, high) == "validation"

@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory with a few files, created in another order than that of their names."""
+    """Make a current directory with a few files, created in another order than their names'."""
     monkeypatch.chdir(tmp_path)
     for name in ("corpus/z.txt", "corpus/b/a.txt", "corpus/a.txt", "corpus/b/c/d.txt", "other/a.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,8 @@ def test_files_are_ordered_by_name() -> None:
 @pytest.mark.usefixtures("corpus")
 def test_globs_keep_their_order_and_share_no_file() -> None:
     """A file that two globs match is listed once, at the first glob."""
-    found = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
-    assert [str(file.path) for file in found] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
+    files = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
+    assert [str(file.path) for file in files] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
 
 
 def test_a_link_is_no_second_document(corpus: Path) -> None:
@@ -52,7 +52,7 @@ def test_names_do_not_depend_on_the_location_of_the_corpus(corpus: Path) -> None
 
 @pytest.mark.usefixtures("corpus")
 def test_a_glob_without_a_file_is_refused() -> None:
-    """A glob that matches nothing, or only folders, is an error that names it, even next to one that matches."""
+    """A glob without a match, or with only folders, is an error naming it, even next to a matching one."""
     for pattern in ("corpus/*.md", "corpus/b/*c"):
         with pytest.raises(UserError) as error:
             find(["corpus/*.txt", pattern])
@@ -69,11 +69,11 @@ def read(patterns: list[str]) -> list[bytes]:
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    """A file that vanishes after it was found is an error that names it."""
+    """A file that vanishes after it was listed is an error naming it."""
     (tmp_path / "a").touch()
-    found = find([f"{tmp_path}/a"])
+    files = find([f"{tmp_path}/a"])
     (tmp_path / "a").unlink()
-    with pytest.raises(UserError, match="a: can't be read"), open_file(found[0]):
+    with pytest.raises(UserError, match="a: can't be read"), open_file(files[0]):
         pass
 
 
@@ -89,7 +89,7 @@ def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
 
 
 def test_compressed_files_are_decompressed(tmp_path: Path) -> None:
-    """`.gz` and `.zst` are read as what they hold, also of several frames, and their formats are known."""
+    """`.gz` and `.zst` files, also with several frames, are decompressed, and their inner formats recognized."""
     two_frames = gzip.compress(b"one ") + gzip.compress(b"two")
     (tmp_path / "a.jsonl.gz").write_bytes(two_frames)
     (tmp_path / "b.txt.zst").write_bytes(b"".join(bytes(pyarrow.compress(part, "zstd")) for part in (b"one ", b"two")))
@@ -108,7 +108,7 @@ def test_a_cut_off_compressed_file_is_an_error(tmp_path: Path, name: str) -> Non
 
 
 def test_a_folder_is_all_files_below_it(tmp_path: Path) -> None:
-    """Its path alone means what the glob of all files means, with the same names."""
+    """A folder's path means the glob for all its files, with the same names."""
     (tmp_path / "b").mkdir()
     for name in ("b/two.txt", "one.txt"):
         (tmp_path / name).touch()
@@ -121,8 +121,8 @@ def test_a_url_is_read_by_fsspec() -> None:
     system = fsspec.filesystem("memory")
     system.pipe({"/corpus/b/two.txt": b"two", "/corpus/one.txt": b"first"})
     try:
-        found = find(["memory://corpus/**/*.txt"])
-        assert [(file.name, file.size) for file in found] == [("b/two.txt", 3), ("one.txt", 5)]
+        files = find(["memory://corpus/**/*.txt"])
+        assert [(file.name, file.size) for file in files] == [("b/two.txt", 3), ("one.txt", 5)]
         assert read(["memory://corpus/**/*.txt"]) == [b"two", b"first"]
         with pytest.raises(UserError, match="no file matches"):
             find(["memory://corpus/*.md"])

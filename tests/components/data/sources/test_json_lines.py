@@ -1,4 +1,4 @@
-"""JSON lines in ranges of bytes; `test_jsonl.py` has what is in a line."""
+"""JSON lines in byte ranges; `test_jsonl.py` tests the lines' contents."""
 
 import json
 from pathlib import Path
@@ -27,9 +27,11 @@ def test_each_line_is_in_one_range(
     cuts = sorted(data.draw(st.sets(st.integers(1, max(len(b"".join(lines)) - 1, 1)))))
     ranges = zip([0, *cuts], [*cuts, whole.end], strict=True)
     parts = [attrs.evolve(whole, begin=begin, end=end) for begin, end in ranges]
-    found = [document for part in parts for document in part.documents()]
-    assert [document.text for document in found] == texts
-    assert [document.offset for document in found] == [len(b"".join(lines[:number])) for number in range(len(lines))]
+    documents = [document for part in parts for document in part.documents()]
+    assert [document.text for document in documents] == texts
+    assert [document.offset for document in documents] == [
+        len(b"".join(lines[:number])) for number in range(len(lines))
+    ]
 
 
 def test_a_large_file_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

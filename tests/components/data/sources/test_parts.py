@@ -12,7 +12,7 @@ from drawloom.components.data.sources.parts import parts_of
 
 
 def test_names_tell_the_format(tmp_path: Path) -> None:
-    """Files of all formats beside one another are read in their order, each in its own way."""
+    """Files in all formats side by side are read in order, by their formats."""
     (tmp_path / "a.jsonl").write_text('{"body": "lines"}\n')
     (tmp_path / "b.txt").write_text("a text")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"body": "compressed"}\n{"body": "lines"}\n'))

@@ -21,14 +21,14 @@ def table(texts: Any = TEXTS) -> Any:
     return pyarrow.table({"id": list(range(len(texts))), "body": texts})
 
 
-def write(path: Path, kind: str, held: Any) -> list[Part]:
+def write(path: Path, kind: str, table: Any) -> list[Part]:
     """A file of this kind, and its parts."""
     if kind == "parquet":
-        pyarrow.parquet.write_table(held, path, row_group_size=700)
+        pyarrow.parquet.write_table(table, path, row_group_size=700)
         return [*parquet_parts(find([str(path)]), "body")]
     writer = ipc.new_file if kind == "file" else ipc.new_stream
-    with writer(str(path), held.schema) as out:
-        out.write_table(held, max_chunksize=700)
+    with writer(str(path), table.schema) as out:
+        out.write_table(table, max_chunksize=700)
     return [ArrowPart(file, "body") for file in find([str(path)])]
 
 
@@ -36,9 +36,9 @@ def write(path: Path, kind: str, held: Any) -> list[Part]:
 def test_each_row_is_a_document(tmp_path: Path, kind: str) -> None:
     """The texts of the column come in order, with the numbers of their rows."""
     parts = write(tmp_path / "a", kind, table())
-    found = [document for part in parts for document in part.documents()]
-    assert [document.text for document in found] == TEXTS
-    assert [document.offset for document in found] == list(range(len(TEXTS)))
+    documents = [document for part in parts for document in part.documents()]
+    assert [document.text for document in documents] == TEXTS
+    assert [document.offset for document in documents] == list(range(len(TEXTS)))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])

@@ -56,7 +56,7 @@ def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_has_started_ends_before_the_next_one_writes(tmp_path: Path) -> None:
-    """Its processes notice that it is gone at their next report, and would then remove files of the next one's."""
+    """Its processes notice its end at their next report, and would then remove the next process's files."""
     folder, flag, said = tmp_path / "store", tmp_path / "flag", list[str]()
     flag.touch()
     process = multiprocessing.get_context("spawn").Process(target=make_blocked, args=(folder, flag))

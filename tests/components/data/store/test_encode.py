@@ -37,21 +37,21 @@ def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> N
     """A batch has at most so many characters; a longer document is alone, and none is lost."""
     monkeypatch.setattr(encode, "BATCH", 10)
     documents = [Document("x" * size, "", 0, b"") for size in (4, 5, 2, 30, 1, 0, 9)]
-    found = [[len(document.text) for document in batch] for batch in batches(iter(documents))]
-    assert found == [[4, 5], [2], [30], [1, 0, 9]]
+    batch_lengths = [[len(document.text) for document in batch] for batch in batches(iter(documents))]
+    assert batch_lengths == [[4, 5], [2], [30], [1, 0, 9]]
 
 
 @pytest.mark.parametrize("text", [TEXT, TEXT.replace("\n", " "), "x" * 9_000, "", "\n" * 5_000])
 def test_pieces_have_the_ids_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, tokenizer: HuggingFaceTokenizer, text: str
 ) -> None:
-    """A long text that is cut has the ids of the text encoded at once, with and without lines and spaces."""
+    """A long text, cut into pieces, has the ids of the whole text, with and without lines and spaces."""
     monkeypatch.setattr(encode, "BATCH", 1_000)
-    found = pieces(text, tokenizer.encode)
-    assert "".join(found) == text
+    text_pieces = pieces(text, tokenizer.encode)
+    assert "".join(text_pieces) == text
     whole = tokenizer.encode(text)
-    assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in found]), whole)
-    assert text != TEXT or max(map(len, found)) <= 1_000
+    assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in text_pieces]), whole)
+    assert text != TEXT or max(map(len, text_pieces)) <= 1_000
 
 
 def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_what_can_not_be_tokenized_is_named(tmp_path: Path) -> None:
 
 
 def test_another_process_opens_its_own_tokenizer(tokenizer: HuggingFaceTokenizer) -> None:
-    """What is sent to another process is not open, and gives the same ids once it is."""
+    """A tokenizer arrives closed in another process, and gives the same ids once it is opened."""
     fresh = copy_unopened(tokenizer)
     assert isinstance(fresh, HuggingFaceTokenizer) and "_tokenizer" not in vars(fresh)
     fresh.open()

@@ -14,7 +14,7 @@ from support.stores import Deadly, Texts
 
 
 def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
-    """A process that is killed, as for a lack of memory, ends the others, and the error says how it ended."""
+    """A process killed for lack of memory, for example, ends the others, and the error has its signal."""
     parts: dict[int, Part] = {0: Texts(("a",)), 1: Deadly(), 2: Texts(("b",))}
     ends = pytest.raises(UserError, match=r"was killed by SIGKILL; check for a lack of memory")
     with lock_folder(tmp_path, print) as lock, ends:

@@ -11,11 +11,11 @@ def test_each_document_is_in_one_split(tmp_path: Path) -> None:
     texts = [f"text {number % 50}" for number in range(100)]
     store = store_of(tmp_path / "store", [texts])
     train, validation = (split_documents(store, store.keys, split, 0.3) for split in ("train", "validation"))
-    found = [sorted(part.chosen.tolist()) for part in (train, validation)]
-    assert sorted(found[0] + found[1]) == list(range(100)) and 10 < len(found[1]) < 50
-    assert {number % 50 for number in found[0]}.isdisjoint(number % 50 for number in found[1])
-    assert [train.source(0), train.read(0, 0, 4).ids.tolist()] == [f"part 0:{found[0][0]}", [*b"text"]]
-    assert train.lengths.tolist() == store.lengths[found[0]].tolist() and train.read(0, 0, 1).weights is None
+    chosen = [sorted(part.chosen.tolist()) for part in (train, validation)]
+    assert sorted(chosen[0] + chosen[1]) == list(range(100)) and 10 < len(chosen[1]) < 50
+    assert {number % 50 for number in chosen[0]}.isdisjoint(number % 50 for number in chosen[1])
+    assert [train.source(0), train.read(0, 0, 4).ids.tolist()] == [f"part 0:{chosen[0][0]}", [*b"text"]]
+    assert train.lengths.tolist() == store.lengths[chosen[0]].tolist() and train.read(0, 0, 1).weights is None
     assert len({train.fingerprint, validation.fingerprint, store.fingerprint}) == 3
 
 

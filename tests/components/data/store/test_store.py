@@ -62,12 +62,12 @@ def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["00000.tokens", "00000.documents", "00000.digests", "00000.json", "store.json"])
 def test_a_changed_bit_is_never_read(tmp_path: Path, name: str) -> None:
-    """A bit that flips anywhere in a file is an error, when the store is opened or read, that names this file."""
+    """A flipped bit anywhere in a file is an error naming this file, when the store is opened or read."""
     store_of(tmp_path / "store", [["abc", "de" * 60_000]])
     path = tmp_path / "store" / name
     content = path.read_bytes()
-    for place in {0, 1, 9, len(content) // 3, len(content) // 2, len(content) - 2, len(content) - 1}:
-        damage(path, place)
+    for position in {0, 1, 9, len(content) // 3, len(content) // 2, len(content) - 2, len(content) - 1}:
+        damage(path, position)
         with pytest.raises(UserError, match=f"{name} .*(other content|can't be read|has format)"):
             _read_all(tmp_path / "store")
         path.write_bytes(content)
@@ -101,12 +101,15 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         Store.open(tmp_path)
     store_of(tmp_path / "store", PARTS)
     path = tmp_path / "store" / "store.json"
-    held = path.read_text()
-    for text, reason in ((held[:-9], "can't be read"), (held.replace('"format": 2', '"format": 7'), "format 7")):
+    metadata = path.read_text()
+    for text, reason in (
+        (metadata[:-9], "can't be read"),
+        (metadata.replace('"format": 2', '"format": 7'), "format 7"),
+    ):
         path.write_text(text)
         with pytest.raises(UserError, match=rf"store\.json .*{reason}"):
             Store.open(tmp_path / "store")
-    path.write_text(held)
+    path.write_text(metadata)
     (tmp_path / "store" / "00002.tokens").unlink()
     with pytest.raises(UserError, match=r"00002\.tokens is missing"):
         Store.open(tmp_path / "store")

@@ -30,7 +30,7 @@ def test_taken_tensors_are_released() -> None:
 
 
 def test_a_rank_has_the_inputs_of_its_stages() -> None:
-    """The rows of state_io of a rank with the last two of four stages are indexed from its first stage."""
+    """On a rank with the last two of four stages, rows of state_io are indexed from its first stage."""
     buffers = Buffers.of(Timetable(4, 8), range(2, 4), list(torch.arange(4.0)))
     assert float(buffers.take(Move(2, 1, "state_io", 5, 1), late=False)) == 1
     buffers.put(Move(3, 2, "state_io", 7, 1), torch.tensor(5.0))
@@ -41,4 +41,4 @@ def test_slots_without_a_microbatch_are_empty() -> None:
     """Three microbatches of two stages: the last stage has one input, and at the end one output."""
     buffers = Buffers.of(Timetable(2, 3), range(1, 2), [torch.tensor(2.0)])
     assert buffers.state_io == [[torch.tensor(2.0), None]]
-    assert [float(each) for each in buffers.results()] == [2.0]
+    assert [float(tensor) for tensor in buffers.results()] == [2.0]

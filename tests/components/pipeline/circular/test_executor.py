@@ -1,4 +1,4 @@
-"""The circular pipeline as an executor; tests/meshes/test_steps.py compares its steps with those of one process."""
+"""The circular pipeline as an executor; tests/meshes/test_steps.py compares its steps with one process's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ Work = tuple[str, int, int]
 
 
 def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list[Any]:
-    """What `use` makes of an executor of four layers and of this rank, for each value of its setting `delayed`."""
+    """Return the results of `use` on four layers' executor and this rank, for both values of `delayed`."""
     with mesh_along("pipeline") as (mesh, device):
         sizes: dict[str, Any] = {
             "num_hidden_layers": 4,
@@ -45,18 +45,18 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
         )
         stages.open()
         parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": objective, "neighbours": mesh}
-        found = []
+        results = []
         for delayed in delays:
             executor = CircularExecutor(**parts, **common, delayed=delayed)
             executor.open()
-            found.append(use(executor, mesh.indices.pipeline))
+            results.append(use(executor, mesh.indices.pipeline))
             for _, parameter in stages.named_parameters():
                 parameter.grad = None
-        return found
+        return results
 
 
 def works(executor: CircularExecutor, _rank: int) -> list[Work]:
-    """What a rank does with four microbatches in a step, in order, and how many messages it waits for at a time."""
+    """Return a rank's actions in a step with four microbatches, in order, and its message counts per wait."""
     done: list[Work] = []
 
     class Watched(StagePasses):
@@ -76,20 +76,19 @@ def works(executor: CircularExecutor, _rank: int) -> list[Work]:
 
 def test_ranks_run_the_program_of_the_schedule_and_share_the_ends_of_the_model() -> None:
     """
-    A rank's layers run in the order of `pipeline.schedules.circular`, forwards and backwards, delayed or not.
-
-    Embedding and head run on each rank for half of the microbatches.
+    A rank's layers run in the order of `pipeline.schedules.circular`, forwards and backwards, delayed or not. Embedding
+    and head run on all ranks for their part of the microbatches.
     """
     program = pipelines.schedule("circular", stages_per_rank=REPEATS).program(RANKS, 4)
-    for rank, found in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
+    for rank, results in enumerate(run_ranks(on_ranks, RANKS, works, False, True)):
         wanted = [(action.op, action.stage + 1, action.microbatch) for action in flat(program.rank_program(rank))]
         mine = range(2 * rank, 2 * rank + 2)
         last = RANKS * REPEATS + 1
-        for done in found:
+        for done in results:
             assert [work for work in done if work[1] not in (0, last)] == wanted
             ends = [*(("F", 0, n) for n in mine), *(("F", last, n) for n in mine)]
             assert sorted(work for work in done if work[1] in (0, last)) == sorted(
-                [*ends, *(("B", *each[1:]) for each in ends)]
+                [*ends, *(("B", *end[1:]) for end in ends)]
             )
 
 
@@ -101,12 +100,12 @@ def losses(executor: CircularExecutor, _rank: int) -> tuple[Any, Any, bool]:
     return (
         sum_losses(state).tolist(),
         by_microbatch,
-        any(each.grad is not None for module in grads for each in module.parameters()),
+        any(parameter.grad is not None for module in grads for parameter in module.parameters()),
     )
 
 
 def test_the_last_rank_has_the_losses_of_all() -> None:
-    """Each microbatch's loss and weight are on the rank of the last layer, though other ranks compute some of them."""
+    """All microbatch losses and weights are on the last layer's rank, though other ranks compute some."""
     [(first, _, _)], [(sums, by_microbatch, trained)] = run_ranks(on_ranks, RANKS, losses, False)
     assert first == [0.0, 0.0] and trained
     wanted = [float(batch.weights.double().sum()) for batch in pipelines.batches(3)]
@@ -115,7 +114,7 @@ def test_the_last_rank_has_the_losses_of_all() -> None:
 
 
 def refusal(executor: CircularExecutor, _rank: int) -> str:
-    """What is said of a loss of hidden states of several layers."""
+    """Return the error for a loss over several layers' hidden states."""
     object.__setattr__(executor, "objective", pipelines.StatesLoss())
     with pytest.raises(UserError) as caught:
         train(executor, pipelines.batches(2))
@@ -123,6 +122,6 @@ def refusal(executor: CircularExecutor, _rank: int) -> str:
 
 
 def test_stages_that_give_several_tensors_are_refused() -> None:
-    """What travels is one tensor; a loss of several layers' hidden states is refused with an executor to write."""
-    [[found]] = run_ranks(on_ranks, 1, refusal, False)
-    assert "returns a tuple" in found and 'use = "pipeline.executor"' in found
+    """One tensor travels; a loss over several layers' hidden states is refused with an executor to write."""
+    [[message]] = run_ranks(on_ranks, 1, refusal, False)
+    assert "returns a tuple" in message and 'use = "pipeline.executor"' in message

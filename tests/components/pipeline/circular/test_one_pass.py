@@ -18,10 +18,10 @@ TABLES = [
 ]
 
 
-def made(table: Timetable, weights: Tensor, inputs: list[Tensor]) -> ForwardPass:
-    """A pass whose blocks have a weight each, and add the number of the microbatch."""
+def make_pass(table: Timetable, weights: Tensor, inputs: list[Tensor]) -> ForwardPass:
+    """Return a pass whose blocks have a weight apiece, and add the microbatch number."""
     cpu, sends, stages = torch.device("cpu"), PendingSends(), range(table.stages)
-    metas = [TensorMeta(each.shape, each.dtype, cpu) for each in inputs]
+    metas = [TensorMeta(tensor.shape, tensor.dtype, cpu) for tensor in inputs]
 
     def run_block(block: int, microbatch: int, given: Tensor) -> Tensor:
         return torch.sin(given) * weights[block] + microbatch
@@ -36,21 +36,23 @@ def of(table: Timetable) -> tuple[Tensor, list[Tensor]]:
     weights = torch.randn(table.stages * table.repeats, generator=generator, dtype=torch.float64)
     lengths = (2 + number % 3 for number in range(table.microbatches))
     inputs = [torch.randn(length, generator=generator, dtype=torch.float64) for length in lengths]
-    return weights.requires_grad_(), [each.requires_grad_() for each in inputs]
+    return weights.requires_grad_(), [tensor.requires_grad_() for tensor in inputs]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_outputs_and_gradients_are_those_of_the_blocks_in_order(table: Timetable) -> None:
-    """A pipeline of any size computes what its blocks compute in sequence, for microbatches of any shapes."""
+    """A pipeline with any size equals its blocks in sequence, for microbatches with any shapes."""
     weights, inputs = of(table)
     expected = []
-    for number, each in enumerate(inputs):
+    for number, tensor in enumerate(inputs):
         for weight in weights:
-            each = torch.sin(each) * weight + number
-        expected.append(each)
-    wanted = torch.autograd.grad(sum(each.square().sum() for each in expected), [weights, *inputs])  # type: ignore[arg-type]
-    run = made(table, weights, inputs)
-    found = run.run()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.autograd.backward([*(each.square().sum() for each in found), run.token])
-    torch.testing.assert_close([weights.grad, *(each.grad for each in inputs)], list(wanted), rtol=1e-12, atol=1e-12)
+            tensor = torch.sin(tensor) * weight + number
+        expected.append(tensor)
+    wanted = torch.autograd.grad(sum(tensor.square().sum() for tensor in expected), [weights, *inputs])  # type: ignore[arg-type]
+    run = make_pass(table, weights, inputs)
+    outputs = run.run()
+    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+    torch.autograd.backward([*(tensor.square().sum() for tensor in outputs), run.token])
+    torch.testing.assert_close(
+        [weights.grad, *(tensor.grad for tensor in inputs)], list(wanted), rtol=1e-12, atol=1e-12
+    )

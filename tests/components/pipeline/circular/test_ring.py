@@ -23,7 +23,7 @@ from support.processes import run_ranks
 FORM = TensorMeta(torch.Size([2]), torch.float64, torch.device("cpu"))
 
 
-def _opened() -> tuple[TorchProcesses, Ring]:
+def _open_ring() -> tuple[TorchProcesses, Ring]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     size = processes.world_size
@@ -31,8 +31,8 @@ def _opened() -> tuple[TorchProcesses, Ring]:
 
 
 def _hand_over(used: bool) -> list[float] | None:
-    """Rank 0 sends its weight to rank 1, which multiplies it, or does not use it; the gradient that rank 0 gets."""
-    processes, ring = _opened()
+    """Send rank 0's weight to rank 1, which multiplies it or does not use it; return rank 0's gradient."""
+    processes, ring = _open_ring()
     pending_sends, weight = PendingSends(), torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     token = begin_token(pending_sends, FORM.device)
     to, sources = ([(1, FORM)], []) if ring.rank == 0 else ([], [(0, FORM)])
@@ -54,14 +54,14 @@ def test_sent_tensors_get_their_gradients_from_the_receiver(used: bool) -> None:
     Both ranks finish the backward pass: neither waits for a missing message.
     """
     away = 3.0 if used else 0.0
-    found = run_ranks(_hand_over, 2, used)
-    assert found[0] == [5 + away, 5 + away]
-    assert found[1] == (None if used else [5, 5])
+    gradients = run_ranks(_hand_over, 2, used)
+    assert gradients[0] == [5 + away, 5 + away]
+    assert gradients[1] == (None if used else [5, 5])
 
 
 def _cross() -> tuple[list[float], float]:
-    """Both ranks send at once, in overlapping exchanges, parts of different lengths of memory that isn't contiguous."""
-    processes, ring = _opened()
+    """Send from both ranks at once, in overlapping exchanges, differently long parts of non-contiguous memory."""
+    processes, ring = _open_ring()
     pending_sends, peer = PendingSends(), 1 - ring.rank
     table = torch.arange(4.0, dtype=torch.float64).view(2, 2).requires_grad_()
     token = begin_token(pending_sends, FORM.device)

@@ -16,7 +16,7 @@ class Shards:
 
 
 class Runner:
-    """A stage whose output is three times its input; it records each unshard and each reduction."""
+    """A stage that multiplies by three and records its unshards and reductions."""
 
     last = False
 

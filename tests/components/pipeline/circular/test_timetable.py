@@ -16,7 +16,7 @@ TABLES = [
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_every_block_sees_every_microbatch_once_and_in_order(table: Timetable) -> None:
-    """Each stage takes its blocks one after another, and all microbatches in each, as in a looped pipeline."""
+    """Stages take their blocks one after another, and all microbatches in a block, as in a looped pipeline."""
     wanted = [Item(microbatch, repeat) for repeat in range(table.repeats) for microbatch in range(table.microbatches)]
     for stage in range(table.stages):
         items = [table.item(iteration, stage) for iteration in range(table.iterations)]
@@ -75,7 +75,7 @@ def test_counts_of_a_known_pipeline() -> None:
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
-    """Carried out with names in place of tensors, stage 0 finds each input, and outputs end in their columns."""
+    """With names in place of tensors, stage 0 has all inputs, and outputs end in their columns."""
     stages, columns = table.stages, table.columns
     rows: list[list[object]] = [
         [("in", number) if number < table.microbatches else None for number in range(first, first + columns)]
@@ -92,8 +92,8 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         finished = table.finishes(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
-        found = [rows[stage][table.column(place)] for place in range(columns)]
-        assert [each for each in found if each is not None] == [("out", number) for number in table.share(stage)]
+        entries = [rows[stage][table.column(position)] for position in range(columns)]
+        assert [entry for entry in entries if entry is not None] == [("out", number) for number in table.share(stage)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
-    """Numbers below 1, and a latency of 3 iterations, are an error that says what they are."""
+    """Numbers below 1, and a latency above 2 iterations, are an error that names them."""
     with pytest.raises(ValueError) as caught:
         Timetable(*arguments)
     assert str(caught.value) == message

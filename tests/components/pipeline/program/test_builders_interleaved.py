@@ -29,7 +29,7 @@ def test_a_row_warms_up_then_alternates() -> None:
 
 
 def test_weight_gradients_follow_after_the_lag() -> None:
-    """With a lag of 1, a weight gradient follows each backward except the first, and one is last."""
+    """With a lag of 1, a weight gradient follows every backward except the first, and one is last."""
     row = interleave(1, 2, 1, 3, backward_input, lead=1, lag=1)
     f, i, w = forward(0), backward_input(0), backward_weight(-1)
     assert row == [f, i, f, i, w, f, i, w, w]

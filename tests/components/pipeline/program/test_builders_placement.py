@@ -1,4 +1,4 @@
-"""The rank of each stage."""
+"""Stages' ranks."""
 
 from drawloom.components.pipeline.program.builders import loop, stages_of, vee
 

@@ -57,7 +57,7 @@ def test_any_policy_gives_a_valid_program_in_the_memory(task: Task, policy: Poli
 
 
 def test_peaks_are_those_of_the_simulation() -> None:
-    """With sizes of 1, the peak of activations is the simulated number of stage-microbatches until weight gradients."""
+    """With sizes of 1, the activation peak is the simulated number of stage-microbatches until weight gradients."""
     for name in ("zero_bubble_v", "dual_pipe_v", "one_f_one_b"):
         program = schedule(name).program(4, 9)
         assert peak_activations(program, [1.0] * program.stages) == simulate(program, Costs()).peak_live_weights

@@ -22,7 +22,7 @@ from drawloom.graph import UserError
 from support.schedules import NAMES, variants
 
 
-def lowered(text: str, rank: int) -> str:
+def lower_text(text: str, rank: int) -> str:
     """A rank's lowered program, as text."""
     return " ".join(map(str, lower(read_program(text), rank)))
 
@@ -30,8 +30,8 @@ def lowered(text: str, rank: int) -> str:
 def test_messages_are_inserted() -> None:
     """A send follows its producer directly, a receive precedes the action during which its message arrives."""
     text = "0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n"
-    assert lowered(text, 0) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
-    assert lowered(text, 1) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+    assert lower_text(text, 0) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert lower_text(text, 1) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
 
 
 def test_messages_know_their_peers() -> None:
@@ -52,7 +52,7 @@ def test_messages_know_their_peers() -> None:
 def test_a_forward_leaves_before_the_backward_that_it_overlaps() -> None:
     """Messages between the parts of an overlap belong to it, and the forward's send precedes the backward."""
     text = "0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1F1|1B0 1F2|1B1 1B2\n2: 2F0 2B0 2F1 2B1 2F2 2B2\n"
-    overlap = next(word for word in lowered(text, 1).split() if word.startswith("1F1"))
+    overlap = next(word for word in lower_text(text, 1).split() if word.startswith("1F1"))
     parts = overlap.split("|")
     assert parts.index("1F1") < parts.index("1SEND_F1") < parts.index("1B0") == len(parts) - 1
 
@@ -60,21 +60,21 @@ def test_a_forward_leaves_before_the_backward_that_it_overlaps() -> None:
 def test_split_backwards_are_merged_if_no_rank_waits() -> None:
     """I and a following W become B on stage 0, and if the previous stage is on the same rank; else they stay."""
     text = "0: 0F0 0I0 0W0\n1: 1F0 2F0 2I0 2W0 1I0 1W0\n"
-    assert lowered(text, 0) == "0F0 0SEND_F0 0RECV_B0 0B0"
-    assert lowered(text, 1) == "1RECV_F0 1F0 2F0 2B0 1I0 1SEND_B0 1W0"
+    assert lower_text(text, 0) == "0F0 0SEND_F0 0RECV_B0 0B0"
+    assert lower_text(text, 1) == "1RECV_F0 1F0 2F0 2B0 1I0 1SEND_B0 1W0"
 
 
 def test_separated_backwards_stay_split() -> None:
     """I and W with another action between them stay split."""
-    assert lowered("0: 0F0 0F1 0I0 0I1 0W0 0W1\n", 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
-    assert lowered("0: 0F0 0F1 0I0 0I1 0W1 0W0\n", 0) == "0F0 0F1 0I0 0B1 0W0"
+    assert lower_text("0: 0F0 0F1 0I0 0I1 0W0 0W1\n", 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
+    assert lower_text("0: 0F0 0F1 0I0 0I1 0W1 0W0\n", 0) == "0F0 0F1 0I0 0B1 0W0"
 
 
 def test_sharded_stages_are_gathered_early_and_reduced_with_their_last_backward() -> None:
     """A stage is gathered one compute action before its first, and its gradients are reduced with its last."""
     line = lower(read_program("0: 0F0 2F0 0F1 2F1 2I0 2W0 2B1 0B0 0B1\n1: 1F0 1F1 1B0 1B1\n"), 0)
-    found = [str(action) for action in with_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
-    compute = [name for name in found if "SEND" not in name and "RECV" not in name]
+    actions = [str(action) for action in with_shard_actions(line, {0, 2}, {0, 2}) if "_F" not in str(action)]
+    compute = [name for name in actions if "SEND" not in name and "RECV" not in name]
     assert " ".join(compute) == ("0UNSHARD0 2UNSHARD0 0F0 2F0 0F1 2F1 2I0 2W0 2REDUCE_GRAD1 2B1 0B0 0REDUCE_GRAD1 0B1")
 
 
@@ -91,7 +91,7 @@ def test_stages_that_gather_by_block_are_only_reduced() -> None:
 
 
 def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_short() -> None:
-    """Each B and W but the last adds gradients to slices; I, which computes none, does not."""
+    """All B and W but the last add gradients to slices; I, without gradients to add, does not."""
     line = with_shard_actions(
         lower(read_program("0: 0F0 0F1 0F2 0B0 0I1 0F3 0W1 0B3 0I2 0F4 0W2 0B4\n"), 0), {0}, {0}, {0}
     )
@@ -103,9 +103,8 @@ def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_sho
 
 def run_without_blocking(lines: Sequence[RankProgram]) -> list[str]:
     """
-    What the ranks wait for at the end, if sends never block and each direction between two ranks is a queue.
-
-    Raises AssertionError where a receive gets another message than it names.
+    Return the messages the ranks still wait for, if sends never block and a queue links two ranks in each direction.
+    Raises AssertionError if a receive gets another message than it names.
     """
     queues: dict[tuple[int, int], deque[str]] = defaultdict(deque)
     posted: dict[tuple[int, int], list[str]] = defaultdict(list)  # receives that wait, by sender and receiver
@@ -146,8 +145,8 @@ LAYOUTS = [(1, 3), (2, 1), (2, 5), (3, 4), (4, 8), (5, 3), (6, 14)]
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_program_fit_together(name: str) -> None:
     """
-    From its own actions and its neighbours', each rank has its part of the program, with messages in the same order on
-    both sides, so that all ranks come to an end; schedules that know some ranks alone build no more than these.
+    From its own actions and its neighbours' a rank gets its part of the program, with messages in the same order on
+    both sides, so all ranks come to an end; schedules built for some ranks build only these.
     """
     for made, (ranks, microbatches) in product(variants(name, 3), LAYOUTS):
         whole = with_whole_backwards(made.program(ranks, microbatches))
@@ -158,13 +157,15 @@ def test_parts_of_a_program_fit_together(name: str) -> None:
             computes = [str(action) for action in flat(lines[-1]) if action.op in OPS]
             assert computes == [str(action) for action in flat(whole.rank_program(rank))]
             if isinstance(made, PartialSchedule) and name != "v_min":
-                near = {each for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for each in hop} | {rank}
+                near = {
+                    neighbour for hop in pairwise(made.stage_to_rank(ranks)) if rank in hop for neighbour in hop
+                } | {rank}
                 assert {other for other in range(ranks) if len(part.stage[part.rows(other)])} == near
         assert run_without_blocking(lines) == []
 
 
 class Group:
-    """Two ranks, of which the other says that its program has this digest."""
+    """Two ranks, the other with a program with this digest."""
 
     size, rank = 2, 0
 
@@ -176,7 +177,7 @@ class Group:
 
 
 def test_ranks_with_other_programs_are_found() -> None:
-    """What a rank expects of its neighbour is compared with what that does, and a difference names both."""
+    """A rank compares its expected neighbour program with the neighbour's own; a difference names both."""
     program, other = (read_program(text) for text in ("0: 0F0 0B0\n1: 1F0 1B0\n", "0: 0F0 0B0\n1: 1F0 1I0 1W0\n"))
     digests = []
 
@@ -185,10 +186,10 @@ def test_ranks_with_other_programs_are_found() -> None:
             digests.append(value)
             return [value, value]
 
-    for each in (program, other):
+    for rank_program in (program, other):
         kept: Any = Kept("")
         with suppress(UserError):
-            expect_same(each, 1, kept)
+            expect_same(rank_program, 1, kept)
     same, different = (Group(digest) for digest in digests)
     group: Any = same
     expect_same(program, 0, group)

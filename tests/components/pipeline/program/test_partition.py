@@ -17,23 +17,23 @@ from support.schedules import schedule
 COSTS = st.lists(st.lists(st.floats(0.2, 2), min_size=4, max_size=4), min_size=6, max_size=7)
 
 
-def slices_of(costs: list[list[float]], held: list[float] | None = None, comm: float = 0.25) -> Slices:
+def slices_of(costs: list[list[float]], activations: list[float] | None = None, comm: float = 0.25) -> Slices:
     """Slices with these costs, in stages that cost something besides."""
-    return Slices(np.array(costs), np.array(held or [1.0] * len(costs)), np.array([0.1, 0.3, 0.2, 0.1]), comm)
+    return Slices(np.array(costs), np.array(activations or [1.0] * len(costs)), np.array([0.1, 0.3, 0.2, 0.1]), comm)
 
 
 @given(costs=COSTS, name=st.sampled_from(["one_f_one_b", "zero_bubble_v", "interleaved_1f1b"]))
 def test_the_best_of_few_partitions_is_found(costs: list[list[float]], name: str) -> None:
-    """Of all partitions, timed and counted one by one, it is the fastest that fits in memory, if one does."""
+    """Among all partitions, timed and counted one by one, it is the fastest that fits in memory, if one does."""
     program, slices = schedule(name).program(2, 4), slices_of(costs)
-    limit, found = len(costs) * 1.25, []
+    limit, makespans = len(costs) * 1.25, []
     for cuts in combinations(range(1, len(costs)), program.stages - 1):
         sizes = tuple(last - first for first, last in pairwise((0, *cuts, len(costs))))
         if max(peak_activations(program, sizes)) <= limit:
-            found.append(time(program, slices.table(sizes)).makespan)
+            makespans.append(time(program, slices.table(sizes)).makespan)
     best = Fit(program, slices, limit).best()
-    assert best.makespan == pytest.approx(min(found, default=float("inf")))
-    if found:
+    assert best.makespan == pytest.approx(min(makespans, default=float("inf")))
+    if makespans:
         assert best.makespan == pytest.approx(time(program, slices.table(best.sizes)).makespan)
         assert max(peak_activations(program, best.sizes)) <= limit
 
@@ -46,9 +46,11 @@ def test_where_partitions_are_many_descent_comes_close(name: str, monkeypatch: p
     fit = Fit(program, slices, 1e9)
     best = fit.best()
     monkeypatch.setattr(partition, "MAX_EXHAUSTIVE", 0)
-    found = fit.best()
-    starts = [time(program, slices.table(each)).makespan for each in slices.starts(program.stage_to_rank)]
-    assert best.makespan <= found.makespan <= min(1.01 * best.makespan, *starts)
+    descended = fit.best()
+    starts = [
+        time(program, slices.table(sizes_at_start)).makespan for sizes_at_start in slices.starts(program.stage_to_rank)
+    ]
+    assert best.makespan <= descended.makespan <= min(1.01 * best.makespan, *starts)
 
 
 def test_a_search_starts_from_ranks_that_cost_alike() -> None:

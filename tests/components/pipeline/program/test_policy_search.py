@@ -13,7 +13,7 @@ def task(ranks: int, microbatches: int) -> Task:
 
 
 def test_the_search_improves_its_starts() -> None:
-    """What is found is shorter than with all policies that it starts from."""
+    """The result is shorter than all starting policies."""
     small = task(4, 12)
     assert makespan(small, best_policy(small)) < min(makespan(small, policy) for policy in STARTS)
 
@@ -26,5 +26,5 @@ def test_a_halved_task_has_the_ends_of_the_whole() -> None:
 
 
 def test_large_tasks_take_a_bounded_number_of_trials() -> None:
-    """A task of more actions than the search may schedule gets what is best for a smaller one."""
+    """A task with more actions than the search may schedule gets the best policy for a smaller task."""
     assert best_policy(task(128, 512)) == best_policy(halve(task(128, 512)))

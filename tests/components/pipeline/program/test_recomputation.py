@@ -1,4 +1,4 @@
-"""What stages recompute, in words and in what they hold."""
+"""Recomputation of stages, in words and in bytes."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from support.schedules import schedule
 
 
 def test_policies_are_told_by_runs_of_stages() -> None:
-    """Stages that recompute the same are one run; those that recompute nothing are left out."""
+    """Neighbouring stages with the same policy are one run; stages without recomputation are left out."""
     assert text_of(("blocks", "blocks", "none", 2, "selective")) == (
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
     )
@@ -18,24 +18,24 @@ def test_policies_are_told_by_runs_of_stages() -> None:
 
 
 def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
-    """Microbatches between forward and input gradients, then those until weight gradients, behind each action."""
-    now, found = [0] * (2 * len(stages)), []
+    """Return microbatches between forward and input gradients, then until weight gradients, after every action."""
+    now, counts_over_time = [0] * (2 * len(stages)), []
     for action in flat(program.rank_program(rank)):
-        place, waits = stages.index(action.stage), len(stages) + stages.index(action.stage)
-        now[place] += {"F": 1, "B": -1, "I": -1, "W": 0}[str(action.op)]
+        stage_index, waits = stages.index(action.stage), len(stages) + stages.index(action.stage)
+        now[stage_index] += {"F": 1, "B": -1, "I": -1, "W": 0}[str(action.op)]
         now[waits] += {"F": 0, "B": 0, "I": 1, "W": -1}[str(action.op)]
-        found.append(list(now))
-    return found
+        counts_over_time.append(list(now))
+    return counts_over_time
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zero_bubble_v", "dual_pipe_v", "v_min", "zero_bubble_h2"])
 def test_the_most_that_a_rank_holds_is_that_of_all_times(name: str) -> None:
-    """Whatever stages hold of a microbatch, the peak over the times that are kept is that over all actions."""
+    """With any bytes per microbatch, the peak over the kept times is the peak over all actions."""
     program, random = schedule(name).program(4, 9), np.random.default_rng(0)
     for rank in range(4):
-        held = Held.of(program, rank)
-        every = np.array(counts(program, rank, held.stages.tolist()))
+        live = Held.of(program, rank)
+        every = np.array(counts(program, rank, live.stages.tolist()))
         for _ in range(20):
-            sizes = random.random(2 * len(held.stages))
-            kept = np.concatenate([held.kept, held.pending], axis=1)
+            sizes = random.random(2 * len(live.stages))
+            kept = np.concatenate([live.kept, live.pending], axis=1)
             assert (kept @ sizes).max() == pytest.approx((every @ sizes).max())

@@ -30,13 +30,13 @@ def test_an_action_is_in_a_later_wave_than_its_inputs() -> None:
 
 
 def test_a_deadlock_names_the_waiting_actions() -> None:
-    """The error says which action each rank waits to do."""
+    """The error lists the actions that ranks wait to do."""
     with pytest.raises(DeadlockError, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
         time(read_program("0: 0B0 0F0\n1: 1B0 1F0\n"), Costs())
 
 
 def test_a_part_of_a_program_waits_for_nothing_of_other_ranks() -> None:
-    """Without the actions of rank 1, rank 0 starts each backward when it is free and the message has had its time."""
+    """Without rank 1's actions, rank 0 starts a backward when it is free and the message has had its time."""
     whole = read_program("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n")
     part = whole.select(whole.rank == 0)
     timing = time(part, Costs(comm=2.5))
@@ -53,13 +53,13 @@ def test_a_part_that_deadlocks_by_itself_is_refused() -> None:
 
 def test_stages_share_the_costs_of_a_rank_and_not_messages() -> None:
     """A message between two of a rank's four stages is as large as one between whole ranks."""
-    found = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divide(4)
-    assert [found.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
-    assert (found.comm, found.unshard, found.reduce) == (0.5, 2, 4)
+    stage_costs = Costs(1, 2, 4, comm=0.5, unshard=8, reduce=16).divide(4)
+    assert [stage_costs.length(op) for op in ("F", "I", "W", "B")] == [0.25, 0.5, 1, 1.5]
+    assert (stage_costs.comm, stage_costs.unshard, stage_costs.reduce) == (0.5, 2, 4)
 
 
 def test_a_table_has_costs_of_each_stage() -> None:
-    """By op; cut into other stages, the model costs as much, and what one stage costs comes from those that it was."""
+    """A table has costs by op and stage; other stages share the costs of the old stages they come from."""
     table = CostTable(comm=1.0, lengths=np.array([[1.0, 4, 2, 2], [3, 8, 4, 4]]))
     program = read_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
     assert table.of(program).tolist() == [1, 4, 3, 4, 4]
@@ -71,8 +71,10 @@ def test_a_table_has_costs_of_each_stage() -> None:
 
 @pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_1p", "gpipe", "v_min"])
 def test_many_costs_at_once_take_as_long_as_one_by_one(name: str) -> None:
-    """The makespans with several tables are those with each."""
+    """The makespans equal those with single tables."""
     program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
     lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
-    found = ManyTimings(program, 0.3).makespans(lengths)
-    assert found.tolist() == [time(program, CostTable(comm=0.3, lengths=each)).makespan for each in lengths]
+    makespans = ManyTimings(program, 0.3).makespans(lengths)
+    assert makespans.tolist() == [
+        time(program, CostTable(comm=0.3, lengths=one_lengths)).makespan for one_lengths in lengths
+    ]

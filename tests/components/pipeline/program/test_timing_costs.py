@@ -5,7 +5,7 @@ from drawloom.components.pipeline.program.timing import Costs
 
 
 def test_a_whole_backward_costs_its_parts() -> None:
-    """The duration of B is that of I and W, unless it is given."""
+    """B lasts as long as I and W together, unless its duration is set."""
     assert Costs(1, 2, 3).backward == 5
     assert Costs(1, 2, 3, 4).length("B") == 4
     assert [Costs(1, 2, 3, comm=0.5).length(work) for work in ("F", "I", "W", "SEND_F", "RECV_B")] == [
@@ -18,7 +18,7 @@ def test_a_whole_backward_costs_its_parts() -> None:
 
 
 def test_a_stages_factor_scales_its_ops() -> None:
-    """Ops of a stage take its factor longer, in a single duration and in those of a program; messages do not."""
+    """A stage's ops take its factor longer, in a single duration and in a program; messages do not."""
     costs = Costs(1, 2, 3, comm=0.5, factors=(1.0, 1.5))
     assert [costs.length(op, 1) for op in ("F", "I", "W", "B", "SEND_B")] == [1.5, 3, 4.5, 7.5, 0.5]
     program = read_program("0: 0F0 0I0 0W0\n1: 1F0 1B0\n")

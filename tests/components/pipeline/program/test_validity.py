@@ -30,9 +30,9 @@ def test_valid_programs_have_no_violation(text: str) -> None:
     ],
 )
 def test_violations_are_reported(text: str, fault: str) -> None:
-    """Actions that are missing, doubled or out of order, and deadlocks, some of which torch accepts, are reported."""
-    found = violations(read_program(text))
-    assert found and found[0].startswith(fault)
+    """Missing, doubled and misordered actions, and deadlocks, some accepted by torch, are reported."""
+    reported = violations(read_program(text))
+    assert reported and reported[0].startswith(fault)
 
 
 def test_actions_on_the_wrong_rank_are_reported() -> None:

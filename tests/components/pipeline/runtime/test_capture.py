@@ -1,4 +1,4 @@
-"""Passes that are recorded once and replayed: with a stand-in for CUDA graphs that computes again what it recorded."""
+"""Recorded and replayed passes: a stand-in for CUDA graphs repeats the recorded computation."""
 
 import logging
 from collections.abc import Callable
@@ -26,26 +26,26 @@ from support.processes import run_ranks
 
 @attrs.define
 class Again:
-    """Computes a function again, and writes what it gives to where the first results are; as a graph would."""
+    """A function's stand-in graph: computes again, and overwrites the first results."""
 
     run: Callable[[], Any]
     outputs: Any
 
     def replay(self) -> None:
-        """Run it, which on a GPU recording has not done, and write what it gives."""
+        """Run the recorded function, as a GPU does only here, and write its results."""
         for there, here in zip(leaves(self.outputs), leaves(self.run()), strict=True):
             if isinstance(there, Tensor):
                 there.data.copy_(here)
 
 
 class Recorder:
-    """Counts the slots, and what is recorded."""
+    """Counter of slots and recordings."""
 
     def __init__(self) -> None:
         self.slots = self.recorded = self.running = 0
 
     def new(self) -> Callable[[Callable[[], Any]], Again]:
-        """What records in a slot."""
+        """Return a recorder for a slot."""
         self.slots += 1
         return self.record
 
@@ -58,24 +58,24 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of CUDA graphs in every executor."""
-    found = Recorder()
-    monkeypatch.setattr(Captures, "on", lambda _device, objective: Captures(objective, found.new))
-    return found
+    graph_recorder = Recorder()
+    monkeypatch.setattr(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new))
+    return graph_recorder
 
 
 def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
-    """What the last of three steps leaves."""
+    """Return the results of the last of three steps."""
     how = {"dtypes": {"parameter": "float32"}, "taken": 3, "layers": 4, **how}
     return pipelines.steps(cases, lengths=lengths, settings={"capture": capture}, **how)
 
 
-def assert_same(found: dict[str, Any], plain: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], plain: dict[str, Any]) -> None:
     """Losses, sums, gradients and weights have the same bits."""
     for key in ("loss", "sums", "norm", "held_out"):
-        assert found[key] == plain[key], key
+        assert actual[key] == plain[key], key
     for what in ("grads", "weights"):
-        assert found[what].keys() == plain[what].keys()
-        for name, tensor in found[what].items():
+        assert actual[what].keys() == plain[what].keys()
+        for name, tensor in actual[what].items():
             other = plain[what][name]
             assert tensor is other is None or torch.equal(tensor, other), (what, name)
 
@@ -92,16 +92,16 @@ CASES: list[pipelines.Case] = [
 @pytest.mark.parametrize("how", [{}, {"experts": 4}, {"dtypes": pipelines.MIXED, "recompute": ["selective"]}], ids=str)
 def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, how: Any) -> None:
     """Three steps, with several microbatches in flight, split backward passes, shared weights and sums of losses."""
-    for found, plain in zip(steps(CASES, True, **how), steps(CASES, False, **how), strict=True):
-        assert_same(found, plain)
+    for replayed, plain in zip(steps(CASES, True, **how), steps(CASES, False, **how), strict=True):
+        assert_same(replayed, plain)
     assert recorder.recorded > 0
 
 
 def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the model was evaluated before its first step: both blocks of one stage run again in each step."""
+    """Both blocks in one stage are recomputed in every step, even if the model was evaluated before its first step."""
     ran: list[Any] = []
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def count_and_rerun(*given: Any, **named: Any) -> Any:
         ran.append(given)
         return rerun(*given, **named)
 
@@ -110,33 +110,35 @@ def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, mon
         train(executor, state)
 
     train = ProgramExecutor.train
-    monkeypatch.setattr(recompute_policy, "rerun", counted)
+    monkeypatch.setattr(recompute_policy, "rerun", count_and_rerun)
     monkeypatch.setattr(ProgramExecutor, "train", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)
     assert recorder.recorded > 0 and len(ran) >= 3 * 3 * 2
 
 
-def captured_steps(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """In a process of its own, which has stand-ins for CUDA graphs."""
-    found = Recorder()
-    with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, found.new)):
+def run_steps_with_graphs(cases: list[pipelines.Case], capture: bool, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Run the cases in a separate process with stand-ins for CUDA graphs."""
+    graph_recorder = Recorder()
+    with mock.patch.object(Captures, "on", lambda _device, objective: Captures(objective, graph_recorder.new)):
         steps_of_rank: list[dict[str, Any]] = steps(cases, capture, sizes=sizes)
-    assert bool(found.recorded) == capture
+    assert bool(graph_recorder.recorded) == capture
     return steps_of_rank
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data_replicate": 2}], ids=["pipeline", "replicas"])
 def test_replayed_passes_over_two_ranks_have_the_bits_of_passes_that_run(sizes: dict[str, int]) -> None:
     """Messages come from and go to other ranks, and to stages of the same rank; replicas sum after the last pass."""
-    found_by = [run_ranks(captured_steps, 2, CASES, each, sizes, timeout=120) for each in (True, False)]
-    for ours, theirs in zip(*found_by, strict=True):
-        for found, plain in zip(ours, theirs, strict=True):
-            assert_same(found, plain)
+    steps_by_rank = [
+        run_ranks(run_steps_with_graphs, 2, CASES, capture, sizes, timeout=120) for capture in (True, False)
+    ]
+    for ours, theirs in zip(*steps_by_rank, strict=True):
+        for replayed, plain in zip(ours, theirs, strict=True):
+            assert_same(replayed, plain)
 
 
 def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> None:
-    """One after the other they take turns in one slot, of which each pass is recorded once."""
+    """Microbatches one after the other take turns in one slot, and its passes are recorded once."""
     steps([("one_f_one_b", 4, True, False, "plain")], True)
     assert (recorder.slots, recorder.recorded) == (1, 2)
     steps([("gpipe", 4, True, False, "plain")], True)
@@ -144,10 +146,10 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
 
 
 def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
-    """Rows of several lengths: only those like the first microbatch are recorded, and the numbers are right."""
+    """With rows in several lengths, only those like the first microbatch are recorded, and the numbers are right."""
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
-        (found,) = steps([CASES[0]], True, (4, 1))
-    assert_same(found, steps([CASES[0]], False, (4, 1))[0])
+        (replayed,) = steps([CASES[0]], True, (4, 1))
+    assert_same(replayed, steps([CASES[0]], False, (4, 1))[0])
     assert [record.message for record in caplog.records] == [
         "capture: stage 0 gets microbatches of several shapes, and only those of the first are launched as CUDA graphs"
     ]
@@ -166,7 +168,7 @@ def test_rows_of_one_document_are_captured_as_packed_ones(
 
 
 def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that waits for the GPU: the error names the stage and what to write."""
+    """For a pass that waits for the GPU, for example, the error names the stage and the remedy."""
 
     def record(_run: Callable[[], Any]) -> Again:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -177,7 +179,7 @@ def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, mo
 
 
 def test_sums_begin_at_zero_or_at_what_is_there() -> None:
-    """The same tensor in each step; nothing that somebody left in a gradient is lost."""
+    """All steps use the same tensor; a gradient already there is not lost."""
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)
     sums = WeightSums()
@@ -195,9 +197,9 @@ def test_sums_begin_at_zero_or_at_what_is_there() -> None:
 def test_after_whole_rows_graphs_are_made_anew_for_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs know that rows are one document each until there are others, and are then recorded again, once."""
+    """Graphs for one-document rows are recorded again, once, when packed rows come."""
     monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: recorder.recorded == 0)
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
-        (found,) = steps([CASES[0]], True, taken=6)
+        (replayed,) = steps([CASES[0]], True, step_count=6)
     assert not caplog.records and recorder.recorded == 4
-    assert_same(found, steps([CASES[0]], False, taken=6)[0])
+    assert_same(replayed, steps([CASES[0]], False, step_count=6)[0])

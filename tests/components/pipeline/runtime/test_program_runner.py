@@ -1,4 +1,4 @@
-"""What may travel between stages."""
+"""Trees of tensors that travel between stages."""
 
 import re
 from functools import partial
@@ -20,7 +20,7 @@ from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from support import pipelines
-from support.processes import RanksFailed, run_ranks
+from support.processes import RanksFailedError, run_ranks
 from support.steps import train
 
 NO_HEAD: Any = None
@@ -29,7 +29,7 @@ NO_HEAD: Any = None
 
 @attrs.frozen
 class Parcel:
-    """What goes from the first stage to the second: a tree with all kinds of leaves."""
+    """A message from the first stage to the second: a tree with all kinds of leaves."""
 
     hidden: dict[str, Tensor]
     counts: tuple[Tensor, Tensor]
@@ -45,14 +45,14 @@ class First(nn.Module):
         self.spare = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
     def forward(self, inputs: Tensor, shared: BatchContext) -> Parcel:
-        found = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
+        scaled = (inputs.double().unsqueeze(-1) * self.weight[0]).transpose(0, 1)
         unused = self.spare * inputs.double().sum()
-        turned = found * torch.tensor(0.6 + 0.8j, dtype=torch.complex128)
-        return Parcel({"found": found, "unused": unused, "turned": turned}, (inputs.long(), inputs > 2))
+        turned = scaled * torch.tensor(0.6 + 0.8j, dtype=torch.complex128)
+        return Parcel({"found": scaled, "unused": unused, "turned": turned}, (inputs.long(), inputs > 2))
 
 
 class Second(nn.Module):
-    """Uses most of it; a weight of its own does not depend on what came."""
+    """A stage that uses most of its input, with a weight independent of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class SumOfAll:
 
 @attrs.frozen
 class Spread:
-    """This rank's stages, and what passes between all."""
+    """This rank's stages, and the tensors between all stages."""
 
     local: list[Stage]
     boundaries: ActivationSpecs
@@ -138,7 +138,7 @@ class Faulty(First):
         return given
 
 
-def travelled(name: str, fault: str = "") -> dict[str, Any]:
+def run_schedule(name: str, fault: str = "") -> dict[str, Any]:
     """Gradients of this rank, and its part of the loss, after a step with a schedule."""
     device = ComputeDevice(kind="cpu")
     processes = TorchProcesses(device=device, timeout=30.0)
@@ -181,7 +181,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
         loss, *_ = second(first(tokens, shared), shared, partial(SumOfAll().loss, batch=batch))
         torch.autograd.backward(loss)
         total += loss.detach()
-    ranks = run_ranks(travelled, 2, name)
+    ranks = run_ranks(run_schedule, 2, name)
     assert sum(rank["loss"] for rank in ranks) == pytest.approx(float(total), rel=1e-12)
     for module, rank in zip((first, second), ranks, strict=True):
         for key, parameter in module.named_parameters():
@@ -198,15 +198,15 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
     ],
 )
 def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
-    """Another dtype, shape, structure or constant than that of the meta pass is an error of the sender, in words."""
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(travelled, 2, "one_f_one_b", fault)
+    """A dtype, shape, structure or constant that differs from the meta pass is an error on the sender, in words."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(run_schedule, 2, "one_f_one_b", fault)
     assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])
     assert re.search(text, caught.value.failures[0]), caught.value.failures[0]
 
 
 def hops(owners: tuple[int, ...]) -> float:
-    """This rank's part of the loss of a chain of stages that lie on these ranks."""
+    """Return this rank's part of the loss for a chain of stages on these ranks."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -261,9 +261,9 @@ def test_stages_hand_over_between_any_two_ranks() -> None:
 
 
 def test_actions_are_ranges_of_a_profile() -> None:
-    """Each action of the program once, under its name in the notation; without a profiler there is nothing of them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
+    """A profile has all the program's actions once, by their notation; without a profiler there are no ranges."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         pipelines.steps([("gpipe", 4, False, False, "plain")], layers=1)
-    names = [event.name for event in found.events() if event.is_user_annotation]
+    names = [event.name for event in profile.events() if event.is_user_annotation]
     validation = ["0F0", "0F1", "0F2"]
     assert sorted(names) == sorted([f"0{op}{number}" for op in "FB" for number in range(4)] + validation)

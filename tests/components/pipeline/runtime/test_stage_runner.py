@@ -1,4 +1,4 @@
-"""Stages that are hard to take backward, at work on the microbatches of a step under schedules of all kinds."""
+"""Stages with difficult backward passes, on a step's microbatches under all kinds of schedules."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from support.steps import train
 
 
 def test_a_loss_of_another_form_is_named() -> None:
-    """A mean alone, as other frameworks take it, is refused with the class and what it should return."""
+    """A mean alone, common in other frameworks, is refused with the class and the required form."""
 
     class Mean:
         def loss(self, *_: Any) -> Tensor:
@@ -46,7 +46,7 @@ NO_HEAD: Any = None
 
 
 class Block(nn.Module):
-    """A stage that changes activations (2, 4, WIDTH); `late` is a parameter that it may get later."""
+    """A stage that changes activations (2, 4, WIDTH); `late` is a parameter added later."""
 
     def __init__(self, name: str, ours: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Fourier(Block):
-    """A block that takes and gives complex numbers, but for those of either end."""
+    """A block from and to complex numbers, real at both ends."""
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__("residual", ours=number % 2 == 0)
@@ -74,7 +74,7 @@ class Fourier(Block):
 
 
 class Distance(nn.Module):
-    """A loss with parameters of its own, and with a trained tensor that is no parameter."""
+    """A loss with parameters, and with a trained tensor that is not a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +137,12 @@ class Folded:
         return Program.of([folded], self.stage_to_rank(1))
 
     def _may_follow(self, action: Action, done: list[Action]) -> bool:
-        """Whether there is what it takes from another stage."""
+        """Return whether the input from another stage exists."""
         ops, before, ends = ("F", -1, 0) if action.op == "F" else ("BI", 1, self.stages - 1)
         if action.op == "W" or action.stage == ends:
             return True
         needed = action.stage + before, action.microbatch
-        return any((each.stage, each.microbatch) == needed and each.op in ops for each in done)
+        return any((earlier.stage, earlier.microbatch) == needed and earlier.op in ops for earlier in done)
 
 
 def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> ProgramExecutor:
@@ -164,7 +164,7 @@ def batches(count: int) -> list[TokenBatch]:
 
 
 def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], leaves: list[Tensor]) -> None:
-    """The gradients of a step are those of plain autograd through all stages."""
+    """Compare a step's gradients with plain autograd through all stages."""
     for batch in microbatches:
         output, shared = executor.objective.inputs(batch)
         for stage in executor.stages.local:
@@ -176,7 +176,7 @@ def same_as_one_pass(executor: ProgramExecutor, microbatches: list[TokenBatch], 
 
 
 def test_schedules_are_split() -> None:
-    """Of the schedules that follow, all but one take stages backward in two parts."""
+    """All but one of the tested schedules split the backward pass in two."""
     lines = {name: lower(Folded(name).program(1, 3), 0) for name in SCHEDULES}
     split = {name: sum(action.op == "I" for action in flat(line)) for name, line in lines.items()}
     assert [name for name in SCHEDULES if not split[name]] == ["one_f_one_b"]
@@ -212,23 +212,23 @@ BLOCKS = [
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_leaf_has_its_gradient(name: str, schedule: str, one_rank: Any) -> None:
-    """Whatever the schedule: parameters of stages and of the loss, of the last moment, and tensors that are none."""
+    """With any schedule, stage and loss parameters, a parameter added late, and plain tensors get gradients."""
     folded, objective = Folded(schedule), Distance()
     modules = [Block(name, ours=number % 2 == 1) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
     modules[0].late = nn.Parameter(torch.randn(WIDTH))
-    leaves = [each for module in (*modules, objective) for each in module.parameters()]
+    leaves = [parameter for module in (*modules, objective) for parameter in module.parameters()]
     for microbatches in (2, 3):
         same_as_one_pass(executor, batches(microbatches), [*leaves, *objective.center])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_complex_activations_have_gradients(schedule: str, one_rank: Any) -> None:
-    """What passes between stages may be complex."""
+    """Stages may pass complex tensors."""
     folded, objective = Folded(schedule), Distance()
     modules = [Fourier(number, folded.stages) for number in range(folded.stages)]
     executor = executor_of(modules, folded, objective, one_rank)
-    same_as_one_pass(executor, batches(3), [each for module in modules for each in module.parameters()])
+    same_as_one_pass(executor, batches(3), [parameter for module in modules for parameter in module.parameters()])
 
 
 def state_of_losses(*losses: tuple[float, dict[str, Tensor]]) -> StepState:
@@ -248,7 +248,7 @@ def test_losses_are_in_the_order_of_microbatches_whatever_the_order_of_passes() 
 
 
 def test_named_sums_that_differ_between_microbatches_are_named() -> None:
-    """The message says which microbatch has which other sum."""
+    """The message names the microbatch and its differing sum."""
     state = state_of_losses((1.0, {}), (1.0, {"hits": torch.tensor(1.0)}))
     message = r"\['losses'\]: at \['sums'\]: microbatch 1 has other entries than the first: \['hits'\]"
     with pytest.raises(ValueError, match=message):

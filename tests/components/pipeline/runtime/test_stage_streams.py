@@ -1,4 +1,4 @@
-"""Streams of stages, of which stand-ins write down what they are given."""
+"""Streams for stages, with stand-ins that record their work."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ MAIN = "main"
 
 @attrs.define(eq=False)
 class Stream:
-    """A stream that remembers its work and what it has waited for: by stream, how far."""
+    """A stream that records its work and its waits by stream and position."""
 
     device: str = "cuda"
     work: list[Any] = attrs.field(factory=list)
@@ -31,13 +31,13 @@ class Stream:
         self.wait_event((other, len(other.work), dict(other.seen)))
 
     def wait_event(self, event: tuple["Stream", int, dict[int, int]]) -> None:
-        """Wait for what another stream had been given, and for what that had waited for."""
+        """Wait for another stream's work so far, and for all it had waited for."""
         other, count, seen = event
-        for key, place in (*seen.items(), (id(other), count)):
-            self.seen[key] = max(place, self.seen.get(key, 0))
+        for key, count_seen in (*seen.items(), (id(other), count)):
+            self.seen[key] = max(count_seen, self.seen.get(key, 0))
 
     def record_event(self) -> tuple["Stream", int, dict[int, int]]:
-        """What this stream was given until now."""
+        """Record this stream's work so far."""
         return self, len(self.work), dict(self.seen)
 
 
@@ -64,8 +64,8 @@ def stages(*modules: nn.Module) -> list[Any]:
 
 def test_a_pass_waits_for_what_another_stage_made_and_for_no_more(current: list[Stream]) -> None:
     """
-    Under DualPipeV on one rank, each pass comes after the pass whose result it takes, and after its stage's earlier
-    ones; some forward and backward passes of an overlap do not wait for one another.
+    Under DualPipeV on one rank, a pass comes after the pass that makes its input, and after its stage's earlier ones;
+    some overlapping forward and backward passes do not wait for one another.
     """
     streams = StageStreams.of(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
     streams.begin()
@@ -78,8 +78,8 @@ def test_a_pass_waits_for_what_another_stage_made_and_for_no_more(current: list[
         kind = "F" if action.op == "F" else "B"
         before = (kind, action.stage + (-1 if kind == "F" else 1), action.microbatch)
         if action.op != "W" and before in done:
-            stream, place = done[before]
-            assert here.seen.get(id(stream), 0) >= place, f"{action} does not wait for {before}"
+            stream, position = done[before]
+            assert here.seen.get(id(stream), 0) >= position, f"{action} does not wait for {before}"
         free += any(here.seen.get(id(other), 0) < len(other.work) for other in streams.streams.values())
         here.work.append(action)
         done[kind, action.stage, action.microbatch] = here, len(here.work)
@@ -88,13 +88,13 @@ def test_a_pass_waits_for_what_another_stage_made_and_for_no_more(current: list[
         streams.run(carry_out, lambda _action: [handed], action)
     streams.end()
     assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches
-    assert all(current[0].seen[id(each)] == len(each.work) for each in streams.streams.values())
+    assert all(current[0].seen[id(stage_stream)] == len(stage_stream.work) for stage_stream in streams.streams.values())
 
 
 def test_stages_that_share_parameters_share_a_stream() -> None:
     """The gradient of a tied weight is written by one stream."""
     tied = nn.Linear(2, 2)
-    found = StageStreams.of(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream).streams
-    assert len({id(each) for each in found.values()}) == 1
+    streams = StageStreams.of(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream).streams
+    assert len({id(stream) for stream in streams.values()}) == 1
     apart = StageStreams.of(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream).streams
     assert apart[0] is not apart[1]

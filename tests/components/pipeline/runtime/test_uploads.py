@@ -1,4 +1,4 @@
-"""The order in which batches come to a GPU, with streams that write down what is asked of them."""
+"""The order in which batches come to a GPU, with streams that record their calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from support.clips import Clips, clips
 
 @attrs.define
 class Stream:
-    """A stream with a name, and what happened in it and in others, in order."""
+    """A stream with a name and a common record of calls."""
 
     name: str
     seen: list[str]
@@ -28,31 +28,31 @@ class Stream:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of streams and tensors, on a device that is neither CPU nor GPU."""
-    found: list[str] = []
+    """Record calls to streams and tensors, on a device that is neither CPU nor GPU."""
+    calls: list[str] = []
     inside = ["compute"]
 
     @contextmanager
-    def entered(stream: Stream) -> Iterator[None]:
+    def enter_stream(stream: Stream) -> Iterator[None]:
         inside.append(stream.name)
         yield
         inside.pop()
 
-    def pinned(tensor: Tensor) -> Tensor:
-        found.append("pin")
+    def record_pin(tensor: Tensor) -> Tensor:
+        calls.append("pin")
         return tensor.clone()
 
-    def moved(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
-        found.append(f"copy in {inside[-1]}{'' if non_blocking else ', and wait'}")
+    def record_copy(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        calls.append(f"copy in {inside[-1]}{'' if non_blocking else ', and wait'}")
         return torch.empty_like(tensor, device=device)
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("copies", found))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("compute", found))
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(Tensor, "to", moved)
-    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: found.append(f"kept for {stream.name}"))
-    return found
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("copies", calls))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("compute", calls))
+    monkeypatch.setattr(torch.cuda, "stream", enter_stream)
+    monkeypatch.setattr(Tensor, "pin_memory", record_pin)
+    monkeypatch.setattr(Tensor, "to", record_copy)
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: calls.append(f"kept for {stream.name}"))
+    return calls
 
 
 def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
@@ -67,10 +67,10 @@ def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
 
 
 def test_what_is_there_already_is_not_copied(seen: list[str]) -> None:
-    """A tensor of the device and values that are no tensors pass as they are."""
+    """A tensor on the device and values other than tensors pass unchanged."""
     there = torch.empty(2, device="meta")
     assert Uploads(torch.device("meta")).start([there, 3, None]) == [there, 3, None]
-    assert not [each for each in seen if "copy" in each]
+    assert not [call for call in seen if "copy" in call]
 
 
 def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:

@@ -33,56 +33,62 @@ def _makespan(program: Program, lengths: Sequence[Sequence[float]], comm: float)
             stage, op, number = lines[rank][0].stage, lines[rank][0].op, lines[rank][0].microbatch
             source = (stage - 1, "F") if op == "F" else (stage + 1, "I") if stage < last else (last, "F")
             needed = () if op == "W" or (op, stage) == ("F", 0) else ((*source, number),)
-            if any(each not in ends for each in needed):
+            if any(needed_action not in ends for needed_action in needed):
                 break
-            late = [ends[each] + comm * (program.stage_to_rank[each[0]] != rank) for each in needed]
+            late = [
+                ends[needed_action] + comm * (program.stage_to_rank[needed_action[0]] != rank)
+                for needed_action in needed
+            ]
             free[rank] = max([free[rank], *late]) + lengths[stage]["FBIW".index(op)]
             ends[stage, "I" if op == "B" else str(op), number] = free[rank]
             lines[rank].pop(0)
     return max(free)
 
 
-def _peak(program: Program, held: Sequence[float], pending: Sequence[float] | None = None) -> float:
+def _peak(program: Program, activations: Sequence[float], pending: Sequence[float] | None = None) -> float:
     """The most that a rank holds from forwards until input gradients, then pending until weight gradients."""
-    peaks, pending = [], held if pending is None else pending
+    peaks, pending = [], activations if pending is None else pending
     for rank in range(program.ranks):
         now = 0.0
-        for each in flat(program.rank_program(rank)):
-            before, behind = held[each.stage], pending[each.stage]
-            now += {"F": before, "B": -before, "I": behind - before, "W": -behind}[str(each.op)]
+        for action in flat(program.rank_program(rank)):
+            before, behind = activations[action.stage], pending[action.stage]
+            now += {"F": before, "B": -before, "I": behind - before, "W": -behind}[str(action.op)]
             peaks.append(now)
     return max(peaks)
 
 
-def _summed(values: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """The sums of what the slices of each stage have."""
+def _sum_per_stage(values: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """Sum the slices' values by stage."""
     return [sum(values[sum(sizes[:stage]) : sum(sizes[: stage + 1])]) for stage in range(len(sizes))]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -> None:
     """
-    Of all partitions of a few layers and all published schedules, tried one by one, none that fits is faster.
-
-    Layers differ in costs, bytes, and in how long their ops take; messages take time, and stages cost something each.
+    An exhaustive trial over all partitions of a few layers and all published schedules has no faster one that fits.
+    Layers differ in costs, bytes, and durations by op; messages take time, and stages have their own costs.
     """
     chance = random.Random(seed)
     ranks, layers, microbatches = chance.choice([(2, 5, 4), (2, 6, 3), (3, 6, 4)])
     slices = [[chance.uniform(0.5, 2) for _ in range(4)] for _ in range(layers)]
-    held = [chance.uniform(1, 2) for _ in range(layers)]
+    activations = [chance.uniform(1, 2) for _ in range(layers)]
     per_stage, comm = [chance.choice([0.0, 0.5])] * 4, chance.choice([0.0, 0.4])
-    limit = sum(held) * chance.choice([0.8, 1.0, 2.0])
+    limit = sum(activations) * chance.choice([0.8, 1.0, 2.0])
 
-    def timed(program: Program, sizes: Sequence[int]) -> float:
-        stages = [_summed([each[op] for each in slices], sizes) for op in range(4)]
+    def makespan_if_it_fits(program: Program, sizes: Sequence[int]) -> float:
+        stages = [_sum_per_stage([schedule[op] for schedule in slices], sizes) for op in range(4)]
         lengths = [[stages[op][stage] + per_stage[op] for op in range(4)] for stage in range(len(sizes))]
-        return _makespan(program, lengths, comm) if _peak(program, _summed(held, sizes)) <= limit else math.inf
+        return (
+            _makespan(program, lengths, comm)
+            if _peak(program, _sum_per_stage(activations, sizes)) <= limit
+            else math.inf
+        )
 
     best = math.inf
-    for program in (each.program(ranks, microbatches) for count in (1, 2) for each in list_published(count)):
+    for program in (schedule.program(ranks, microbatches) for count in (1, 2) for schedule in list_published(count)):
         for cuts in combinations(range(1, layers), program.stages - 1):
             sizes = [last - first for first, last in pairwise((0, *cuts, layers))]
-            best = min(best, timed(program, sizes))
+            best = min(best, makespan_if_it_fits(program, sizes))
     settings: dict[str, Any] = {
         "comm": comm,
         "memory": limit,
@@ -90,8 +96,8 @@ def test_no_partition_of_any_published_schedule_that_fits_is_faster(seed: int) -
         "microbatches": microbatches,
         "trials": 20,
     }
-    made = Auto(slices=slices, activations=held, **settings)
-    ours = timed(made.program(ranks, microbatches), made.layers_by_stage(ranks, layers))
+    made = Auto(slices=slices, activations=activations, **settings)
+    ours = makespan_if_it_fits(made.program(ranks, microbatches), made.layers_by_stage(ranks, layers))
     assert ours <= best * (1 + 1e-9) < math.inf
 
 
@@ -102,8 +108,8 @@ AGAIN: dict[Literal["selective", "blocks"], Recomputation] = {
 """What may be recomputed."""
 
 
-def _recomputed(policy: Recompute, layers: int) -> tuple[float, float]:
-    """What parts of their forwards some layers do again, and of their activations they keep."""
+def _recompute_fractions(policy: Recompute, layers: int) -> tuple[float, float]:
+    """Return the repeated part of a forward, and the kept part of the activations, for some layers."""
     if policy == "none":
         return 0.0, 1.0
     if policy == "selective":
@@ -114,50 +120,62 @@ def _recomputed(policy: Recompute, layers: int) -> tuple[float, float]:
 
 @attrs.frozen
 class Model:
-    """Layers with costs in a forward, of which gradients of inputs and of weights take as long, and bytes."""
+    """Layers with a forward cost, equal to the input and the weight gradients' costs, and bytes."""
 
     slices: list[float]
-    held: list[float]
+    activations: list[float]
     pending: list[float]
     comm: float = 0.3
 
-    def timed(self, program: Program, sizes: Sequence[int], chosen: Sequence[Recompute], limit: float) -> float:
+    def makespan_if_it_fits(
+        self, program: Program, sizes: Sequence[int], chosen: Sequence[Recompute], limit: float
+    ) -> float:
         """How long a program takes with a partition whose stages recompute so; infinite if it does not fit."""
-        each = [_recomputed(policy, size) for policy, size in zip(chosen, sizes, strict=True)]
-        kept = [part * size for (_, part), size in zip(each, _summed(self.held, sizes), strict=True)]
-        if _peak(program, kept, _summed(self.pending, sizes)) > limit * (1 + 1e-9):
+        recomputed = [_recompute_fractions(policy, size) for policy, size in zip(chosen, sizes, strict=True)]
+        kept = [
+            part * size for (_, part), size in zip(recomputed, _sum_per_stage(self.activations, sizes), strict=True)
+        ]
+        if _peak(program, kept, _sum_per_stage(self.pending, sizes)) > limit * (1 + 1e-9):
             return math.inf
-        costs = zip(each, _summed(self.slices, sizes), strict=True)
+        costs = zip(recomputed, _sum_per_stage(self.slices, sizes), strict=True)
         return _makespan(program, [[f, (2 + again) * f, (1 + again) * f, f] for (again, _), f in costs], self.comm)
 
     def auto(self, ranks: int, limit: float, **settings: Any) -> tuple[Program, float]:
-        """What is found in so much memory, and how long it takes."""
+        """Return the program found within the limit, and its makespan."""
         costs: dict[str, Any] = {
             "slices": self.slices,
-            "activations": self.held,
+            "activations": self.activations,
             "pending": self.pending,
             "comm": self.comm,
         }
         made = Auto(memory=limit, **costs, **settings)
         program, sizes = made.program(ranks, settings["microbatches"]), made.layers_by_stage(ranks, len(self.slices))
-        return program, self.timed(program, sizes, program.recompute or ["none"] * len(sizes), limit)
+        return program, self.makespan_if_it_fits(program, sizes, program.recompute or ["none"] * len(sizes), limit)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: int) -> None:
-    """Of all partitions of a few layers, and all policies of each stage, tried one by one, none that fits is faster."""
+    """
+    An exhaustive trial over all partitions of a few layers, and all stages' policies, has no faster one that fits.
+    """
     chance = random.Random(seed)
     ranks, layers, microbatches = 2, 5, chance.choice([3, 4])
-    slices, held = ([chance.uniform(*ends) for _ in range(layers)] for ends in ((0.5, 2.0), (1.0, 2.0)))
-    model = Model(slices, held, [each * chance.uniform(0.5, 1) for each in held])
-    limit = sum(held) * chance.choice([0.5, 0.6, 0.7])
+    slices, activations = ([chance.uniform(*ends) for _ in range(layers)] for ends in ((0.5, 2.0), (1.0, 2.0)))
+    model = Model(slices, activations, [schedule * chance.uniform(0.5, 1) for schedule in activations])
+    limit = sum(activations) * chance.choice([0.5, 0.6, 0.7])
     policies: list[Recompute] = ["none", "selective", "blocks", 2, 3, 4]
     best = plain = math.inf
-    for program in (each.program(ranks, microbatches) for each in list_published(1)):
+    for program in (schedule.program(ranks, microbatches) for schedule in list_published(1)):
         for cut in range(1, layers):
             sizes = [cut, layers - cut]
-            plain = min(plain, model.timed(program, sizes, ["none"] * ranks, limit))
-            best = min(best, *(model.timed(program, sizes, each, limit) for each in product(policies, repeat=ranks)))
+            plain = min(plain, model.makespan_if_it_fits(program, sizes, ["none"] * ranks, limit))
+            best = min(
+                best,
+                *(
+                    model.makespan_if_it_fits(program, sizes, schedule, limit)
+                    for schedule in product(policies, repeat=ranks)
+                ),
+            )
     settings = {"stages_per_rank": 1, "trials": 20, "microbatches": microbatches}
     program, ours = model.auto(ranks, limit, recompute=AGAIN, **settings)
     assert violations(program) == []
@@ -189,14 +207,14 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
     made = Auto(slices=slices, stages_per_rank=1, microbatches=16, trials=20)
     sizes = made.layers_by_stage(4, 12)
     assert sizes[-1] == min(sizes) < 3
-    lengths = [_summed(slices, each) for each in (sizes, (3, 3, 3, 3))]
+    lengths = [_sum_per_stage(slices, each) for each in (sizes, (3, 3, 3, 3))]
     ours, other = ([[f, 2 * f, f, f] for f in each] for each in lengths)
     best = min(_makespan(each.program(4, 16), other, 0.0) for each in list_published(1))
     assert _makespan(made.program(4, 16), ours, 0.0) < 0.9 * best
 
 
 def _costs(program: Program, last: float, latency: float) -> Costs:
-    """Costs in which the last rank's share of the model takes `last` times as long as the others'."""
+    """Return costs in which the last rank's share takes `last` times as long as the others'."""
     stages = program.stages // program.ranks
     factors = [1 / stages] * program.stages
     factors[-1] += last - 1
@@ -215,7 +233,9 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         stages = program.stages // ranks
         assert max(simulate(program, Costs()).peak_live_weights) <= limit * stages
         ours = time(program, _costs(program, last, latency)).makespan
-        for other in (each.program(ranks, microbatches) for number in (1, 2) for each in list_published(number)):
+        for other in (
+            schedule.program(ranks, microbatches) for number in (1, 2) for schedule in list_published(number)
+        ):
             if max(simulate(other, Costs()).peak_live_weights) <= limit * other.stages // ranks:
                 assert ours <= time(other, _costs(other, last, latency)).makespan + 1e-9
 
@@ -223,9 +243,13 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
 def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
     """With 1.3 times the cost in the last share and a latency of 0.25, it is 2 % faster than every published one."""
     ours = Auto(comm=0.25, slices=[0.5] * 15 + [0.8], microbatches=32).program(8, 32)
-    others = [each.program(8, 32) for number in (1, 2) for each in list_published(number)]
-    fitting = [each for each in others if max(simulate(each, Costs()).peak_live_weights) <= 8 * each.stages // 8]
-    best = min(time(each, _costs(each, 1.3, 0.25)).makespan for each in fitting)
+    others = [schedule.program(8, 32) for number in (1, 2) for schedule in list_published(number)]
+    fitting = [
+        schedule
+        for schedule in others
+        if max(simulate(schedule, Costs()).peak_live_weights) <= 8 * schedule.stages // 8
+    ]
+    best = min(time(schedule, _costs(schedule, 1.3, 0.25)).makespan for schedule in fitting)
     assert time(ours, _costs(ours, 1.3, 0.25)).makespan < 0.98 * best
 
 
@@ -246,7 +270,7 @@ def test_every_process_finds_the_same() -> None:
 
 
 def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:
-    """Placement and layers are those for the planned number of microbatches, with any other number too."""
+    """Placement and layers come from the planned number of microbatches, with any other number too."""
     made = Auto(comm=0.25, microbatches=8, slices=[1.0] * 11 + [3.0])
     sizes = made.layers_by_stage(4, 12)
     for microbatches in (1, 3, 8, 20):
@@ -256,7 +280,7 @@ def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:
 
 
 def test_stages_a_rank_can_be_asked_for() -> None:
-    """With a number of stages on each rank, the program has it, and each stage at least one slice."""
+    """With a number of stages per rank, the program has it, and no stage is without a slice."""
     for stages in (1, 2, 3):
         made = Auto(stages_per_rank=stages, slices=[1.0] * 12)
         assert len(made.stage_to_rank(2)) == len(made.layers_by_stage(2, 12)) == 2 * stages
@@ -266,11 +290,11 @@ def test_activations_of_slices_are_counted_in_their_own_unit() -> None:
     """Of a first stage with three times the activations, a rank holds fewer microbatches, by the limit in bytes."""
     sizes = [3e9, 1e9, 1e9, 1e9]
     made = Auto(activations=sizes, memory=8e9)
-    assert _peak(made.program(2, 8), _summed(sizes, made.layers_by_stage(2, 4))) <= 8e9
+    assert _peak(made.program(2, 8), _sum_per_stage(sizes, made.layers_by_stage(2, 4))) <= 8e9
 
 
 def test_what_can_not_be_is_refused_in_words() -> None:
-    """Too little memory for one microbatch, slices that are too few or don't suit the model, and costs of zero."""
+    """Too little memory for one microbatch, too few or unsuitable slices, and zero costs are refused."""
     with pytest.raises(UserError, match=r"memory = 0\.5: a microbatch's activations are 1 on a rank; write more"):
         Auto(memory=0.5).program(4, 8)
     with pytest.raises(UserError, match=r"3 slices are too few for 4 stages; write 4 of each or more"):
@@ -297,7 +321,7 @@ def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
 def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(microbatches: int) -> None:
-    """Also where that is more than the activations before: there is a program, which holds no more."""
+    """Even with more memory waiting for weight gradients than in activations, there is a program within the limit."""
     given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
     program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
     peaks = peak_activations(program, given["activations"], given["pending"])

@@ -1,4 +1,4 @@
-"""DualPipeV; its order is that of torch, see tests/schedules/test_torch.py."""
+"""DualPipeV; tests/schedules/test_torch.py compares its order with torch's."""
 
 from drawloom.components.pipeline.program.lowering import lower
 from drawloom.components.pipeline.program.timing import Costs

@@ -6,7 +6,7 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 
 
 def test_the_first_microbatch_follows_the_papers_figure() -> None:
-    """No op of the first microbatch waits: each directly follows the neighbour's."""
+    """No op in the first microbatch waits: it directly follows the neighbour's."""
     run = simulate(VMin().program(4, 8), Costs())
     starts = {str(bar.action): bar.start for rank in range(4) for bar in run.bars(rank)}
     assert [starts[f"{stage}F0"] for stage in range(8)] == list(range(8))

@@ -1,4 +1,4 @@
-"""Simulation of messages that share channels."""
+"""Simulation of messages on shared channels."""
 
 import pytest
 

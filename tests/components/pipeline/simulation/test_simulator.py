@@ -1,4 +1,4 @@
-"""The figures of simulations; those of whole schedules are in tests/schedules/test_figures.py."""
+"""Simulations' figures; tests/schedules/test_figures.py has whole schedules'."""
 
 from itertools import pairwise
 
@@ -73,7 +73,7 @@ def test_a_deadlock_has_no_simulation() -> None:
 @pytest.mark.parametrize("sharding", [Sharding(), Sharding(gathered=True), Sharding(True, by_microbatch=True)])
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_v", "dual_pipe_v"])
 def test_actions_on_shards_that_cost_nothing_change_no_time(name: str, sharding: Sharding) -> None:
-    """Start and end of every compute action are those without shards, whose actions are there all the same."""
+    """Start and end of compute actions are unchanged by shards, and the shard actions exist."""
     program, costs = schedule(name).program(4, 12), Costs(1, 1.5, 0.5, comm=0.25)
     plain, run = simulate(program, costs), simulate(program, costs, sharding=sharding)
     assert np.allclose(run.start, plain.start) and np.allclose(run.end, plain.end)
@@ -89,22 +89,26 @@ def test_a_stage_is_gathered_before_its_first_forward_and_reduced_with_its_backw
     """F waits for the gather; the reduction overlaps with B, begins behind W, and can end the step."""
     sharding, costs = Sharding(gathered=True), Costs(1, 2, 2, unshard=3, reduce=1)
     whole = simulate(read_program("0: 0F0 0B0"), costs, sharding=sharding)
-    assert timed(whole) == {"0UNSHARD0": (0, 3), "0F0": (3, 4), "0B0": (4, 8), "0REDUCE_GRAD0": (4, 8)}
+    assert times_of_rank(whole) == {"0UNSHARD0": (0, 3), "0F0": (3, 4), "0B0": (4, 8), "0REDUCE_GRAD0": (4, 8)}
     slow = simulate(read_program("0: 0F0 0B0"), attrs.evolve(costs, reduce=7), sharding=sharding)
-    assert timed(slow)["0REDUCE_GRAD0"] == (4, 11) and slow.makespan == slow.span == 11 and slow.ideal == 5
+    assert times_of_rank(slow)["0REDUCE_GRAD0"] == (4, 11) and slow.makespan == slow.span == 11 and slow.ideal == 5
     split = simulate(read_program("0: 0F0 0F1 0I0 0I1 0W0 0W1"), costs, sharding=Sharding(True, by_microbatch=True))
-    assert timed(split)["0W0"] == (9, 11) and timed(split)["0REDUCE_SCATTER0"] == (11, 12)
-    assert timed(split)["0W1"] == (11, 13) and timed(split)["0REDUCE_GRAD1"] == (13, 14) and split.makespan == 14
+    assert times_of_rank(split)["0W0"] == (9, 11) and times_of_rank(split)["0REDUCE_SCATTER0"] == (11, 12)
+    assert (
+        times_of_rank(split)["0W1"] == (11, 13)
+        and times_of_rank(split)["0REDUCE_GRAD1"] == (13, 14)
+        and split.makespan == 14
+    )
 
 
 def test_a_later_stage_is_gathered_while_an_earlier_one_computes() -> None:
     """Gathers of a rank follow one another, and only the first one delays its work."""
     run = simulate(read_program("0: 0F0 1F0 1B0 0B0"), Costs(2, unshard=1.5), sharding=Sharding(gathered=True))
-    found = timed(run)
-    assert (found["0UNSHARD0"], found["1UNSHARD0"]) == ((0, 1.5), (1.5, 3))
-    assert (found["0F0"], found["1F0"]) == ((1.5, 3.5), (3.5, 5.5))
+    times = times_of_rank(run)
+    assert (times["0UNSHARD0"], times["1UNSHARD0"]) == ((0, 1.5), (1.5, 3))
+    assert (times["0F0"], times["1F0"]) == ((1.5, 3.5), (3.5, 5.5))
 
 
-def timed(run: Simulation) -> dict[str, tuple[float, float]]:
+def times_of_rank(run: Simulation) -> dict[str, tuple[float, float]]:
     """Start and end of all actions of rank 0, by their text."""
     return {str(bar.action): (bar.start, bar.end) for bar in (*run.bars(0), *run.shard_bars[0])}

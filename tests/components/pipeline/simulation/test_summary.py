@@ -36,9 +36,9 @@ def test_json_has_the_figures_of_the_simulation() -> None:
 def test_what_is_recomputed_is_told() -> None:
     """In the caption of text and picture, and in JSON, if a program says it."""
     program = attrs.evolve(schedule("one_f_one_b").program(2, 2), recompute=("blocks", "none"))
-    found = Summary("mine", simulate(program, Costs()))
-    assert found.caption.endswith("; recomputed: blocks in stage 0")
-    assert found.as_data()["recompute"] == ["blocks", "none"]
+    summary = Summary("mine", simulate(program, Costs()))
+    assert summary.caption.endswith("; recomputed: blocks in stage 0")
+    assert summary.as_data()["recompute"] == ["blocks", "none"]
 
 
 def test_titles_use_singular_and_plural() -> None:
@@ -54,7 +54,7 @@ def test_the_caption_has_makespan_and_span() -> None:
 
 
 def test_peaks_by_rank_are_a_table() -> None:
-    """The table has a row of peaks for each rank."""
+    """The table has a row with peaks for every rank."""
     assert summary("one_f_one_b", 2, 4).by_rank().splitlines() == [
         "peak    live  until weights  weights pending  messages",
         "rank 0     2              2                0         1",

@@ -14,30 +14,30 @@ from support.schedules import NAMES, schedule
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(simulation: Simulation) -> ElementTree.Element:
+def draw_xml(simulation: Simulation) -> ElementTree.Element:
     """The picture, read back as XML."""
     return ElementTree.fromstring(draw_svg(simulation, "a title", "a < caption"))
 
 
 def bars(picture: ElementTree.Element) -> dict[str, ElementTree.Element]:
-    """The rectangles of actions by what they are called."""
-    found = {}
+    """Return the rectangles for actions by their title."""
+    rectangles = {}
     for rectangle in picture.iter(f"{SVG}rect"):
         for title in rectangle.findall(f"{SVG}title"):
-            found[str(title.text)] = rectangle
-    return found
+            rectangles[str(title.text)] = rectangle
+    return rectangles
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_action_is_a_bar_at_its_time(name: str) -> None:
-    """There is a bar for each action, in proportion to its time, in the row of its rank."""
+    """Every action has a bar in its rank's row, in proportion to its time."""
     simulation = simulate(schedule(name).program(4, 8), Costs(1, 1.5, 0.5, comm=0.25))
-    found = bars(drawn(simulation))
-    assert len(found) == len(simulation.program.stage)
-    unit = float(next(iter(found.values())).attrib["width"]) / 1.0
+    rectangles = bars(draw_xml(simulation))
+    assert len(rectangles) == len(simulation.program.stage)
+    unit = float(next(iter(rectangles.values())).attrib["width"]) / 1.0
     for rank in range(4):
         for bar in simulation.bars(rank):
-            rectangle = found[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
+            rectangle = rectangles[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
             assert float(rectangle.attrib["x"]) == pytest.approx(LEFT + bar.start * unit, abs=0.05)
             assert float(rectangle.attrib["width"]) == pytest.approx((bar.end - bar.start) * unit, abs=0.01)
             assert float(rectangle.attrib["y"]) == pytest.approx(62 + 29 * rank)
@@ -46,7 +46,7 @@ def test_every_action_is_a_bar_at_its_time(name: str) -> None:
 def test_all_elements_are_inside_the_picture() -> None:
     """All rectangles and texts are inside the picture, for few actions and many."""
     for name, ranks, microbatches in (("gpipe", 1, 1), ("dual_pipe_v", 8, 32), ("zero_bubble_v", 4, 8)):
-        picture = drawn(simulate(schedule(name).program(ranks, microbatches), Costs()))
+        picture = draw_xml(simulate(schedule(name).program(ranks, microbatches), Costs()))
         width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
         for item in picture.iter():
             if "x" in item.attrib:
@@ -57,14 +57,14 @@ def test_all_elements_are_inside_the_picture() -> None:
 def test_each_overlap_has_a_frame() -> None:
     """A frame reaches from the start of the first part to the end of the last."""
     simulation = simulate(schedule("dual_pipe_v").program(4, 8), Costs())
-    frames = [item for item in drawn(simulation).iter(f"{SVG}rect") if item.attrib["fill"] == "none"]
+    frames = [item for item in draw_xml(simulation).iter(f"{SVG}rect") if item.attrib["fill"] == "none"]
     assert len(frames) == int(simulation.program.overlaps_previous.sum())
     assert {float(frame.attrib["width"]) for frame in frames} == {3 * 26.0, 4 * 26.0}
 
 
 def test_stages_and_work_have_their_own_colours() -> None:
-    """Each op and local stage has its own colour, and the legend shows all of them."""
-    picture = drawn(simulate(schedule("dual_pipe_v").program(4, 8), Costs()))
+    """Ops and local stages have their own colours, all in the legend."""
+    picture = draw_xml(simulate(schedule("dual_pipe_v").program(4, 8), Costs()))
     colours: dict[str, set[tuple[str, bool]]] = {}
     for label, rectangle in bars(picture).items():
         stage, work = re.match(r"(\d+)(.)", label).groups()  # type: ignore[union-attr]
@@ -76,23 +76,23 @@ def test_stages_and_work_have_their_own_colours() -> None:
 
 def test_text_is_escaped() -> None:
     """A caption may have any character."""
-    assert "a < caption" in [item.text for item in drawn(simulate(schedule("gpipe").program(1, 1), Costs())).iter()]
+    assert "a < caption" in [item.text for item in draw_xml(simulate(schedule("gpipe").program(1, 1), Costs())).iter()]
 
 
 def test_actions_on_shards_are_thin_bars_below_their_rank() -> None:
     """Each is drawn at its time, between its rank's row and the next, is in the legend, and moves nothing outside."""
     program, sharding = schedule("one_f_one_b").program(3, 4), Sharding(gathered=True)
     simulation = simulate(program, Costs(unshard=0.5, reduce=1), sharding=sharding)
-    picture = drawn(simulation)
-    found = bars(picture)
-    assert len(found) == len(program.stage) + 6
+    picture = draw_xml(simulation)
+    rectangles = bars(picture)
+    assert len(rectangles) == len(program.stage) + 6
     places = [
-        float(found[f"{r}F0: {next(simulation.bars(r)).start:g} to {next(simulation.bars(r)).end:g}"].attrib["y"])
+        float(rectangles[f"{r}F0: {next(simulation.bars(r)).start:g} to {next(simulation.bars(r)).end:g}"].attrib["y"])
         for r in range(3)
     ]
     for rank, bars_of_rank in enumerate(simulation.shard_bars):
         for bar in bars_of_rank:
-            rectangle = found[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
+            rectangle = rectangles[f"{bar.action}: {bar.start:g} to {bar.end:g}"]
             low = float(rectangle.attrib["y"])
             assert places[rank] + 24 <= low
             assert low + float(rectangle.attrib["height"]) < ([*places, 1e9][rank + 1])
@@ -105,8 +105,10 @@ def test_a_measured_timeline_is_under_the_simulated_one() -> None:
     program = schedule("one_f_one_b").program(2, 2)
     simulated, late = simulate(program, Costs()), simulate(program, Costs(comm=1))
     picture = ElementTree.fromstring(draw_svg(simulated, "a title", "a caption", late))
-    found = [each for each in picture.iter(f"{SVG}rect") if "1F0:" in (each.findtext(f"{SVG}title") or "")]
-    (x, y), (later, below) = [(float(each.get("x", 0)), float(each.get("y", 0))) for each in found]
+    rectangles = [
+        rectangle for rectangle in picture.iter(f"{SVG}rect") if "1F0:" in (rectangle.findtext(f"{SVG}title") or "")
+    ]
+    (x, y), (later, below) = [(float(rectangle.get("x", 0)), float(rectangle.get("y", 0))) for rectangle in rectangles]
     assert later > x
     assert below > y
-    assert len({each.get("width") for each in found}) == 1
+    assert len({rectangle.get("width") for rectangle in rectangles}) == 1

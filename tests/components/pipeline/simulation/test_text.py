@@ -10,7 +10,7 @@ from drawloom.components.pipeline.simulation.text import draw_text
 from support.schedules import schedule
 
 
-def drawn(name: str, ranks: int, microbatches: int, width: int = 120, costs: Costs | None = None) -> list[str]:
+def draw_lines(name: str, ranks: int, microbatches: int, width: int = 120, costs: Costs | None = None) -> list[str]:
     """The lines of a drawing."""
     program = schedule(name).program(ranks, microbatches)
     return draw_text(simulate(program, costs or Costs()), width).splitlines()
@@ -18,7 +18,7 @@ def drawn(name: str, ranks: int, microbatches: int, width: int = 120, costs: Cos
 
 def test_actions_are_drawn_at_their_time() -> None:
     """A unit of time is as wide as a label, a backward two units, and waiting is blank."""
-    assert drawn("one_f_one_b", 2, 3) == [
+    assert draw_lines("one_f_one_b", 2, 3) == [
         "rank 0  F0 F1       B0--- F2 B1---    B2---",
         "rank 1     F0 B0--- F1 B1--- F2 B2---",
         "",
@@ -28,7 +28,7 @@ def test_actions_are_drawn_at_their_time() -> None:
 
 def test_second_stages_are_lower_case_and_overlaps_joined() -> None:
     """Lower-case labels are of a rank's second stage, and a bar joins the parts of an overlap."""
-    lines = drawn("dual_pipe_v", 2, 4)
+    lines = draw_lines("dual_pipe_v", 2, 4)
     assert lines[0].startswith("rank 0  F0 F1 F2 f0 i0 w0 f1 F3|b1--- f2|B0---")
     assert lines[-1].endswith("small letters: the rank's second stage")
 
@@ -41,33 +41,33 @@ def test_more_stages_are_numbered() -> None:
 
 def test_long_timelines_are_cut_into_bands() -> None:
     """No line is wider than asked for, and no label is cut."""
-    lines = drawn("zero_bubble_1p", 4, 16, width=80)
+    lines = draw_lines("zero_bubble_1p", 4, 16, width=80)
     assert max(map(len, lines)) <= 80
     labels = re.findall(r"[FIW]\d+", "".join(line for line in lines if line.startswith("rank")))
     assert len(labels) == 4 * 16 * 3
 
 
 def test_very_long_timelines_have_one_letter_a_unit() -> None:
-    """A timeline of too many bands is drawn with a letter for each unit of time, and dots for idle time."""
-    lines = drawn("zero_bubble_v", 8, 32)
+    """A timeline with too many bands has a letter for each time unit, and dots for idle time."""
+    lines = draw_lines("zero_bubble_v", 8, 32)
     assert lines[7].startswith("rank 7  ·······FfFfFf")
     assert sum(line.count("F") + line.count("f") for line in lines if line.startswith("rank")) == 8 * 2 * 32
 
 
 def test_a_timeline_that_is_mostly_waits_has_few_columns() -> None:
-    """Of messages that take a billion times as long as actions, and of actions that differ as much."""
+    """Messages a billion times as long as actions, and actions that differ as much, are drawn in few columns."""
     for costs in (Costs(comm=1e9), Costs(1, 1e9, 1)):
-        assert sum(map(len, drawn("v_half", 3, 7, costs=costs))) < 100_000
+        assert sum(map(len, draw_lines("v_half", 3, 7, costs=costs))) < 100_000
 
 
 def test_measured_costs_keep_their_proportions() -> None:
     """The shortest op is as wide as a label, all others in proportion."""
-    assert drawn("one_f_one_b", 1, 1, costs=Costs(6, 1, 1))[0] == "rank 0  F0------ B0"
-    assert drawn("zero_bubble_1p", 1, 1, costs=Costs(1, 1, 2))[0] == "rank 0  F0 I0 W0---"
+    assert draw_lines("one_f_one_b", 1, 1, costs=Costs(6, 1, 1))[0] == "rank 0  F0------ B0"
+    assert draw_lines("zero_bubble_1p", 1, 1, costs=Costs(1, 1, 2))[0] == "rank 0  F0 I0 W0---"
 
 
 def test_a_second_row_shows_when_weights_are_gathered_and_gradients_reduced() -> None:
-    """Actions on shards are drawn below those at the same time, also one that takes no time."""
+    """Shard actions are drawn below simultaneous actions, even if they take no time."""
     program = schedule("one_f_one_b").program(2, 2)
     costs = Costs(backward=2, unshard=1)
     assert draw_text(simulate(program, costs, sharding=Sharding(True, by_microbatch=True))).splitlines() == [

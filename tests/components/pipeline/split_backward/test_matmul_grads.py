@@ -1,4 +1,4 @@
-"""Deferred gradients of torch's own matmuls, and nodes that can't be deferred."""
+"""Deferred gradients for torch's own matmuls, and nodes that can't be deferred."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -48,9 +48,9 @@ def test_the_weight_gradient_of_a_matmul_is_deferred(name: str) -> None:
     y = PRODUCTS[name](x, w)
     assert defer_products(users_of([y], [x]), Deferral())[0] == []
     y = PRODUCTS[name](x, w)
-    found = split.backward_input([y], [grad], [x])
+    input_grads = split.backward_input([y], [grad], [x])
     split.backward_weight()
-    torch.testing.assert_close([*found, w.grad], [*expected])
+    torch.testing.assert_close([*input_grads, w.grad], [*expected])
 
 
 OTHERS: dict[str, Use] = {
@@ -67,7 +67,7 @@ OTHERS: dict[str, Use] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_nodes_are_not_deferred(name: str) -> None:
-    """Nodes that are no matmul with a weight, or that recompute their factors, are left to autograd."""
+    """Nodes other than a matmul with a weight, or with recomputed factors, are left to autograd."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     leaves, handles = defer_products(users_of([OTHERS[name](x, w)], [x]), Deferral())
     assert leaves == [w]
@@ -92,7 +92,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which gradients of input, weight and bias each backward pass of a convolution is asked for."""
+    """Recorder of the gradients requested in a convolution's backward passes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
-    """The first pass finds the input's gradient alone, and the second those of weight and bias, each once."""
+    """The first pass computes only the input's gradient, and the second the weight's and bias's, once."""
     make, shape = CONVOLUTIONS[name]
     layer, x = make(), torch.randn(shape, requires_grad=True)
     y = layer(x)
@@ -114,16 +114,16 @@ def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
     expected = torch.autograd.grad(y, [x, *parameters], grad)
     split, y = SplitBackward(), layer(x)
     with Asked() as first:
-        found = split.backward_input([y], [grad], [x])
+        input_grads = split.backward_input([y], [grad], [x])
     with Asked() as second:
         split.backward_weight()
     bias = len(parameters) == 2
     assert (first.masks, second.masks) == ([[True, False, False]], [[False, True, bias]])
-    torch.testing.assert_close([*found, *(each.grad for each in parameters)], [*expected])
+    torch.testing.assert_close([*input_grads, *(parameter.grad for parameter in parameters)], [*expected])
 
 
 def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
-    """A hook of the bias needs its gradient in the first pass, which would compute the weight's a first time."""
+    """A hook on the bias needs its gradient in the first pass, so the weight's would be computed twice."""
     layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5, requires_grad=True)
     assert layer.bias is not None
     layer.bias.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
 Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
 
 
-def doubled(grads: Any) -> Any:
+def double_grads(grads: Any) -> Any:
     """A gradient, or several, times two."""
     return tuple(None if grad is None else grad * 2 for grad in grads) if isinstance(grads, tuple) else grads * 2
 
@@ -186,7 +186,7 @@ def test_hooks_on_a_product_change_the_gradient_of_its_weight(name: str, ops: Op
 
     def forward(s: Any, x: Tensor) -> Tensor:
         y = p.product(x.flatten(0, 1), s.w)
-        HOOKS[name](y, lambda grads: (called.update([name]), doubled(grads))[1])
+        HOOKS[name](y, lambda grads: (called.update([name]), double_grads(grads))[1])
         return y.tanh()
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
@@ -224,24 +224,24 @@ def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("retained", [False, True])
-@pytest.mark.parametrize("held", [False, True])
-def test_gradients_of_what_is_made_of_a_weight(name: str, held: bool, retained: bool) -> None:
-    """The weight and what retains its gradient get a full pass's, also where hooks hold the saved tensors."""
+@pytest.mark.parametrize("saved_by_hooks", [False, True])
+def test_gradients_of_what_is_made_of_a_weight(name: str, saved_by_hooks: bool, retained: bool) -> None:
+    """The weight and a tensor that retains its gradient equal a full pass, even if hooks hold the saved tensors."""
     kept: list[Tensor] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, unpack) if held else nullcontext():
+        with torch.autograd.graph.saved_tensors_hooks(Kept, unpack) if saved_by_hooks else nullcontext():
             made = MADE[name](s.w)
             kept[:] = made if retained else []
-            for each in kept:
-                each.retain_grad()
+            for tensor in kept:
+                tensor.retain_grad()
             return (x.to(made[-1].dtype) @ made[-1]).tanh() @ s.w.to(made[-1].dtype)  # type: ignore[no-any-return]
 
     stage, inputs = Stage(forward, w=weight()), inputs_of(["x"])
     expected = in_one(stage, inputs), pop_grads(kept)
-    found = in_two(stage, inputs), pop_grads(kept)
-    assert_same_grads(found[0], expected[0])
-    assert_same_grads((found[1], []), (expected[1], []))
+    split_grads = in_two(stage, inputs), pop_grads(kept)
+    assert_same_grads(split_grads[0], expected[0])
+    assert_same_grads((split_grads[1], []), (expected[1], []))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -254,7 +254,7 @@ def test_a_convolution_has_the_bits_of_a_full_pass(bias: bool) -> None:
 
 
 def test_hooks_are_gone_after_the_first_pass() -> None:
-    """A node that outlives the first pass has none of our hooks, and holds no queued tensor."""
+    """A node that outlives the first pass has no hooks of ours, and no queued tensor."""
     x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
     y = x @ w
     node = y.grad_fn

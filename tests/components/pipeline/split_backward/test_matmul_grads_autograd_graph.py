@@ -13,7 +13,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def leaves_of(users: Users, names: dict[str, Tensor]) -> dict[str, list[str]]:
-    """For each leaf the names of the nodes that use it."""
+    """Return the names of the nodes that use a leaf, by leaf."""
     called = {id(tensor): name for name, tensor in names.items()}
     return {
         called[id(node.variable)]: sorted("output" if user is None else user.name() for user in its)  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def test_every_leaf_is_found_with_all_its_users() -> None:
 
 
 def test_a_node_that_uses_a_leaf_twice_counts_twice() -> None:
-    """Each edge of the graph is a use."""
+    """Every edge in the graph is a use."""
     w = leaf()
     assert leaves_of(users_of([w * w], []), {"w": w}) == {"w": ["MulBackward0"] * 2}
 
@@ -49,7 +49,7 @@ def test_the_search_ends_at_inputs() -> None:
 
 
 def test_a_deep_graph_needs_no_recursion() -> None:
-    """Thousands of nodes in a row are searched without recursion, each node once."""
+    """Thousands of nodes in a row are searched without recursion, once apiece."""
     x, w = leaf(), leaf()
     y = x
     for _ in range(3000):

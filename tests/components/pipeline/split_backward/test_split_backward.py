@@ -51,7 +51,7 @@ def test_split_backward_equals_full_backward(name: str, ops: Ops, dtype: torch.d
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_re_entrant_checkpoints_are_refused(ops: Ops) -> None:
-    """A re-entrant checkpoint is refused with what to write instead, and no gradient has changed."""
+    """A re-entrant checkpoint is refused with a remedy, and no gradient has changed."""
     stage, inputs = re_entrant(ops), inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
     with pytest.raises(UserError, match="use_reentrant=False"):
@@ -64,19 +64,19 @@ def test_several_microbatches_can_be_pending(name: str, ops: Ops) -> None:
     """With three first passes before any second pass, parameters get the sum of the gradients."""
     stage, inputs = make_stage(name, ops)
     several = [inputs, *(inputs_of(STAGES[name][1]) for _ in range(2))]
-    expected, found, splits = [], [], []
-    for each in several:
-        outputs = run_forward(stage, each)
+    expected, input_grads, splits = [], [], []
+    for microbatch in several:
+        outputs = run_forward(stage, microbatch)
         go_backward(outputs, grads_for(outputs))
-        expected += pop_grads(each)
+        expected += pop_grads(microbatch)
     sums = pop_grads(list(stage.parameters()))
-    for each in several:
-        split, outputs = split_of(stage, each)
-        found += split.backward_input(outputs, grads_for(outputs), each)
+    for microbatch in several:
+        split, outputs = split_of(stage, microbatch)
+        input_grads += split.backward_input(outputs, grads_for(outputs), microbatch)
         splits.append(split)
     for split in splits:
         split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), (expected, sums))
+    assert_same_grads((input_grads, pop_grads(list(stage.parameters()))), (expected, sums))
 
 
 def test_backward_in_another_thread_defers_too() -> None:
@@ -84,14 +84,14 @@ def test_backward_in_another_thread_defers_too() -> None:
     stage, inputs = make_stage("mlp", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
-    found: Grads = []
+    input_grads: Grads = []
     grads = grads_for(outputs)
-    thread = threading.Thread(target=lambda: found.extend(split.backward_input(outputs, grads, inputs)))
+    thread = threading.Thread(target=lambda: input_grads.extend(split.backward_input(outputs, grads, inputs)))
     thread.start()
     thread.join()
     with Products() as products:
         split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
+    assert_same_grads((input_grads, pop_grads(list(stage.parameters()))), expected)
     assert products.count == 2
 
 
@@ -114,9 +114,9 @@ def test_outputs_without_gradient_are_skipped(ops: Ops) -> None:
     second.backward(grad)
     expected = pop_grads(inputs), pop_grads(list(stage.parameters()))
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, [None, grad], inputs)
+    input_grads = split.backward_input(outputs, [None, grad], inputs)
     split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
+    assert_same_grads((input_grads, pop_grads(list(stage.parameters()))), expected)
     split, outputs = split_of(stage, inputs)
     assert split.backward_input(outputs, [None, None], inputs) == [None]
     split.backward_weight()
@@ -131,9 +131,9 @@ def test_losses_need_no_gradient(ops: Ops) -> None:
     stage(*inputs)[0].backward()
     expected = pop_grads(inputs), pop_grads(list(stage.parameters()))
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, None, inputs)
+    input_grads = split.backward_input(outputs, None, inputs)
     split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
+    assert_same_grads((input_grads, pop_grads(list(stage.parameters()))), expected)
 
 
 def test_passes_out_of_order_are_an_error() -> None:
@@ -175,11 +175,11 @@ def test_a_failed_first_pass_leaves_no_state(ops: Ops) -> None:
         split, outputs = split_of(stage, inputs)
         watch.add(*outputs)
         grads = grads_for(outputs)
-        held = weakref.ref(grads[0])
+        first_grad = weakref.ref(grads[0])
         with pytest.raises(ArithmeticError):
             split.backward_input(outputs, grads, inputs)
         del grads
-        assert held() is None
+        assert first_grad() is None
         assert have_no_grads([*inputs, *stage.parameters()])
         with pytest.raises(RuntimeError, match="after each backward_input"):
             split.backward_weight()
@@ -199,7 +199,7 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 def test_equals_torch_where_torch_is_right(name: str) -> None:
     """Both passes give the gradients of torch.distributed.pipelining's split backward."""
     stage, inputs = make_stage(name, "torch")
-    found = in_two(stage, inputs)
+    split_grads = in_two(stage, inputs)
     outputs = [
         output.clone() for output in run_forward(stage, inputs)
     ]  # torch detaches them in place, which views forbid
@@ -209,12 +209,12 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
     pop_grads(inputs)
     stage_backward_weight(stage.parameters(), groups)
     expected = list(grads), pop_grads(list(stage.parameters()))
-    for one, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+    for one, other in zip([*split_grads[0], *split_grads[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
 def test_an_input_may_be_used_as_a_weight() -> None:
-    """A leaf that is an input gets its whole gradient in the first pass, also as the weight of our kernels."""
+    """A leaf that is an input gets its whole gradient in the first pass, also as a weight in our kernels."""
     stage, _ = make_stage("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
@@ -228,7 +228,7 @@ def test_an_input_may_be_used_as_a_weight() -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_leaves_outside_of_modules_get_gradients(ops: Ops) -> None:
-    """Leaves that belong to no module, such as those of the loss, get the gradients of a full pass."""
+    """Leaves outside of modules, such as the loss's, get a full pass's gradients."""
     product = Parts(ops).product
     known, vector, matrix = nn.Parameter(torch.randn(6, 6)), *(torch.randn(*shape) for shape in ((6,), (6, 6)))
     leaves: list[Any] = [known, vector.requires_grad_(), matrix.requires_grad_()]
@@ -237,33 +237,33 @@ def test_leaves_outside_of_modules_get_gradients(ops: Ops) -> None:
     stage(*inputs)[0].backward()
     expected = pop_grads(inputs), pop_grads(leaves)
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, None, inputs)
+    input_grads = split.backward_input(outputs, None, inputs)
     assert have_no_grads(leaves)
     split.backward_weight()
-    assert_same_grads((found, pop_grads(leaves)), expected)
+    assert_same_grads((input_grads, pop_grads(leaves)), expected)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_each_microbatch_can_use_other_weights(ops: Ops) -> None:
-    """Leaves are found in the graph of each microbatch, whichever leaves earlier graphs had."""
+    """Leaves are searched in every microbatch's graph, whatever leaves earlier graphs had."""
     product = Parts(ops).product
     ways = [torch.randn(6, 6, requires_grad=True), torch.randn(6, requires_grad=True)]
     stage = Stage(lambda s, x, n: product(product(x, ways[0]) if n == 0 else x * ways[1], s.w), w=weight())
     leaves = [stage.w, *ways]
     several = [[*inputs_of(["x"]), number] for number in (0, 1, 0)]
-    expected, found, splits = [], [], []
-    for each in several:
-        outputs = stage(*each)
+    expected, input_grads, splits = [], [], []
+    for microbatch in several:
+        outputs = stage(*microbatch)
         go_backward(outputs, grads_for(outputs))
-        expected += pop_grads(each[:1])
+        expected += pop_grads(microbatch[:1])
     sums = pop_grads(leaves)
-    for each in several:
-        split, outputs = split_of(stage, each)
-        found += split.backward_input(outputs, grads_for(outputs), each[:1])
+    for microbatch in several:
+        split, outputs = split_of(stage, microbatch)
+        input_grads += split.backward_input(outputs, grads_for(outputs), microbatch[:1])
         splits.append(split)
     for split in splits:
         split.backward_weight()
-    assert_same_grads((found, pop_grads(leaves)), (expected, sums))
+    assert_same_grads((input_grads, pop_grads(leaves)), (expected, sums))
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
@@ -361,7 +361,7 @@ def test_changing_a_queued_activation_in_place_is_an_error(ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
-    """A gradient that is changed in place before it is queued, or that is not queued, gives the full pass's result."""
+    """A gradient changed in place before it is queued, or not queued at all, gives the full pass's result."""
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
     inputs = inputs_of(["x"])
@@ -369,11 +369,11 @@ def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
 
 
 def test_a_stage_without_tokens_gives_zero_gradients() -> None:
-    """A stage that gets no tokens gives its weights gradients of zero."""
+    """A stage without tokens gives its weights zero gradients."""
     stage, _ = make_stage("mlp", "ours")
     x = torch.randn(0, 4, 6, requires_grad=True)
-    found, grads = in_two(stage, [x])
-    assert [grad.shape for grad in found if grad is not None] == [x.shape]
+    input_grads, grads = in_two(stage, [x])
+    assert [grad.shape for grad in input_grads if grad is not None] == [x.shape]
     assert all(grad is not None and not grad.any() for grad in grads)
 
 
@@ -423,9 +423,9 @@ def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool],
         return tuple(tensors[-outputs:])
 
     stage = Stage(forward, **weights, **vectors)
-    for found, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
-        assert [grad is None for grad in found] == [grad is None for grad in expected]
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for split_grads, expected in zip(in_two(stage, [x]), in_one(stage, [x]), strict=True):
+        assert [grad is None for grad in split_grads] == [grad is None for grad in expected]
+        torch.testing.assert_close(split_grads, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -439,18 +439,18 @@ def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
     def note(name: str, tensor: Tensor) -> None:
         storages[name] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
-    def expired() -> dict[str, bool]:
+    def list_expired() -> dict[str, bool]:
         return {name: storage.expired() for name, storage in storages.items()}  # type: ignore[no-untyped-call]
 
     stage.get_submodule("gate").register_forward_hook(lambda _module, _inputs, output: note("gate", output))
     stage.get_submodule("up").register_forward_hook(lambda _module, _inputs, output: note("up", output))
     stage.get_submodule("down").register_forward_hook(lambda _module, inputs, _output: note("product", inputs[0]))
     split, outputs = split_of(stage, [x])
-    assert not any(expired().values())
+    assert not any(list_expired().values())
     split.backward_input(outputs, grads_for(outputs), [x])
-    assert expired() == {"gate": True, "up": True, "product": False}
+    assert list_expired() == {"gate": True, "up": True, "product": False}
     split.backward_weight()
-    assert expired()["product"]
+    assert list_expired()["product"]
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
@@ -497,7 +497,7 @@ PUT_OFF = {
 @pytest.mark.parametrize("ops", get_args(Ops))
 @pytest.mark.parametrize("name", PUT_OFF)
 def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
-    """Both passes together compute as many matmuls as a full pass; the second has one for each use of a weight."""
+    """Both passes together compute as many matmuls as a full pass; the second has one per use of a weight."""
     stage, inputs = make_stage(name, ops)
     outputs = run_forward(stage, inputs)
     with Products() as whole:
@@ -513,7 +513,7 @@ def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
-    """Without an input that needs a gradient, all weight gradients are deferred but that of a first torch operation."""
+    """Without an input that needs a gradient, all weight gradients but a first torch operation's are deferred."""
     stage, inputs = make_stage("input without gradient", ops)
     split, outputs = split_of(stage, inputs)
     with Products() as first:
@@ -539,7 +539,7 @@ def put_off(stage: Stage) -> list[str]:
 
 @pytest.mark.parametrize("ops", get_args(Ops))
 def test_weights_can_be_frozen_and_unfrozen_between_steps(ops: Ops) -> None:
-    """Each microbatch computes gradients of the weights that are trainable at that time."""
+    """Microbatches compute gradients for the weights trainable at their time."""
     p = Parts(ops)
     stage = Stage(lambda s, x: s.b(s.a(x).tanh()), a=p.linear(), b=p.linear())
     stage.a.requires_grad_(False)

@@ -39,17 +39,17 @@ def test_hooks_are_called_once_and_in_the_second_pass(name: str, ops: Ops) -> No
         parameter.register_hook(lambda grad: (called.update([name]), grad * 2)[1])  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(lambda _: called.update([name + " added"]))  # type: ignore[no-untyped-call]
 
-    for each, parameter in stage.named_parameters():
+    for parameter_name, parameter in stage.named_parameters():
         if parameter.requires_grad:
-            hook(each, parameter)
+            hook(parameter_name, parameter)
     expected = in_one(stage, inputs)
     once = called.copy()
     called.clear()
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, grads_for(outputs), inputs)
+    input_grads = split.backward_input(outputs, grads_for(outputs), inputs)
     assert not called
     split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
+    assert_same_grads((input_grads, pop_grads(list(stage.parameters()))), expected)
     assert called == once
     assert set(once.values()) <= {1}
 
@@ -62,10 +62,10 @@ def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         grads = grads_for(outputs)
-        found = split.backward_input(outputs, grads, inputs)
-        watch.add(*outputs, *inputs, *grads, *found)
+        input_grads = split.backward_input(outputs, grads, inputs)
+        watch.add(*outputs, *inputs, *grads, *input_grads)
         assert watch.living()
-        del outputs, inputs, grads, found
+        del outputs, inputs, grads, input_grads
         split.backward_weight()
         assert not watch.living()
 
@@ -81,17 +81,17 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
     def fail(_: Tensor) -> None:
         raise ArithmeticError("in a hook")
 
-    handles = [each.register_post_accumulate_grad_hook(fail) for each in stage.parameters()]  # type: ignore[no-untyped-call]
+    handles = [parameter.register_post_accumulate_grad_hook(fail) for parameter in stage.parameters()]  # type: ignore[no-untyped-call]
     with Watch(stage) as watch:
         split, outputs = split_of(stage, inputs)
         watch.add(*outputs)
         grads = grads_for(outputs)
         split.backward_input(outputs, grads, inputs)
-        held = weakref.ref(grads[0])
+        first_grad = weakref.ref(grads[0])
         del grads
         with pytest.raises(ArithmeticError):
             split.backward_weight()
-        assert held() is None
+        assert first_grad() is None
         del outputs
         assert not watch.living()
     for handle in handles:
@@ -102,30 +102,30 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
 def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are computed in chunks of CHUNK_BYTES, each weight once, and no weight is split."""
+    """Gradients are computed in chunks of CHUNK_BYTES, once per weight, and no weight is split."""
     monkeypatch.setattr(weight_grads, "CHUNK_BYTES", at_once)
     stage, inputs = make_stage("transformer block", "ours")
     expected = in_one(stage, inputs)
     split, outputs = split_of(stage, inputs)
-    found = split.backward_input(outputs, grads_for(outputs), inputs)
+    input_grads = split.backward_input(outputs, grads_for(outputs), inputs)
     computed: list[int] = []
     most: list[int] = []
 
-    def added(parameter: Tensor) -> None:
+    def check_chunk(parameter: Tensor) -> None:
         most.append(len(computed))
         computed.clear()
 
     compute = DeferredGrad.compute
 
-    def counted(each: DeferredGrad) -> Tensor | None:
-        computed.extend([1] * (each.weight.ndim > 1))  # those of vectors have been computed before
-        return compute(each)
+    def count_and_compute(deferred: DeferredGrad) -> Tensor | None:
+        computed.extend([1] * (deferred.weight.ndim > 1))  # those of vectors have been computed before
+        return compute(deferred)
 
-    monkeypatch.setattr(DeferredGrad, "compute", counted)
+    monkeypatch.setattr(DeferredGrad, "compute", count_and_compute)
     for parameter in stage.parameters():
-        parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(check_chunk)  # type: ignore[no-untyped-call]
     split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
+    assert_same_grads((input_grads, pop_grads(list(stage.parameters()))), expected)
     assert max(most) == {1: 1, 300: 2, 2**30: 4}[at_once]
 
 
@@ -135,14 +135,14 @@ def test_a_new_gradient_is_not_copied() -> None:
     computed: list[int] = []
     compute = DeferredGrad.compute
 
-    def noted(each: DeferredGrad) -> Tensor:
-        grad = compute(each)
+    def note_and_compute(deferred: DeferredGrad) -> Tensor:
+        grad = compute(deferred)
         assert grad is not None
         computed.append(grad.data_ptr())
         return grad
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredGrad, "compute", noted)
+        patch.setattr(DeferredGrad, "compute", note_and_compute)
         for _ in range(2):
             split, outputs = split_of(stage, inputs)
             split.backward_input(outputs, grads_for(outputs), inputs)
@@ -156,43 +156,45 @@ def test_a_new_gradient_is_not_copied() -> None:
 def test_gradients_are_added_to_what_there_is(name: str, ops: Ops) -> None:
     """A second microbatch adds to the `.grad` of the first in place, with the bits of two full passes."""
     stage, inputs = make_stage(name, ops)
-    parameters = [each for each in stage.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     in_one(stage, inputs)
     for _ in range(2):
         outputs = run_forward(stage, inputs)
         go_backward(outputs, grads_for(outputs))
     pop_grads(inputs)
     expected = pop_grads(parameters)
-    held: list[Tensor | None] = []
+    earlier_grads: list[Tensor | None] = []
     for number in range(2):
         split, outputs = split_of(stage, inputs)
         split.backward_input(outputs, grads_for(outputs), inputs)
         split.backward_weight()
-        assert number == 0 or all(each.grad is before for each, before in zip(parameters, held, strict=True))
-        held = [each.grad for each in parameters]
+        assert number == 0 or all(
+            parameter.grad is before for parameter, before in zip(parameters, earlier_grads, strict=True)
+        )
+        earlier_grads = [parameter.grad for parameter in parameters]
     assert_same_grads((pop_grads(parameters), []), (expected, []))
 
 
 def test_a_sparse_gradient_is_added_to() -> None:
-    """A `.grad` of another layout, which can't be added to in place, is replaced by the sum, as by a full pass."""
+    """A `.grad` in another layout, without in-place addition, is replaced by the sum, as by a full pass."""
     weight = nn.Parameter(torch.randn(4, 3))
     weight.grad = torch.ones(4, 3).to_sparse()
     grad = DeferredGrad(weight)
-    grad.queue(lambda each: each * 2, torch.ones(4, 3))
+    grad.queue(lambda value: value * 2, torch.ones(4, 3))
     weight_grads.WeightGrads().add([grad])
-    assert torch.equal(taken_grad(weight).to_dense(), torch.full((4, 3), 3.0))
+    assert torch.equal(grad_of(weight).to_dense(), torch.full((4, 3), 3.0))
 
 
 def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
-    """Summands of a bfloat16 weight are cast to the dtype of its float32 sum before they are added to each other."""
+    """A bfloat16 weight's summands are cast to the dtype of its float32 sum before the addition."""
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     weight.grad = torch.zeros(3, dtype=torch.float32)
     grad = DeferredGrad(weight)
     for part in (256.0, 1.0):  # their sum is no bfloat16
-        grad.queue(lambda each: each * 1, torch.full((3,), part, dtype=torch.bfloat16))
+        grad.queue(lambda value: value * 1, torch.full((3,), part, dtype=torch.bfloat16))
     weight_grads.WeightGrads().add([grad])
-    assert torch.equal(taken_grad(weight), torch.full((3,), 257.0, dtype=torch.float32))
+    assert torch.equal(grad_of(weight), torch.full((3,), 257.0, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
@@ -202,7 +204,7 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
     for shared in (weight_grads.WeightGrads(), None):
         torch.manual_seed(1)
         stage, inputs = make_stage(name, ops)
-        parameters = [each for each in stage.parameters() if each.requires_grad]
+        parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         called: list[Tensor] = []
         for number in range(2):
             splits = []
@@ -214,8 +216,8 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
                 splits.append(split)
             for split in splits:
                 split.backward_weight()
-            for each in parameters[: 1 - number]:
-                each.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
+            for parameter in parameters[: 1 - number]:
+                parameter.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
         sums.append((pop_grads(parameters), len(called)))
     (ours, times), (others, wanted) = sums
     assert times == wanted
@@ -230,7 +232,7 @@ def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
     roots = set()
     for number in range(3):
         grad, x = DeferredGrad(weight), torch.randn(3, 3)
-        grad.queue(lambda each: each, x)
+        grad.queue(lambda value: value, x)
         if number == 1:
             x.add_(1)
             with pytest.raises(RuntimeError, match="changed in place"):
@@ -238,13 +240,13 @@ def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
         else:
             expected = x.clone() if weight.grad is None else weight.grad + x
             weights.add([grad])
-            assert torch.equal(taken_grad(weight), expected)
+            assert torch.equal(grad_of(weight), expected)
         roots.add(tuple(map(id, weights._nodes.values())))
         assert not any(node.deferred for node in weights._nodes.values())
     assert len(roots) == 1
 
 
-def taken_grad(weight: nn.Parameter) -> Tensor:
+def grad_of(weight: nn.Parameter) -> Tensor:
     """The gradient of a weight, any shape."""
     assert weight.grad is not None
     return weight.grad

@@ -1,4 +1,4 @@
-"""Headers: which are read, which are refused, and that written ones are the library's."""
+"""Headers: readable, refused, and written ones equal to the library's."""
 
 import json
 import struct
@@ -36,7 +36,7 @@ def tensor(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[
 
 
 def test_entries_of_every_dtype_agree_with_the_library(tmp_path: Path) -> None:
-    """Of each dtype, the spec and the byte range of a tensor that the library wrote are found."""
+    """In files written by the library, specs and byte ranges are found for all dtypes."""
     tensors = {f"t{n}": torch.zeros(n % 3, 2).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     content = save(tensors)
     entries = entries_of(tmp_path / "file", content)
@@ -86,8 +86,8 @@ def test_library_accepts_every_header_that_is_written(kinds: list[tuple[str, lis
         path = Path(folder, "file")
         path.write_bytes(head + bytes(max((entry.end for entry in entries.values()), default=0)))
         opened: Any = safe_open(path, "pt")
-        found = {name: opened.get_slice(name) for name in opened.offset_keys()}
-    assert {name: (part.get_shape(), part.get_dtype()) for name, part in found.items()} == {
+        slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    assert {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()} == {
         name: ([*spec.shape], CODES[spec.dtype]) for name, spec in specs.items()
     }
 
@@ -102,6 +102,6 @@ def test_library_accepts_every_header_that_is_written(kinds: list[tuple[str, lis
     ],
 )
 def test_tensors_that_could_not_be_read_are_not_written(name: str, kind: TensorSpec, message: str) -> None:
-    """The same rules hold for what we write."""
+    """The rules for reading hold for writing."""
     with pytest.raises(ValueError, match=message):
         check_writable({name: kind})

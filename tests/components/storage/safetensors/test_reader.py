@@ -25,8 +25,8 @@ from drawloom.graph import UserError
 INDEX = "model.safetensors.index.json"
 
 
-def sharded(folder: Path, weight_map: Mapping[str, object], **files: list[str]) -> Path:
-    """A folder with this index, and files `x.safetensors` that hold tensors of these names."""
+def write_shards(folder: Path, weight_map: Mapping[str, object], **files: list[str]) -> Path:
+    """Make a folder with this index, and files `x.safetensors` with tensors under these names."""
     for file, names in files.items():
         save_file({name: torch.full((2,), float(len(name))) for name in names}, folder / f"{file}.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -42,15 +42,15 @@ def test_single_file(tmp_path: Path) -> None:
 
 
 def test_sharded(tmp_path: Path) -> None:
-    """Each tensor comes from the file that the index names."""
+    """Every tensor comes from the file named in the index."""
     weight_map = {"aaa": "x.safetensors", "b": "y.safetensors", "cc": "x.safetensors"}
-    source = open_safetensors_folder(sharded(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
+    source = open_safetensors_folder(write_shards(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
     assert [source.tensor(name)[0].item() for name in source.specs()] == [3.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Each dtype that torch and safetensors share is read as itself."""
+    """Every dtype shared by torch and safetensors is read as itself."""
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
     assert source.specs()["a"].dtype == source.tensor("a").dtype == dtype
@@ -59,7 +59,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_differences_of_index_and_files_are_listed_together(tmp_path: Path) -> None:
     """Missing, unexpected and duplicate tensors of index and files are listed in one message."""
     weight_map = {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
-    folder = sharded(tmp_path, weight_map, x=["a", "c", "stray"], y=["c"])
+    folder = write_shards(tmp_path, weight_map, x=["a", "c", "stray"], y=["c"])
     with pytest.raises(UserError) as caught:
         open_safetensors_folder(folder)
     for part in ("missing b (in x.safetensors)", "unexpected stray (in x.safet", "duplicate c (also in x.safet"):
@@ -87,7 +87,7 @@ OUTSIDE = [
 def test_files_outside_the_folder_are_refused(tmp_path: Path, file: object) -> None:
     """An index can only name files of its own folder, and the refusal names index, tensor and file."""
     with pytest.raises(UserError, match="is not a file of the folder") as caught:
-        open_safetensors_folder(sharded(tmp_path, {"some.tensor": file}))
+        open_safetensors_folder(write_shards(tmp_path, {"some.tensor": file}))
     assert str(tmp_path / INDEX) in str(caught.value)
     assert "'some.tensor'" in str(caught.value)
 
@@ -99,7 +99,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str, name: str) -> No
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     save_file({"a": torch.ones(2)}, elsewhere / "x.safetensors")
-    folder = sharded(tmp_path, {"a": "x.safetensors"}, x=["a"])
+    folder = write_shards(tmp_path, {"a": "x.safetensors"}, x=["a"])
     (folder / name).unlink(missing_ok=True)
     if kind == "link":
         (folder / name).symlink_to(elsewhere / "x.safetensors")
@@ -121,7 +121,7 @@ def test_nothing_else_is_opened(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     for number, file in enumerate(("../secret", "/etc/passwd", "link", "fine.safetensors")):
         (tmp_path / str(number)).mkdir()
-        folder = sharded(tmp_path / str(number), {"a": file}, fine=["a"])
+        folder = write_shards(tmp_path / str(number), {"a": file}, fine=["a"])
         (folder / "link").symlink_to(tmp_path / "secret")
         watching = True
         with suppress(UserError):
@@ -176,8 +176,8 @@ def test_any_index_is_read_or_refused(text: bytes) -> None:
 
 
 def test_a_wrong_total_size_is_reported(tmp_path: Path) -> None:
-    """An index that counts other bytes than its files have is of other files; one that counts none is fine."""
-    folder = sharded(tmp_path, {"a": "x.safetensors"}, x=["a"])
+    """An index whose byte count contradicts its files belongs to other files; one without a count is fine."""
+    folder = write_shards(tmp_path, {"a": "x.safetensors"}, x=["a"])
     assert open_safetensors_folder(folder).specs().keys() == {"a"}
     for total, fits in ((8, True), (8.0, True), (9, False)):
         index = {"metadata": {"total_size": total}, "weight_map": {"a": "x.safetensors"}}
@@ -193,14 +193,14 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     """When thousands of tensors are missing, some are named and the others counted."""
     weight_map = {f"t{number}": "x.safetensors" for number in range(5000)}
     with pytest.raises(UserError, match="and 4989 more") as caught:
-        open_safetensors_folder(sharded(tmp_path, weight_map, x=["t0", "u"]))
+        open_safetensors_folder(write_shards(tmp_path, weight_map, x=["t0", "u"]))
     assert len(str(caught.value)) < 1000
 
 
 def test_missing_shard(tmp_path: Path) -> None:
-    """A file that the index names and that is not there is named, with a tensor that should be there."""
+    """The error names the absent file, and a tensor it should contain."""
     with pytest.raises(UserError, match=r"places 'a' in 'x\.safetensors': .*x\.safetensors can't be read"):
-        open_safetensors_folder(sharded(tmp_path, {"a": "x.safetensors"}))
+        open_safetensors_folder(write_shards(tmp_path, {"a": "x.safetensors"}))
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 64, pickle.dumps({"a": 1})])
@@ -212,7 +212,7 @@ def test_damaged_file(tmp_path: Path, content: bytes) -> None:
 
 
 def test_cut_file(tmp_path: Path) -> None:
-    """A file that lost its end is refused before anything is read of it, and one that loses it later while reading."""
+    """A truncated file is refused before a read, or during one if it is truncated later."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, path)
     source = open_safetensors_folder(tmp_path)
@@ -224,7 +224,7 @@ def test_cut_file(tmp_path: Path) -> None:
 
 
 def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
-    """What was checked is what is read, or nothing is."""
+    """The checked file is read, or nothing is."""
     save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
     save_file({"a": torch.zeros(100)}, tmp_path / "other")
@@ -234,7 +234,7 @@ def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
 
 
 def test_no_model(tmp_path: Path) -> None:
-    """A folder without a model, and a path that is not a folder, are errors that name the expected files."""
+    """A folder without a model, and a path that is not a folder, are errors with the expected files."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):

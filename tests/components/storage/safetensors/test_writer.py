@@ -22,8 +22,8 @@ NAMES = st.text("abc.", min_size=1, max_size=3).filter(lambda name: ".." not in 
 KINDS = st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from([*DTYPES.values()])), max_size=6)
 
 
-def written(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
-    """The bytes of a file into which tensors were written in an order."""
+def write_file(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
+    """Write tensors in this order, and return the file's bytes."""
     with new_safetensors_file(path, InMemory(tensors).specs()) as writer:
         for name in order:
             writer.write(name, tensors[name])
@@ -34,11 +34,11 @@ def written(path: Path, tensors: dict[str, Tensor], order: list[str]) -> bytes:
 def test_written_bytes_are_those_of_the_safetensors_library(
     kinds: dict[str, tuple[list[int], torch.dtype]], seed: int
 ) -> None:
-    """In any order of writes, the file is byte for byte that of the safetensors library."""
+    """In any order of writes, the file is byte for byte the safetensors library's."""
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
     order = random.Random(seed).sample(sorted(tensors), len(tensors))
     with TemporaryDirectory() as folder:
-        assert written(Path(folder, "file"), tensors, order) == save(tensors, {"format": "pt"})
+        assert write_file(Path(folder, "file"), tensors, order) == save(tensors, {"format": "pt"})
 
 
 def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_tensors_that_were_not_announced_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
-    """A file of that name, or a link, is an error, and stays."""
+    """An existing file or link with this name is an error, and stays."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(FileExistsError), new_safetensors_file(tmp_path / "file", {}):
         pytest.fail("it must not open")
@@ -74,13 +74,13 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space left") as caught:
-        written(tmp_path / "file", {"a": torch.ones(2)}, ["a"])
+        write_file(tmp_path / "file", {"a": torch.ones(2)}, ["a"])
     assert caught.value.filename == str(tmp_path / "file")
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that writes a few bytes at a time still gets all of them, each to its place."""
+    """A system that writes a few bytes at a time still gets all bytes, at their offsets."""
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, place: pwrite(file, data[:3], place))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:3], offset))
     tensors = {"a": torch.randn(5), "b": torch.randn(2).double()}
-    assert written(tmp_path / "file", tensors, ["a", "b"]) == save(tensors, {"format": "pt"})
+    assert write_file(tmp_path / "file", tensors, ["a", "b"]) == save(tensors, {"format": "pt"})

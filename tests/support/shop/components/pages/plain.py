@@ -1,4 +1,4 @@
-"""A page of its own."""
+"""An ordinary page."""
 
 import attrs
 

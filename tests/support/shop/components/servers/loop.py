@@ -1,4 +1,4 @@
-"""What runs."""
+"""A server."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,7 +27,7 @@ class Loop:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """No more workers than values in the store."""
+        """Report more workers than values in the store."""
         store = node.neighbour("store")
         if "size" in store.settings and node.settings["workers"] > store.settings["size"]:
             text = f"{node.settings['workers']} workers can't share {store.settings['size']} values"

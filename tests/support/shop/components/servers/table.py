@@ -1,3 +1,3 @@
-"""No component, but a library."""
+"""A library, not a component."""
 
 TABLE = {"GET": "answer"}

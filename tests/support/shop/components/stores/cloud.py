@@ -1,4 +1,4 @@
-"""A store that needs a package which nobody has."""
+"""A store that needs a package that is never installed."""
 
 from typing import Any
 

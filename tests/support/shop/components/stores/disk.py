@@ -1,4 +1,4 @@
-"""A store on disk, which says what happens to it."""
+"""A store on disk that notes what happens to it."""
 
 from pathlib import Path
 from typing import Any

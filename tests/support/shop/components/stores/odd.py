@@ -1,4 +1,4 @@
-"""A store that asks for what no recipe could write, and says things that fail."""
+"""A store with settings that no recipe can write, and whose methods fail."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ class Odd:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Fail, if told to; else find it odd."""
+        """Fail, if configured to; else report a problem."""
         if node.settings["fails"]:
             raise ZeroDivisionError("by nothing")
         yield node.warning("number", "an odd store", "use another")

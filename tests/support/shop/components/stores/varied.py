@@ -12,7 +12,7 @@ from drawloom.graph import above, at_least, component, setting
 
 
 class Colour(Enum):
-    """What a store may be painted in."""
+    """Colours of a store."""
 
     RED = "red"
     BLUE = "blue"
@@ -20,7 +20,7 @@ class Colour(Enum):
 
 @attrs.frozen
 class Shelf:
-    """A part of a store."""
+    """A section of a store."""
 
     width: int = setting(doc="in cm", check=at_least(1))
     name: str | None = setting(default=None, doc="what stands on it")
@@ -29,7 +29,7 @@ class Shelf:
 
 @component
 class Varied:
-    """Keeps nothing, but can be told much."""
+    """An empty store with many settings."""
 
     text: str = setting(default="text", doc="a text")
     whole: int = setting(default=1, doc="an integer")

@@ -1,0 +1,29 @@
+"""
+Contrastive Preference Optimization: DPO without a reference model, with a loss that keeps the chosen answer likely.
+
+Xu et al. 2024, "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine
+Translation", arXiv 2401.08417, equation 5.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
+from drawloom.graph import above, at_least, component, setting
+
+
+@component
+class Cpo(PairwiseLoss):
+    """
+    CPO: -log(sigmoid(margin)) + alpha * the mean loss of the chosen answer's tokens, of every pair of answers.
+
+    An answer's reward is beta times its log-probability.
+    """
+
+    beta: float = setting(default=0.1, check=above(0), doc="factor of the difference of log-probabilities")
+    alpha: float = setting(
+        default=1.0, check=at_least(0), doc="weight of the chosen answer's mean loss per token (behaviour cloning)"
+    )
+
+    def pair_losses(self, scores: PairScores) -> Tensor:
+        return F.softplus(-scores.margin) + self.alpha * scores.answer_nll

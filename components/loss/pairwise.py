@@ -1,0 +1,148 @@
+"""
+The common part of losses that compare a chosen with a rejected answer.
+
+`data.packing.pairs` makes the rows. Every loss of this family is a function of the rewards of both answers, and a
+reward is proportional to the answer's log-probability, relative to a reference model if the loss has one.
+"""
+
+from typing import ClassVar, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
+from drawloom.components.ports.model import Head
+from drawloom.graph import UserError, above, inherited, setting
+
+TIE_ROUNDINGS = 2
+"""
+Margin below which a pair is a tie, in rounding errors of the tokens' log-probabilities, taken as independent.
+
+A different order of summation, such as another number of tensor-parallel ranks, changes a margin by 0.4 of this unit.
+"""
+
+
+@attrs.frozen
+class PairScores:
+    """
+    Scores of pairs of answers; tensors are float64 (rows, pairs, 2), the chosen answer first.
+
+    `rewards` are differentiable, as are `logps`, the sums over an answer's tokens. `counts` are its numbers of tokens,
+    at least 1. `document_nll`, float64 (rows, pairs), is the mean loss of all tokens of the chosen document, with its
+    prompt, for a loss with `scores_prompts`.
+    """
+
+    rewards: Tensor
+    logps: Tensor
+    counts: Tensor
+    document_nll: Tensor | None
+
+    @property
+    def margin(self) -> Tensor:
+        """The reward of the chosen answer minus the reward of the rejected one: float64 (rows, pairs)."""
+        chosen, rejected = self.rewards.unbind(-1)
+        return chosen - rejected
+
+    @property
+    def answer_nll(self) -> Tensor:
+        """The mean loss of the chosen answer's tokens: float64 (rows, pairs)."""
+        return -(self.logps / self.counts)[..., 0]
+
+
+@inherited
+class PairwiseLoss(DecoderInputs):
+    """
+    Base of losses of pairs of answers, which are means over pairs, each with its own weight.
+
+    The log-probability of an answer is the float64 sum over its tokens with a weight; the weight of a pair is the sum
+    of its token weights. Named sums, weighted by pair like the loss, are `reward_margin`, `reward_accuracy` (1 for a
+    margin above 0, 0.5 for a tie), `reward_chosen` and `reward_rejected`. A margin within rounding errors is a tie.
+    """
+
+    pairs: ClassVar[bool] = True
+    length_normalized: ClassVar[bool] = False
+    """Whether a reward is proportional to the mean log-probability of an answer's tokens, not to their sum."""
+    scores_prompts: ClassVar[bool] = False
+    """Whether the loss reads `PairScores.document_nll`."""
+
+    beta: float
+
+    def pair_losses(self, scores: PairScores) -> Tensor:
+        """Return the loss of each pair: float64 (rows, pairs), finite for pairs without tokens."""
+        raise NotImplementedError
+
+    def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+        """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
+        return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
+
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
+        documents, is_answer = batch.document_ids, batch.weights > 0
+        if self.scores_prompts:
+            every = -head.token_losses(hidden, batch.targets)[0]
+            logps, document_nll = every * is_answer, _document_nll(every, batch)
+        else:
+            logps, document_nll = self.token_logps(hidden, head, batch), None
+        # The difference is of documents, because the data contain sums over documents, not log-probabilities of tokens.
+        sums = sum_by_pair(logps, documents)
+        counts = sum_by_pair(is_answer, documents).clamp_min(1)
+        factor = self.beta / counts if self.length_normalized else self.beta
+        rewards = factor * (sums - self._reference(batch))
+        scores = PairScores(rewards, sums, counts, document_nll)
+        weights = sum_by_pair(batch.weights, documents).sum(-1)
+        total = (self.pair_losses(scores) * weights).sum()
+        squares = (sum_by_pair(logps.detach().double().square(), documents) * factor**2).sum(-1)
+        rounding = TIE_ROUNDINGS * torch.finfo(hidden.dtype).eps * squares.sqrt()
+        margin = scores.margin.detach()
+        accuracy = torch.where(margin.abs() <= rounding, 0.5, (margin > 0).double())
+        chosen, rejected = rewards.detach().unbind(-1)
+        values = {"margin": margin, "accuracy": accuracy, "chosen": chosen, "rejected": rejected}
+        return total, weights.sum(), {f"reward_{name}": (value * weights).sum() for name, value in values.items()}
+
+    def _reference(self, batch: TokenBatch) -> Tensor | float:
+        """Return the reference model's log-probabilities by answer, float64 (rows, pairs, 2), or 0 without one."""
+        return 0.0
+
+
+@inherited
+class ReferencedLoss(PairwiseLoss):
+    """
+    Base of losses with rewards relative to a reference model.
+
+    The reference is the model without its adapters, or the data contain its log-probabilities.
+    """
+
+    reference: Literal["adapters", "data"] = setting(
+        default="adapters", doc="reference model: this model without adapters, or log-probabilities in the data"
+    )
+    beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
+
+    def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
+        return batch.evolve(reference=logps)
+
+    def _reference(self, batch: TokenBatch) -> Tensor:
+        if batch.reference is None:
+            raise UserError(
+                'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '
+                "with `drawloom reference-logps`"
+            )
+        return sum_by_pair(batch.reference, batch.document_ids)
+
+
+def sum_by_pair(values: Tensor, documents: Tensor) -> Tensor:
+    """Sum values (rows, length) by document: float64 (rows, pairs, 2), zeros for missing documents."""
+    rows, length = values.shape
+    # A row has at most as many documents as tokens; counting the documents would wait for the GPU.
+    slots = length + length % 2
+    indices = documents + slots * torch.arange(rows, device=documents.device)[:, None]
+    sums = torch.zeros(rows * slots, dtype=torch.float64, device=values.device)
+    # index_add has a deterministic implementation on GPUs, scatter_add of rows has none.
+    return sums.index_add(0, indices.flatten(), values.double().flatten()).view(rows, -1, 2)
+
+
+def _document_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
+    """Return the mean loss of all targets of each chosen document, float64 (rows, pairs); logps are (rows, length)."""
+    counts = sum_by_pair(batch.targets != IGNORE_INDEX, batch.document_ids).clamp_min(1)
+    return -(sum_by_pair(logps, batch.document_ids) / counts)[..., 0]

@@ -1,0 +1,147 @@
+"""GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.model.auto import AutoModel
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.hugging_face import read_config
+from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
+from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.glm4_moe import Glm4Moe
+from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
+from drawloom.components.weights.load import persistent_tensors
+from drawloom.graph import UserError
+from support.adapted import OneStage
+from support.families import (
+    assert_all_projections_are_adapted,
+    assert_equal_to_transformers,
+    assert_files_go_both_ways,
+    assert_generated_as_whole_texts,
+    assert_operations_are_those_that_torch_counts,
+    small,
+)
+from support.qwen3 import SPARSE_SIZES, cpu_kernels, twin, whole
+
+SIZES = SPARSE_SIZES | {"num_experts": 8, "first_k_dense_replace": 1, "num_hidden_layers": 2}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 7,
+    "kv_lora_rank": 9,
+    "q_lora_rank": 11,
+}
+GROUPS: dict[str, Any] = {
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.5,
+}
+YARN = RopeScaling(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.8, mscale_all_dim=1.3, beta_fast=8.0
+)
+KINDS: dict[str, tuple[type[DecoderBuilder], dict[str, Any]]] = {
+    "glm4_moe": (Glm4Moe, {}),
+    "glm4_moe, every flag": (
+        Glm4Moe,
+        GROUPS | {"partial_rotary_factor": 0.75, "use_qk_norm": True, "attention_bias": True, "rms_norm_eps": 1e-3},
+    ),
+    "deepseek_v3": (DeepseekV3, LATENT),
+    "deepseek_v3, every flag": (
+        DeepseekV3,
+        LATENT | GROUPS | {"rope_interleave": False, "attention_bias": True, "rope_scaling": YARN},
+    ),
+    "moonlight": (DeepseekV3, LATENT | {"q_lora_rank": 0, "first_k_dense_replace": 0}),
+    "glm4_moe_lite": (Glm4MoeLite, LATENT | {"rope_scaling": YARN, "tie_word_embeddings": True}),
+}
+
+
+def model_of(kind: str) -> DecoderBuilder:
+    family, changes = KINDS[kind]
+    return small(family, **SIZES | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_equal_those_of_transformers(kind: str) -> None:
+    """Logits, losses of packed documents and gradients."""
+    assert_equal_to_transformers(model_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
+    """transformers and drawloom read each other's folders."""
+    assert_files_go_both_ways(model_of(kind), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "flag" in kind])
+def test_parts_of_a_text_have_its_logits(kind: str) -> None:
+    """Generation token by token equals the whole text, operations are counted, and LoRA finds all projections."""
+    model = model_of(kind)
+    assert_generated_as_whole_texts(model)
+    # Three choices, gate and up of 12 channels each, and down, over 22 tokens.
+    assert_operations_are_those_that_torch_counts(model, 22 * 3 * 2 * 3 * 24 * 12)
+    assert_all_projections_are_adapted(model)
+
+
+@pytest.mark.parametrize("family", [Dots1, Glm4Moe])
+def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
+    """Logits are products in float32: rounded to bfloat16, other experts would be chosen."""
+    torch.manual_seed(0)
+    model = small(family, **SIZES | {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64})
+    module = whole(model)
+    theirs = twin(model, persistent_tensors(module)).model.layers[1].mlp.gate
+    router: Any = module.get_submodule("model.layers.1.mlp.gate")
+    for layer in (router, theirs):  # the bias stays in float32
+        layer.weight.data = layer.weight.data.bfloat16()
+    hidden = torch.randn(1, 200, 64, dtype=torch.bfloat16)
+    chosen, weights = (result.flatten(0, 1).sort(-1).values for result in router(hidden))
+    _, wanted_weights, wanted = theirs(hidden)
+    assert torch.equal(chosen, wanted.sort(-1).values)
+    torch.testing.assert_close(weights, wanted_weights.sort(-1).values)
+
+
+def test_tensors_of_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
+    """Published folders have one more layer than the model, which predicts a later token."""
+    model = model_of("deepseek_v3")
+    write_folder(tmp_path / "base", model, OneStage(whole(model)))
+    path = tmp_path / "base" / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.2.enorm.weight": torch.ones(24)}, path)
+    AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_machine()
+    save_file(load_file(path) | {"model.layers.3.enorm.weight": torch.ones(24)}, path)
+    with pytest.raises(UserError, match="unexpected"):
+        AutoModel(kernels=cpu_kernels(), path=tmp_path / "base").check_machine()
+
+
+def write(folder: Path, kind: str, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(model_of(kind).hugging_face_config() | changes))
+    return folder
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its config has a model_type of its own."""
+    read = read_config(DEEPSEEK_V3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
+    assert read == model_of("deepseek_v3").architecture
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4 rotates 3 channels of head_dim = 8"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and latent attention has"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers before sparse ones"),
+    ],
+)
+def test_other_configs_are_refused(kind: str, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """A config that would be built as something near it is refused with its key."""
+    with pytest.raises(UserError, match=text):
+        read_config(KINDS[kind][0].family, write(tmp_path, kind, **changes))

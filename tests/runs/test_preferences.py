@@ -1,0 +1,157 @@
+"""Losses of pairs of answers against trainers of TRL: the same base, adapter and pairs."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.pipeline import sum_losses
+from drawloom.graph.project import Recipe
+from support.chat import tokenizer_folder
+from support.observers_of_runs import TINY
+from support.steps import train
+
+ROOT = Path(__file__).parents[2]
+PAIRS = ROOT / "docs/examples/preferences.jsonl"
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+PEFT = {"lora_A": "lora_A.default.weight", "lora_B": "lora_B.default.weight"}
+
+
+@attrs.frozen
+class Result:
+    """The mean loss of all pairs, the gradients of the adapter's parameters, and their values, by our names."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    adapter: dict[str, Tensor]
+
+
+def base(folder: Path) -> Path:
+    """A tiny model of random weights whose tokenizer has a chat template."""
+    tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
+    values: dict[str, Any] = {"model": TINY | {"tie_word_embeddings": False, "initializer_range": 0.3}}
+    values |= {"run": {"name": "base", "folder": str(folder / "base")}, "tokenizer": tokenizer}
+    with Recipe.load("first_run").with_values(values).open(only="export") as objects:
+        objects["export"].finish(1)
+    return folder / "base/export"
+
+
+def our_step(folder: Path, path: Path, *loss: str) -> tuple[Result, list[tuple[Tensor, Tensor]]]:
+    """Take a step of the recipe with a random adapter; return also the ids and weights of each document, by pair."""
+    values = (f"vars.base={path}", f'tokens.paths=["{PAIRS}"]', "tokens.validation_fraction=0.0", *loss)
+    words = (*values, f"run.folder={folder / 'run'}", f"adapters.lora.targets={json.dumps(TARGETS)}")
+    with Recipe.load("dpo", *words).open(["executor", "packing"]) as objects:
+        named = dict(objects["stages"].named_parameters())
+        generator = torch.Generator().manual_seed(1)
+        for parameter in named.values():
+            torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+        rows = objects["packing"]
+        state = train(objects["executor"], [rows.batch("train", range(rows.count("train")))])
+        total, weight = sum_losses(state)
+        gradients = {name: tensor.grad / weight for name, tensor in named.items() if tensor.grad is not None}
+        documents = objects["tokens"].documents("train")
+        texts = [documents.read(number, 0, length) for number, length in enumerate(documents.lengths)]
+        pairs = [(torch.tensor(text.ids.astype("int64")), torch.tensor(text.weights > 0)) for text in texts]
+        values_by_name = {name: tensor.detach().clone() for name, tensor in named.items()}
+        return Result(float(total / weight), gradients, values_by_name), pairs
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def dpo_step(trainer: Any, pairs: Pairs) -> Tensor:
+    """Return the loss of `DPOTrainer` for a batch of all chosen answers before all rejected ones."""
+    ordered = pairs[0::2] + pairs[1::2]
+
+    def padded(column: int) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([document[column] for document in ordered], batch_first=True)
+
+    lengths = torch.tensor([len(ids) for ids, _ in ordered])
+    inputs = {"input_ids": padded(0), "completion_mask": padded(1).long()}
+    inputs["attention_mask"] = (torch.arange(inputs["input_ids"].shape[1]) < lengths[:, None]).long()
+    loss: Tensor = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
+    return loss
+
+
+def pairwise_step(trainer: Any, pairs: Pairs) -> Tensor:
+    """Return the mean over pairs of the loss of `CPOTrainer` or `ORPOTrainer` for a batch of one pair."""
+    trainer.padding_value = 0  # behind the ids of the shorter answer
+    losses = []
+    for chosen, rejected in zip(pairs[0::2], pairs[1::2], strict=True):
+        batch = {}
+        for side, (ids, is_answer) in (("chosen", chosen), ("rejected", rejected)):
+            batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"] = ids[None], torch.ones_like(ids)[None]
+            batch[f"{side}_labels"] = ids.where(is_answer, -100)[None]
+        losses.append(trainer.get_batch_loss_metrics(trainer.model, batch)[0])
+    return torch.stack(losses).mean()
+
+
+def trl_step(
+    folder: Path, path: Path, names: tuple[str, str], options: dict[str, Any], adapter: dict[str, Tensor], pairs: Pairs
+) -> Result:
+    """Return what a trainer of TRL computes, with PEFT's LoRA; `names` are its module and the start of its classes."""
+    datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module, kind = import_module(names[0]), names[1]
+    trainer = getattr(module, f"{kind}Trainer")(
+        model=AutoModelForCausalLM.from_pretrained(path),
+        args=getattr(module, f"{kind}Config")(
+            str(folder / "trl"), report_to=[], use_cpu=True, bf16=False, save_strategy="no", **options
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    )
+    named = {_our_name(name): tensor for name, tensor in trainer.model.named_parameters() if tensor.requires_grad}
+    assert named.keys() == adapter.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(adapter[name])
+    loss = (dpo_step if kind == "DPO" else pairwise_step)(trainer, pairs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Result(float(loss), {name: tensor.grad for name, tensor in named.items()}, adapter)
+
+
+def _our_name(name: str) -> str:
+    for leaf, peft in PEFT.items():
+        name = name.replace(peft, leaf)
+    return name.removeprefix("base_model.model.")
+
+
+DPO, CPO, ORPO = ("trl", "DPO"), ("trl.experimental.cpo", "CPO"), ("trl.experimental.orpo", "ORPO")
+
+
+@pytest.mark.soak  # importing TRL and its trainer takes 15 s
+@pytest.mark.filterwarnings("ignore")  # those of TRL and its packages
+@pytest.mark.parametrize(
+    ("words", "names", "options"),
+    [
+        (("loss.use=loss.dpo", "loss.beta=0.5"), DPO, {"beta": 0.5}),
+        (("loss.use=loss.ipo", "loss.beta=0.5"), DPO, {"beta": 0.5, "loss_type": "ipo"}),
+        (("loss.use=loss.cpo", "loss.beta=0.5", "loss.alpha=0.7"), CPO, {"beta": 0.5, "cpo_alpha": 0.7}),
+        (
+            ("loss.use=loss.simpo", "loss.gamma=0.3"),
+            CPO,
+            {"beta": 2.0, "simpo_gamma": 0.3, "cpo_alpha": 0.0, "loss_type": "simpo"},
+        ),
+        (("loss.use=loss.orpo", "loss.beta=0.5"), ORPO, {"beta": 0.5}),
+    ],
+    ids=["dpo", "ipo", "cpo", "simpo", "orpo"],
+)
+def test_loss_and_every_gradient_are_those_of_trl(
+    tmp_path: Path, words: tuple[str, ...], names: tuple[str, str], options: dict[str, Any]
+) -> None:
+    """All pairs that the repository ships have the same loss and gradients, packed here and padded in TRL."""
+    path = base(tmp_path)
+    actual, pairs = our_step(tmp_path, path, *words)
+    expected = trl_step(tmp_path, path, names, options, actual.adapter, pairs)
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-5) and abs(actual.loss - 0.6931) > 0.05
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
