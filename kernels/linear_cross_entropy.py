@@ -29,7 +29,7 @@ def linear_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Return each token's loss, -log softmax(hidden @ weight.T)[target], and the log-sum-exp of its logits.
+    Return each token's loss, -log softmax(hidden @ weight.T)[target], and its logits' log-sum-exp.
 
     hidden (..., width) and weight (vocabulary, width) of one dtype, targets int64 (...), token_weights float32 (...),
     the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
@@ -80,7 +80,7 @@ _weight_gradient = MatrixProduct(lambda grad_logits, hidden: (grad_logits.T, hid
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log softmax of the logits (tokens, vocabulary) and their log-sum-exp (tokens,)."""
+    """Return the logits' log softmax (tokens, vocabulary) and their log-sum-exp (tokens,)."""
     logits = hidden @ weight.T
     log_probs = F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(hidden))
     # log p = logit - lse for every word; at the largest logit the difference rounds least.

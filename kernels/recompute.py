@@ -315,7 +315,8 @@ class Selective:
     def note(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember how to compute these results."""
         tensors = results if isinstance(results, tuple) else (results,)
-        if not any(tensor.requires_grad for tensor in tensors):
+        # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in (*tensors, *arguments)):
             return
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
         for result in tensors:

@@ -96,7 +96,7 @@ class LoraLinear(Linear, AdaptedLayer):
             scale = dora_scale(
                 self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._row_ranks
             )
-            plain = self.kernels.linear(dropped, self.weight) if dropped is not x or self.bias is not None else y
+            plain = self.multiply(dropped) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
 

@@ -135,7 +135,7 @@ def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
     )
 
 
-DTYPES = ("bfloat16", "tf32", "float32", "float64")
+DTYPES = ("float8", "bfloat16", "tf32", "float32", "float64")
 NEEDED = ("memory", "bandwidth", "link", "network")
 MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # 0 bytes of memory are unknown, as a CPU's
 
@@ -160,6 +160,8 @@ def products_in(dtype: torch.dtype) -> str:
     """Return the table's key for products in a dtype."""
     if dtype in (torch.bfloat16, torch.float16):
         return "bfloat16"
+    if dtype.itemsize == 1:
+        return "float8"
     if dtype == torch.float32:
         return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return str(dtype).removeprefix("torch.")

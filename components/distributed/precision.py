@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from drawloom.components.ports.distributed import LinearFormat
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -36,7 +37,8 @@ class DtypePolicy:
 
     `parameter` is the optimizer's dtype (master weights). `compute` is the layers' dtype (`param_dtype` of FSDP's
     MixedPrecisionPolicy): every trained weight is cast once a step. `gradient` is the dtype for sums over microbatches
-    (gradient accumulation).
+    (gradient accumulation). With `linear = "float8"`, linear layers round both factors of their products to 8 bits (FP8
+    training).
     """
 
     _parameter: Name = setting(
@@ -63,10 +65,23 @@ class DtypePolicy:
     uncast: tuple[str, ...] = setting(
         default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
     )
+    linear: LinearFormat = setting(
+        default="compute",
+        doc="format in which linear layers multiply, forward and backward: 'compute', the compute dtype, or 'float8'; "
+        "embedding, head, norms, routers and attention stay in the compute dtype",
+    )
+    linear_in_compute: tuple[str, ...] = setting(
+        default=(),
+        doc='patterns of the names of linear layers that float8 excludes: "model.layers.0.*", "*.down_proj"',
+    )
 
     def __attrs_post_init__(self) -> None:
-        """Raise ValueError for combinations rejected by `check` in a recipe."""
-        for _, text, hint in find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast):
+        """Raise ValueError for combinations that `check` rejects in a recipe."""
+        conflicts = [
+            *find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast),
+            *find_format_conflicts(self._compute or self._parameter, self.linear, self.linear_in_compute),
+        ]
+        for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
 
     @classmethod
@@ -76,6 +91,9 @@ class DtypePolicy:
         for key, text, hint in find_dtype_conflicts(
             values["parameter"], values["compute"], values["gradient"], values["uncast"]
         ):
+            yield node.problem(key, text, hint)
+        used = values["compute"] or values["parameter"]
+        for key, text, hint in find_format_conflicts(used, values["linear"], values["linear_in_compute"]):
             yield node.problem(key, text, hint)
 
     @property
@@ -109,3 +127,15 @@ def find_dtype_conflicts(
     if uncast and used == parameter:
         text = f"nothing is cast, since compute and parameter are both {parameter!r}"
         yield "uncast", text, "remove uncast"
+
+
+def find_format_conflicts(
+    compute: str, linear: LinearFormat, linear_in_compute: tuple[str, ...]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the conflicts of the format of linear layers with the compute dtype: the key, the fault, and the remedy."""
+    if linear == "float8" and compute != "bfloat16":
+        text = f"layers compute in {compute!r}, and products in float8 round bfloat16"
+        yield "linear", text, "write compute = 'bfloat16', or remove linear"
+    if linear_in_compute and linear == "compute":
+        text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"
+        yield "linear_in_compute", text, "write linear = 'float8', or remove linear_in_compute"

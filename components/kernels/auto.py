@@ -46,13 +46,14 @@ class AutoKernels:
     """
     Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
-    Linear layers, embeddings and GeGLU always use torch. `triton` compiles a kernel at its first use.
+    Embeddings, GeGLU, and linear layers without float8 always use torch. `triton` compiles a kernel at its first use.
     Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
     `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
     logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     device: Device
+    _linear_float8: Choice = _operation("linear_float8", "linear layers in float8")
     _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
     _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
@@ -127,6 +128,9 @@ class AutoKernels:
 
     linear = staticmethod(linear_eager)
     embedding = staticmethod(embedding_eager)
+
+    def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._functions["linear_float8"](x, weight, bias)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
         return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from torch import nn
 
+from drawloom.components.parallel.float8_layers import count_text, float8_layers, linear_layers
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LanguageModel, LayerRange, Model
@@ -90,18 +92,21 @@ class RunSummary:
     def _header(self) -> Iterator[tuple[str, str]]:
         yield "run", f"{self.job.name}, in {self.job.path}"
         for model in self.models.values():
-            count = f"{_count_parameters(model):,} parameters"
-            yield "model", ", ".join([*_architecture(model), count, *self._dtypes()])
+            whole = _build_whole(model)
+            count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
+            yield "model", ", ".join([*_architecture(model), count, *self._dtypes(whole)])
         for rows in self.data.values():
             steps = (_describe_step(rows, batching) for batching in self.batching.values())
             validation = map(_describe_validation, self.validation.values())
             yield "data", "; ".join([f"{_count_tokens(rows):,} tokens to learn from", *steps, *validation])
         yield "device", self._describe_device()
 
-    def _dtypes(self) -> Iterator[str]:
+    def _dtypes(self, whole: nn.Module) -> Iterator[str]:
         for precision in self.precision.values():
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
+            if used := len(float8_layers(whole, precision)):
+                yield count_text(used, len(linear_layers(whole)))
 
     def _describe_device(self) -> str:
         device = self.device.device
@@ -153,8 +158,7 @@ def _architecture(model: Model) -> list[str]:
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]
 
 
-def _count_parameters(model: Model) -> int:
-    """Count the whole model's parameters, on all ranks; tied parameters count once."""
+def _build_whole(model: Model) -> nn.Module:
+    """Build the whole model, without ranks, on the meta device."""
     with torch.device("meta"):
-        module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    return sum(parameter.numel() for parameter in module.parameters())
+        return model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))

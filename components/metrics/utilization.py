@@ -26,8 +26,9 @@ class Utilization:
 
     With several devices also `device_tokens_per_second`. Only matrix products in a forward and a backward pass count:
     causal attention within documents, no recomputation by activation checkpointing, and no gradients for frozen
-    weights. The seconds are the same as for `tokens_per_second`. The peak for dense products in the compute dtype comes
-    from `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no values unless
+    weights. The seconds are the same as for `tokens_per_second`. The peak for dense products in the compute dtype, even
+    with float8, comes from `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no
+    values unless
     `peak_tflops` is set.
     """
 

@@ -130,11 +130,11 @@ class AutoModel:
         return 0
 
     @classmethod
-    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
-        """Return all parameters by name, on the meta device; {} if the folder's config is invalid."""
+    def module_of(cls, node: Any) -> nn.Module | None:
+        """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
-            return _without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_parameters()
-        return {}
+            return _without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()
+        return None
 
     @cached_property
     def builder(self) -> DecoderBuilder:

@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import Head, HeadLayer, Kernels
+from drawloom.components.ports.model import Head, HeadLayer, Kernels, LinearLayer
 from drawloom.components.ports.parameter_roles import BIAS, MATRIX, RESIDUAL_OUTPUT, SCALE, TABLE, Role
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
 
 
-class Linear(nn.Linear, TensorParallel, HeadLayer):
+class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     """
     Linear layer x @ weight.T + bias with weight (outputs, inputs) and an optional bias (outputs,).
 
@@ -54,7 +54,12 @@ class Linear(nn.Linear, TensorParallel, HeadLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., inputs), of any floating dtype, to (..., outputs), in the weight's dtype."""
         omits_bias = self.style == "rowwise" and self.ranks.group.rank > 0
-        return self.kernels.linear(x.to(self.weight.dtype), self.weight, None if omits_bias else self.bias)
+        return self.multiply(x, None if omits_bias else self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias (..., outputs) of x (..., inputs), in the format of the layer."""
+        product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
+        return product(x.to(self.weight.dtype), self.weight, bias)
 
     def head(self) -> Head:
         """Return the layer, which must not have a bias, as a head."""

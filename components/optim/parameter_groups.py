@@ -8,7 +8,7 @@ import attrs
 from torch import nn
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import KnownParameters
+from drawloom.components.ports.model import known_module
 from drawloom.components.ports.parameter_roles import default_role
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
@@ -93,7 +93,7 @@ def check_patterns(node: NodeView) -> Iterator[Problem]:
     """
     Yield a warning for every pattern, in groups or the optimizer's `targets`, without a model parameter.
 
-    Only models with `KnownParameters` are checked, because adapters, transforms and a `TrainableLoss` change the
+    Only models with `known_module` are checked, because adapters, transforms and a `TrainableLoss` change the
     parameters when the run starts. `targets` select matrices only.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
@@ -115,7 +115,8 @@ def _model_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
     trains_loss = loss and loss.implements(TrainableLoss)
     if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
-    return model.component.parameters_of(model) if issubclass(model.component, KnownParameters) else {}
+    module = known_module(model)
+    return {} if module is None else dict(module.named_parameters())
 
 
 def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
 """Ports for process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import attrs
 import torch
@@ -363,9 +363,13 @@ class Device(Protocol):
         ...
 
 
+LinearFormat = Literal["compute", "float8"]
+"""Format of the operands of linear layers' matrix products: the compute dtype, or e4m3 with a scale for each row."""
+
+
 @port
 class Precision(Protocol):
-    """Dtypes for parameters, activations, gradients and reductions."""
+    """Dtypes of parameters, activations, gradients and reductions, and the format of matrix products."""
 
     @property
     def parameter(self) -> torch.dtype:
@@ -390,6 +394,16 @@ class Precision(Protocol):
     @property
     def uncast(self) -> Sequence[str]:
         """Name patterns (fnmatch) for parameters that layers use in the parameter dtype."""
+        ...
+
+    @property
+    def linear(self) -> LinearFormat:
+        """Format of the operands of linear layers inside of blocks."""
+        ...
+
+    @property
+    def linear_in_compute(self) -> Sequence[str]:
+        """Patterns (fnmatch) of the names of linear layers whose products stay in the compute dtype."""
         ...
 
 

@@ -166,6 +166,14 @@ class HeadLayer:
         return finish(hidden, self.head())
 
 
+class LinearLayer:
+    """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
+
+    weight: Tensor
+    supports_float8: ClassVar[bool] = True
+    uses_float8: bool = False
+
+
 @port
 class Model(Protocol):
     """
@@ -294,13 +302,18 @@ class ContextParallelModel(Protocol):
 
 
 @runtime_checkable
-class KnownParameters(Protocol):
-    """A model class that knows its parameters before anything is built."""
+class KnownModule(Protocol):
+    """A model class that can build a node's whole model on the meta device, without other components."""
 
     @classmethod
-    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
-        """Return all parameters by name, on the meta device, from a node's settings; {} if the settings are invalid."""
+    def module_of(cls, node: Any) -> nn.Module | None:
+        """Return the whole model on the meta device, from a node's settings; None if the settings are invalid."""
         ...
+
+
+def known_module(node: Any) -> nn.Module | None:
+    """Return the whole model of a model's node on the meta device, if its class is a `KnownModule`."""
+    return node.component.module_of(node) if issubclass(node.component, KnownModule) else None
 
 
 @runtime_checkable
@@ -320,6 +333,10 @@ class Kernels(Protocol):
         """
         Return x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,), result (..., outputs).
         """
+        ...
+
+    def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

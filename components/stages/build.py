@@ -8,6 +8,7 @@ from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, use_dispatcher
+from drawloom.components.parallel.float8_layers import use_float8
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.pipeline.program.builders import stages_of
@@ -80,6 +81,7 @@ class StageBuilder:
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
             self._cast(module)
+            use_float8(module, self.precision)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
     def build(self, span: LayerRange) -> nn.Module:
@@ -103,6 +105,7 @@ class StageBuilder:
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(compute_dtype(name, self.precision))
+        use_float8(module, self.precision)
         return module
 
     def _cast(self, module: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """This rank's stages: their modules, their parameters' memory and values, and their state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_blo
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
+from drawloom.components.parallel.float8_layers import check_float8, check_gpu, describe_float8, linear_layers
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
@@ -148,6 +149,7 @@ class MaterializedStages:
                 yield from warn_compiled_split_backward(node, schedule, nodes.mesh)
                 yield from check_single_recompute(node, schedule, nodes.mesh)
             yield from check_cuda_graphs(nodes)
+            yield from check_float8(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
@@ -162,6 +164,7 @@ class MaterializedStages:
         if node.settings["capture"]:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := stage_nodes(node):
+            yield from describe_float8(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
@@ -169,7 +172,9 @@ class MaterializedStages:
                 yield from describe_layers(schedule, nodes.mesh, nodes.model)
 
     def check_machine(self) -> None:
-        """Raise UserError if `weights` is not a folder with readable safetensors files."""
+        """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
+        if self.precision.linear == "float8":
+            check_gpu(self.device.device)
         if self.weights is not None:
             try:
                 open_safetensors_folder(self.weights)
@@ -340,12 +345,16 @@ class MaterializedStages:
                     tensor.copy_(state[name])
 
     def _check_patterns(self) -> None:
-        """Raise UserError for a pattern in `precision.uncast` without a matching parameter on any rank."""
-        patterns = self.precision.uncast
-        names = [name for stage in self.local for name, _ in stage.module.named_parameters()]
+        """Raise UserError for a pattern of `precision` that matches nothing on any rank."""
+        modules = [stage.module for stage in self.local]
+        parameters = [name for module in modules for name, _ in module.named_parameters()]
+        self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
+        layers = [name for module in modules for name in linear_layers(module)]
+        self._check_matches("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
+
+    def _check_matches(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
         matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}
         if unknown := [pattern for pattern in patterns if pattern not in matched]:
-            raise UserError(
-                f"precision.uncast: no parameter is called {unknown[0]!r}; one is {names[0]!r}", exit_code=2
-            )
+            example = f"; one is {names[0]!r}" if names else ""
+            raise UserError(f"precision.{key}: no {kind} is called {unknown[0]!r}{example}", exit_code=2)

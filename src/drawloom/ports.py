@@ -105,7 +105,7 @@ from drawloom.components.ports.model import (
     HiddenStates as HiddenStates,
     Kernels as Kernels,
     LanguageModel as LanguageModel,
-    KnownParameters as KnownParameters,
+    KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,
     PretrainedModel as PretrainedModel,

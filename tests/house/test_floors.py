@@ -52,6 +52,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.storage",
             "components.weights",
             "components.distributed",
+            "kernels.float8",
             "kernels.sum_parts",
         },
         {"attrs", "torch"},

@@ -1,17 +1,18 @@
 """
-Two repairs of Triton's interpreter, which has no bfloat16 and stores its bits as 16-bit integers.
+Repairs of Triton's interpreter, which stores bfloat16 and float8 as integers with the same bits.
 
-It truncates float32 on the way to bfloat16, where GPUs round to the nearest even; and it multiplies matrices of
-bfloat16 as if their bits were integers.
+It truncates float32 to bfloat16, where GPUs round to the nearest even, multiplies matrices of bfloat16 as if their bits
+were integers, and drops the carry when it rounds float32 to float8 (triton#8322).
 """
 
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-BF16, FLOAT = tl.bfloat16, tl.float32
+BF16, FLOAT, E4M3 = tl.bfloat16, tl.float32, tl.float8e4nv
 
 
 def round_to_bfloat16(numbers: Any) -> Any:
@@ -27,8 +28,9 @@ def widen_bfloat16(bits: Any) -> Any:
 
 
 def repair() -> None:
-    """Repair both, for the rest of this process."""
+    """Replace the wrong conversions and products for the rest of this process."""
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    convert = InterpreterBuilder.create_fp_to_fp
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
@@ -38,8 +40,15 @@ def repair() -> None:
             return TensorHandle(widen_bfloat16(src.data), FLOAT)
         return cast(self, src, dst_type)
 
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (FLOAT, E4M3):
+            return convert(self, src, dst_type, rounding_mode)
+        data = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.float8_e4m3fn)
+        return TensorHandle(data.view(torch.uint8).numpy(), E4M3)
+
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         a, b = (cast_impl(self, x, FLOAT) if x.dtype.scalar == BF16 else x for x in (a, b))
         return dot(self, a, b, *rest)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp

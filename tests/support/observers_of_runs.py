@@ -24,6 +24,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
+from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
 from drawloom.components.ports.model import TokenContext
@@ -44,7 +45,7 @@ TINY: dict[str, Any] = {
     "hidden_size": 16,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 8,
+    "head_dim": 16,
     "intermediate_size": 32,
 }
 
@@ -69,12 +70,14 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
     node = "stages" if use == "stages.materialized" else "precision"
     schedule = {"use": "pipeline.schedules.zero_bubble_v"}
     with _recipe(folder, **{node: dict(values)}, schedule=schedule).open(only="stages") as objects:
-        parameters = []
+        parameters: list[Any] = []
         for stage in objects["stages"].local:
             used = dict(stage.module.named_parameters())
             for name, kept in stage.named_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
+            layers = linear_layers(stage.module)
+            parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         return parameters
 
 

@@ -172,6 +172,7 @@ WARMUP = {
     "warmup_percent": Change(50.0, {"warmup_steps": None}),
 }
 TRITON = (
+    "linear_float8",
     "rms_norm",
     "add_rms_norm",
     "swiglu",
@@ -320,6 +321,8 @@ ROWS: dict[str, Row] = {
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
             "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
+            "linear": Change("float8", {"compute": "bfloat16"}),
+            "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
         },
     ),
     "distributed.processes": Row(runs.join_timeouts, {}, {"timeout": 7.0}),

@@ -181,13 +181,13 @@ class DecoderBuilder:
         return 0
 
     @classmethod
-    def parameters_of(cls, node: Any) -> dict[str, nn.Parameter]:
+    def module_of(cls, node: Any) -> nn.Module | None:
         # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).whole_parameters()
-        return {}
+            return cls(kernels=kernels, **{**node.settings, **ids}).whole_module()
+        return None
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
@@ -246,30 +246,26 @@ class DecoderBuilder:
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, part_of=part_of)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self._whole(), self.architecture)
+        return forward_flops(self.whole_module(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self._whole())]
+        names = [*persistent_tensors(self.whole_module())]
         joined = Mapper(()) if self.split is None else join_mapper(names, self.split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
         return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
 
-    def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by name, on the meta device."""
-        return dict(self._whole().named_parameters())
-
     @cached_property
     def _roles(self) -> dict[str, Role]:
-        return dict(parameter_roles(self._whole()))
+        return dict(parameter_roles(self.whole_module()))
 
-    def _whole(self) -> nn.Module:
-        """Build all layers on the meta device, where nothing is allocated."""
+    def whole_module(self) -> nn.Module:
+        """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
 

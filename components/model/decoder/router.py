@@ -1,7 +1,7 @@
 """The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -92,6 +92,7 @@ class Router(Linear, RowSums):
     the choice, has none. `aux_loss_coef` and `z_loss_coef` are those of this layer's losses.
     """
 
+    supports_float8: ClassVar[bool] = False
     e_score_correction_bias: Tensor | None
 
     def __init__(

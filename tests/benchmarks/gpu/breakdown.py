@@ -39,6 +39,7 @@ TRACED = 3
 
 KINDS = {
     "NCCL": ("nccl",),
+    "casts": ("_quantize_kernel", "_transpose_kernel", "_column_scale_kernel"),
     "attention": ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_matrices_kernel"),
     "optimizer, norm": ("multi_tensor_apply",),
@@ -79,10 +80,10 @@ def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None
     mesh.open()
     step = our_step(case, mesh, device)
     seconds = clock.step_cost(step, device.device).seconds
-    found = list(_operations(step)) if device.device.type == "cuda" else []
+    found = list(traced_operations(step)) if device.device.type == "cuda" else []
     if processes.rank == 0:
         print(f"{case.name:<60}{case.tokens / seconds:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms", flush=True)
-        for line in _made_of(found) if found else ():
+        for line in describe_operations(found) if found else ():
             print(f"    {line}", flush=True)
     del step
     gc.collect()
@@ -90,7 +91,7 @@ def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None
         torch.cuda.empty_cache()
 
 
-def _operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
+def traced_operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
     """Names of all operations of the GPU in the traced steps, and when they ran, in ms."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
         for _ in range(TRACED):
@@ -103,7 +104,7 @@ def _operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
             yield event.name(), (start, start + event.duration_ns() / 1e6)
 
 
-def _made_of(operations: list[tuple[str, Interval]]) -> Iterator[str]:
+def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]:
     kinds, names = Counter[str](), Counter[str]()
     for name, (start, end) in operations:
         kinds[_kind(name)] += (end - start) / TRACED  # type: ignore[assignment]

@@ -52,6 +52,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
+from drawloom.components.ports.distributed import LinearFormat  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -105,6 +106,7 @@ class Case:
     dispatcher: str = "all_to_all"
     streams: bool = False
     layers: int | None = None
+    linear: LinearFormat = "compute"
 
     @property
     def name(self) -> str:
@@ -117,6 +119,7 @@ class Case:
         who += f", {self.dispatcher}" if self.dispatcher != "all_to_all" else ""
         who += ", a stream for each stage" if self.streams else ""
         who += f", {self.layers} layers" if self.layers else ""
+        who += f", {self.linear}" if self.linear != "compute" else ""
         who += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
 
@@ -130,9 +133,20 @@ class Case:
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16
 
+MEDIUM: dict[str, Any] = DENSE | {"hidden_size": 2048, "intermediate_size": 6144}
+"""Qwen3-1.7B."""
+
 SMALL_MODEL, LARGE, EXPERTS = "Qwen3-0.6B", "Llama-3-8B shape", "1B with 64 experts"
+MEDIUM_MODEL = "Qwen3-1.7B"
 QWEN_8B, QWEN_30B = "Qwen3-8B", "Qwen3-30B-A3B"
-MODELS = {SMALL_MODEL: DENSE, LARGE: LLAMA, EXPERTS: SPARSE, QWEN_8B: QWEN, QWEN_30B: QWEN_EXPERTS}
+MODELS = {
+    SMALL_MODEL: DENSE,
+    MEDIUM_MODEL: MEDIUM,
+    LARGE: LLAMA,
+    EXPERTS: SPARSE,
+    QWEN_8B: QWEN,
+    QWEN_30B: QWEN_EXPERTS,
+}
 SHAPES = ((SMALL_MODEL, 4, 1), (SMALL_MODEL, 4, 4), (LARGE, 2, 1))
 OF_EXPERTS = ((EXPERTS, 4, 1), (EXPERTS, 4, 4))
 
@@ -297,8 +311,9 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
     model: Any = kind(kernels=kernels, **config)
     model.initialise = _initialise
-    dtype: Any = "float32" if TINY else "bfloat16"
-    precision, schedule, loss = DtypePolicy(parameter=dtype), pipelines.schedule(case.schedule), NextToken()
+    dtype: Any = "float32" if TINY and case.linear == "compute" else "bfloat16"
+    precision = DtypePolicy(parameter=dtype, linear=case.linear)
+    schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     lora: list[Any] = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
     stages = MaterializedStages(

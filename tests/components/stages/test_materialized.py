@@ -97,6 +97,8 @@ class Half:
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     uncast: tuple[str, ...] = ()
+    linear: str = "compute"
+    linear_in_compute: tuple[str, ...] = ()
 
 
 class Freeze:

@@ -1,0 +1,202 @@
+"""measure what float8 does to the gradients, layer by layer, and write an overlay that excludes the worst layers"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.commands._recipes import only
+from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.stages import Parameters, Stages
+from drawloom.components.state.batch import Batch
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project, Recipe
+
+MIN_MEDIAN = 1e-12
+"""Smallest median error that errors are compared with, for a model whose gradients float8 does not change."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe that trains on one device")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="training steps before the measurement")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=3.0,
+        metavar="X",
+        help="exclude layers whose error is more than X times the median (default 3)",
+    )
+    parser.add_argument("--to", type=Path, metavar="FILE", help="the overlay to write (default: print it)")
+    parser.epilog = "Set single values with node.key=value."
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print the overlay, or write it."""
+    if options.steps < 0 or options.tolerance <= 0:
+        raise UserError("--steps must be at least 0, and --tolerance above 0", 2)
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    node = only(recipe.graph, Precision)
+    float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
+    evidence = _measure(recipe.with_values({node: float8}), options.steps)
+    text = write_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
+    if options.to is None:
+        print_text(text, end="")
+    else:
+        options.to.write_text(text, "utf-8")
+        print_text(f"wrote {options.to}")
+    return 0
+
+
+@attrs.frozen
+class Effect:
+    """
+    Effect of float8 in some layers: the relative error of the whole gradient, and the change of the mean loss.
+
+    `seconds` is the time of a forward and a backward pass over the step's microbatches.
+    """
+
+    error: float
+    loss: float
+    seconds: float
+
+
+@attrs.frozen
+class Evidence:
+    """Effects of float8 in each layer alone and in all layers, and the loss and seconds of a pass without float8."""
+
+    alone: Mapping[str, Effect]
+    together: Effect
+    loss: float
+    seconds: float
+
+    def excluded(self, tolerance: float) -> list[str]:
+        """Return the layers whose error is more than `tolerance` times the median."""
+        median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
+        return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
+
+
+def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> str:
+    """Return an overlay for a precision's node, with the evidence as comments."""
+    return "\n".join([*_lines(evidence, node, recipe, steps, tolerance), ""])
+
+
+def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
+    together, excluded = evidence.together, evidence.excluded(tolerance)
+    yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
+    yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
+    yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."
+    count = f"{len(excluded)} of {len(evidence.alone)} layers"
+    yield f"# Excluded: {count}, those with more than {tolerance:g} times the median error."
+    yield "#"
+    yield "# error of the gradient and change of the loss with float8 in one layer alone, largest error first:"
+    for name, effect in sorted(evidence.alone.items(), key=lambda item: -item[1].error):
+        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {name}"
+    yield ""
+    yield f"[{node}]"
+    yield 'compute = "bfloat16"'
+    yield 'linear = "float8"'
+    if excluded:
+        yield "linear_in_compute = ["
+        yield from (f'    "{name}",' for name in excluded)
+        yield "]"
+
+
+def _measure(recipe: Recipe, steps: int) -> Evidence:
+    """Train for some steps in the compute dtype, and measure the effects on the next step's gradients."""
+    phases = _training_phases(recipe)
+    names = [only(recipe.graph, port) for port in (Stages, Parameters, Executor)]
+    with recipe.open([*names, *phases]) as objects:
+        stages, parameters, executor = (objects[name] for name in names)
+        layers = {
+            name: layer
+            for stage in stages.local
+            for name, layer in linear_layers(stage.module).items()
+            if layer.uses_float8
+        }
+        if not layers:
+            raise UserError(f"no linear layer of {recipe} can use float8", 2)
+        _set_format([*layers.values()], False)
+        for index in range(1, steps + 2):
+            step = Step(index, steps + 1)
+            for name in phases if index <= steps else phases[:1]:
+                objects[name].run_phase(step)
+        return _Probe(parameters, executor, step.state["batches"], layers).evidence()
+
+
+def _training_phases(recipe: Recipe) -> list[str]:
+    """Return the names of the phases up to the update of the weights."""
+    graph = recipe.graph
+    graph.require_valid()
+    root = graph.nodes[recipe.project.root]
+    targets = root.edges["phases"].targets if "phases" in root.edges else ()
+    updates = [number for number, name in enumerate(targets) if "weights" in graph.nodes[name].spec.traits.flow.writes]
+    if not updates:
+        raise UserError("no phase of the recipe updates weights", 2)
+    return list(targets[: updates[-1] + 1])
+
+
+def _set_format(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
+    for layer in layers:
+        layer.uses_float8 = uses_float8
+
+
+@attrs.frozen
+class _Probe:
+    """Passes over the same microbatches, with float8 in different layers."""
+
+    parameters: Parameters
+    executor: Executor
+    batches: Sequence[Batch]
+    layers: Mapping[str, LinearLayer]
+
+    def evidence(self) -> Evidence:
+        """Measure no layer, all layers, and each layer alone."""
+        self._pass([])  # compiles and allocates
+        loss, gradients, seconds = self._pass([])
+
+        def effect(layers: Sequence[LinearLayer]) -> Effect:
+            other_loss, others, time_of_pass = self._pass(layers)
+            return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
+
+        effect([*self.layers.values()])
+        together = effect([*self.layers.values()])
+        return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
+
+    def _pass(self, layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
+        """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
+        parameters = [parameter for _, parameter in self.parameters.named_parameters()]
+        for parameter in parameters:
+            parameter.grad = None
+        _set_format(layers, True)
+        begin = time.monotonic()
+        state = state_of_batches(self.batches)
+        self.executor.train(state)
+        loss, weight = sum_losses(state).tolist()  # waits for the device
+        seconds = time.monotonic() - begin
+        _set_format(layers, False)
+        gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return loss / weight, gradients, seconds
+
+
+def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the norm of the difference of gradients (any shapes), divided by the norm of `exact`."""
+    difference = sum(_square(gradient.double() - other) for gradient, other in zip(gradients, exact, strict=True))
+    return float((difference / sum(map(_square, exact))) ** 0.5)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum()

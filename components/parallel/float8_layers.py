@@ -1,0 +1,138 @@
+"""The linear layers of a module whose matrix products run in float8."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from drawloom.components.parallel.data_shard import heads_of
+from drawloom.components.parallel.dimension import StageNodes
+from drawloom.components.parallel.master_weights import compute_dtype
+from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.model import LinearLayer, known_module
+from drawloom.graph import Problem, UserError
+from drawloom.graph.wiring.node import NodeView
+from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
+
+
+def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
+    """Return the layers of a stage's module, or of a whole model, that can use float8: no heads and no routers."""
+    heads: set[object] = set(heads_of(module))
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, LinearLayer) and layer.supports_float8 and layer not in heads
+    }
+
+
+def float8_layers(module: nn.Module, precision: Precision) -> dict[str, LinearLayer]:
+    """Return the layers for which the recipe chooses float8."""
+    if precision.linear != "float8":
+        return {}
+    return {
+        name: layer
+        for name, layer in linear_layers(module).items()
+        if not any(fnmatchcase(name, pattern) for pattern in precision.linear_in_compute)
+        and compute_dtype(f"{name}.weight", precision) == torch.bfloat16
+    }
+
+
+def use_float8(module: nn.Module, precision: Precision) -> None:
+    """
+    Set the format of the linear layers of a stage's module, after ranks have split their weights.
+
+    Raises UserError for a layer whose widths tensor cores can't multiply.
+    """
+    for name, layer in float8_layers(module, precision).items():
+        if fault := fault_of_widths(tuple(layer.weight.shape)):
+            raise UserError(f"precision.linear: the weight of {name} {fault}; {exclude(name)}", exit_code=2)
+        layer.uses_float8 = True
+
+
+def fault_of_widths(shape: tuple[int, ...]) -> str:
+    """Return why a weight (outputs, inputs) can't be multiplied in float8, as the end of a sentence, or ""."""
+    if all(width % ALIGNMENT == 0 for width in shape):
+        return ""
+    return f"is {' x '.join(map(str, shape))} on each rank, and float8 needs widths that are divisible by {ALIGNMENT}"
+
+
+def exclude(name: str) -> str:
+    """Return the remedy for a layer that can't use float8."""
+    pattern = f"*.{name.rpartition('.')[2]}"
+    return f'write linear_in_compute = ["{pattern}"], or linear = "compute"'
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raise UserError for a GPU without products in float8."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        has, needs = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
+        raise UserError(
+            f"precision.linear: {torch.cuda.get_device_name(device)} has compute capability {has}, and products in "
+            f'float8 need {needs}; write linear = "compute"',
+            exit_code=2,
+        )
+
+
+def check_float8(nodes: StageNodes) -> Iterator[Problem]:
+    """Yield problems of recipes whose linear layers can't multiply in float8."""
+    if nodes.precision is None or nodes.precision.settings.get("linear") != "float8":
+        return
+    if nodes.stages.settings["compile"]:
+        text = f"torch.compile does not trace products in float8, which [{nodes.precision.name}] asks for"
+        yield nodes.stages.problem("compile", text, 'write compile = false, or linear = "compute"')
+    layers, excluded = _layers_of(nodes)
+    names = [*layers, *excluded]
+    for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            text = f"no linear layer is called {pattern!r}; one is {names[0]!r}"
+            yield nodes.precision.problem(("linear_in_compute", number), text, "write another pattern, or remove it")
+    for name, layer in layers.items():
+        if fault := fault_of_widths(_local_shape(layer, nodes.sizes.tensor)):
+            text = f"the weight of {name} {fault}"
+            yield nodes.precision.problem("linear", text, exclude(name))
+            return
+
+
+def describe_float8(nodes: StageNodes) -> Iterator[str]:
+    """Yield how many linear layers of the model multiply in float8."""
+    layers, excluded = _layers_of(nodes)
+    if layers:
+        count = count_text(len(layers), len(layers) + len(excluded))
+        yield f"float8: {count}; MFU is still relative to the peak of bfloat16"
+
+
+def count_text(used: int, layers: int) -> str:
+    """Return how many linear layers use float8, for people."""
+    return f"{used} of {layers} linear layers multiply in float8"
+
+
+def _layers_of(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
+    """Return the layers of the recipe's whole model that use float8, and the others that could."""
+    built = None if nodes.precision is None else build_precision(nodes.precision)
+    module = None if nodes.model is None else known_module(nodes.model)
+    if built is None or module is None:
+        return {}, {}
+    layers = float8_layers(module, built)
+    return layers, {name: layer for name, layer in linear_layers(module).items() if name not in layers}
+
+
+def build_precision(node: NodeView) -> Precision | None:
+    """Build a precision from its node's settings; None if they have problems."""
+    with suppress(ValueError):
+        built: Precision = node.component(**node.settings)
+        return built
+    return None
+
+
+def _local_shape(layer: LinearLayer, ranks: int) -> tuple[int, ...]:
+    """Return the shape of a layer's weight on each of the ranks along `tensor`."""
+    shape = list(layer.weight.shape)
+    if ranks > 1 and isinstance(layer, TensorParallel) and (dim := layer.split_dims().get("weight")):
+        shape[dim.dim] = -(-shape[dim.dim] // ranks)
+    return tuple(shape)

@@ -1,0 +1,56 @@
+"""`drawloom precision`."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import drawloom
+from drawloom.components.commands.precision import Effect, Evidence, relative_error, write_overlay
+from support.runs import drawloom as run_drawloom
+from support.runs import write_corpus
+
+SIZES = ("model.hidden_size=32", "model.num_attention_heads=2", "model.head_dim=16", "model.intermediate_size=64")
+
+
+def test_the_command_writes_an_overlay_with_its_evidence(tmp_path: Path) -> None:
+    """Every layer has a line with its own error, and the overlay makes the recipe train in float8."""
+    write_corpus(tmp_path)
+    words = ("precision", "tiny.toml", *SIZES, "--steps", "2", "--to", "float8.toml", "--tolerance", "100")
+    [outcome] = run_drawloom(tmp_path, *words)
+    assert outcome.code == 0, outcome.text
+    text = (tmp_path / "float8.toml").read_text("utf-8")
+    assert tomllib.loads(text) == {"precision": {"compute": "bfloat16", "linear": "float8"}}
+    lines = [line for line in text.splitlines() if "model.layers.0" in line]
+    errors = [float(line.split()[1].rstrip("%")) for line in lines]
+    assert len(lines) == 7 and errors == sorted(errors, reverse=True)
+    assert all(0.1 < error < 20 for error in errors)
+    recipe = drawloom.Recipe.load(str(tmp_path / "tiny.toml"), *SIZES, overlays=[str(tmp_path / "float8.toml")])
+    assert not recipe.graph.problems
+
+
+@pytest.mark.parametrize(("tolerance", "excluded"), [(3.0, ["c"]), (0.5, ["a", "b", "c"]), (30.0, [])])
+def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: list[str]) -> None:
+    """The overlay excludes layers by their error relative to the median, also one that is not a number."""
+    effects = {name: Effect(error, 0.0, 1.0) for name, error in (("a", 0.01), ("b", 0.012), ("c", 0.2))}
+    evidence = Evidence(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
+    assert evidence.excluded(tolerance) == excluded
+    overlay = tomllib.loads(write_overlay(evidence, "precision", "mine", 5, tolerance))
+    assert overlay["precision"].get("linear_in_compute", []) == excluded
+    broken = attrs_evolved(evidence, float("nan"))
+    assert "a" in broken.excluded(tolerance)
+
+
+def attrs_evolved(evidence: Evidence, error: float) -> Evidence:
+    """Return the evidence with another error of the first layer."""
+    alone = {**evidence.alone, "a": Effect(error, 0.0, 1.0), "d": Effect(0.01, 0.0, 1.0)}
+    return Evidence(alone, evidence.together, evidence.loss, evidence.seconds)
+
+
+def test_errors_are_relative_to_the_whole_gradient() -> None:
+    """The norm of the difference over all parameters is divided by the norm of the exact gradient."""
+    exact = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    other = [torch.tensor([3.0, 0.3]), torch.tensor([[4.4]])]
+    assert relative_error(other, exact) == pytest.approx(0.1)
+    assert relative_error(exact, exact) == 0

@@ -1,0 +1,103 @@
+"""Which linear layers of a model use float8, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import drawloom
+from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.moe import Qwen3Moe
+from drawloom.components.parallel.float8_layers import check_gpu, float8_layers, linear_layers, use_float8
+from drawloom.graph import UserError
+from support.qwen3 import SIZES, SPARSE_SIZES
+
+DENSE: dict[str, Any] = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
+
+
+def float8(**settings: Any) -> DtypePolicy:
+    return DtypePolicy(compute="bfloat16", linear="float8", **settings)
+
+
+def whole(kind: Any, sizes: dict[str, Any]) -> Any:
+    return kind(kernels=None, **sizes).whole_module()
+
+
+def test_projections_use_float8_and_nothing_else_does() -> None:
+    """All projections in blocks are chosen; the head, the embedding, norms and routers are not."""
+    module = whole(Qwen3Dense, DENSE | {"tie_word_embeddings": False})
+    names = set(float8_layers(module, float8()))
+    projections = {name for name, _ in module.named_modules() if name.endswith("_proj")}
+    assert names == projections
+    assert float8_layers(module, DtypePolicy(compute="bfloat16")) == {}
+    sparse = whole(Qwen3Moe, SPARSE_SIZES)
+    assert not any(name.endswith("mlp.gate") for name in linear_layers(sparse))
+
+
+def test_patterns_and_uncast_weights_exclude_layers() -> None:
+    """A pattern excludes the layers that it matches, and so does a weight that stays in the parameter dtype."""
+    module = whole(Qwen3Dense, DENSE)
+    every = set(float8_layers(module, float8()))
+    few = set(float8_layers(module, float8(linear_in_compute=("model.layers.0.*",), uncast=("*.down_proj.weight",))))
+    assert few == {name for name in every if ".layers.0." not in name and not name.endswith("down_proj")}
+
+
+def test_widths_that_do_not_divide_are_an_error_with_a_remedy() -> None:
+    """The error names the layer, its shape on the rank, and the pattern to write."""
+    with pytest.raises(
+        UserError, match=r"down_proj is 32 x 40 on each rank.*linear_in_compute = \[\"\*\.down_proj\"\]"
+    ):
+        use_float8(
+            whole(Qwen3Dense, DENSE | {"intermediate_size": 40}), float8(linear_in_compute=("*.gate_proj", "*.up_proj"))
+        )
+
+
+def test_gpus_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Ampere GPU is refused with its name; Hopper, and a CPU, which uses plain torch, are not."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    for capability, is_refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        if is_refused:
+            with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, and products in float8 need 8\.9"):
+                check_gpu(torch.device("cuda"))
+        else:
+            check_gpu(torch.device("cuda"))
+    check_gpu(torch.device("cpu"))
+
+
+def problems(*words: str) -> list[str]:
+    recipe = drawloom.Recipe.load("first_run", "precision.compute='bfloat16'", *words)
+    return [text for text in map(str, recipe.graph.problems) if "DL401" in text]
+
+
+FLOAT8 = "precision.linear='float8'"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((FLOAT8,), []),
+        ((FLOAT8, "model.intermediate_size=500"), ["mlp.gate_proj is 500 x 192 on each rank", '["*.gate_proj"]']),
+        ((FLOAT8, "mesh.tensor=2", "model.intermediate_size=496"), ["mlp.gate_proj is 248 x 192 on each rank"]),
+        ((FLOAT8, "stages.compile=true"), ["torch.compile does not trace products in float8", "write compile = false"]),
+        ((FLOAT8, "precision.compute='float32'"), ["compute in 'float32', and products in float8 round bfloat16"]),
+        ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
+        (('precision.linear_in_compute=["*.q_proj"]',), ["nothing to exclude", "write linear = 'float8'"]),
+    ],
+)
+def test_check_refuses_recipes_that_can_not_multiply_in_float8(words: tuple[str, ...], parts: list[str]) -> None:
+    """Each mistake is one problem with a remedy, and a recipe without mistakes has none."""
+    found = problems(*words)
+    assert len(found) == bool(parts), found
+    assert all(part in found[0] for part in parts)
+
+
+def test_explain_counts_the_layers() -> None:
+    """`explain` counts the linear layers in float8."""
+    recipe = drawloom.Recipe.load("first_run", "precision.compute='bfloat16'", FLOAT8)
+    excluding = drawloom.Recipe.load(
+        "first_run", "precision.compute='bfloat16'", FLOAT8, 'precision.linear_in_compute=["*.down_proj"]'
+    )
+    for loaded, text in ((recipe, "28 of 28"), (excluding, "24 of 28")):
+        assert f"float8: {text} linear layers multiply in float8" in loaded.explain("stages")

@@ -1,0 +1,85 @@
+"""Casts and products of float8 in Triton against the eager ones, bit by bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.kernels.float8 import E4M3, EAGER, linear_float8_eager
+from drawloom.kernels.triton.float8 import TRITON, linear_float8_triton
+from support.kernels import DEVICE
+
+SHAPES = [(1, 16), (7, 48), (33, 80), (66, 1040), (5, 4112)]
+
+
+def spread(rows: int, width: int, seed: int = 0) -> Tensor:
+    """Return bfloat16 numbers whose rows and columns differ in size by many powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 12, (rows, 1), generator=generator))
+    x *= torch.exp2(torch.randint(-6, 6, (width,), generator=generator))
+    return x.bfloat16().to(DEVICE)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    bits = {E4M3: torch.uint8, torch.float32: torch.int32}
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.view(bits[actual.dtype]), expected.view(bits[expected.dtype]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_casts_of_inputs_and_weights_equal_eager_casts(shape: tuple[int, int]) -> None:
+    """Rows, scales and transposed copies have the bits of eager casts for any number of rows, zeros included."""
+    x = spread(*shape)
+    x[0] = 0
+    for actual, expected in zip(TRITON.quantize(x, True), EAGER.quantize(x, True), strict=True):
+        assert_same_bits(actual, expected)
+    scale = EAGER.quantize(x, False).scale
+    assert_same_bits(TRITON.transpose(x, scale), EAGER.transpose(x, scale))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_casts_of_gradients_equal_eager_casts(shape: tuple[int, int]) -> None:
+    """Gradients by rows and by columns have the bits of eager casts, with rows and columns of zeros."""
+    grad, factor = spread(*shape), EAGER.quantize(spread(shape[1], 16, seed=1), False).scale
+    row_scale = EAGER.quantize(spread(shape[0], 16, seed=2), False).scale
+    grad[-1], grad[:, 3] = 0, 0
+    for scales in (row_scale, None):
+        actual, expected = (kernels.quantize_gradient(grad, factor, scales) for kernels in (TRITON, EAGER))
+        for left, right in zip(actual, expected, strict=True):
+            assert_same_bits(left, right)
+
+
+def test_casts_read_strided_rows() -> None:
+    """A slice of wider rows is cast like its copy."""
+    wide = spread(9, 96)
+    x, factor = wide[:, 16:64], torch.ones(48, device=DEVICE)
+    assert torch.equal(TRITON.quantize(x, False).data.float(), TRITON.quantize(x.contiguous(), False).data.float())
+    gradients = [TRITON.quantize_gradient(grad, factor, None).data.float() for grad in (x, x.contiguous())]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_number_that_is_not_finite_reaches_results(value: float) -> None:
+    """An infinite or undefined element makes the scales of its row and of all columns NaN, and no others."""
+    x = spread(20, 32)
+    x[4, 5] = value
+    scale = TRITON.quantize(x, False).scale
+    assert scale.isnan().nonzero().tolist() == [[4]]
+    gradient = TRITON.quantize_gradient(x, torch.ones(32, device=DEVICE), torch.ones(20, device=DEVICE))
+    assert gradient.scale.isnan().nonzero().tolist() == [[4]]
+    assert gradient.column_scale.isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(32, 64, 48), (23, 16, 32), (300, 128, 256)])
+def test_layers_equal_eager_layers(tokens: int, inputs: int, outputs: int) -> None:
+    """Results, gradients and sums of gradients agree with eager ones up to the order of additions."""
+    x, weight, grad = spread(tokens, inputs), spread(outputs, inputs, 1), spread(tokens, outputs, 2)
+    bias = torch.randn(outputs, device=DEVICE).bfloat16()
+    results = []
+    for layer in (linear_float8_triton, linear_float8_eager):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
+        y = layer(*leaves)
+        results.append((y, *torch.autograd.grad(y, leaves, grad)))
+    for actual, expected in zip(*results, strict=True):
+        size = expected.float().abs().amax()
+        torch.testing.assert_close(actual / size, expected / size, atol=8e-3, rtol=8e-3)
