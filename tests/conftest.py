@@ -38,7 +38,7 @@ def room() -> Iterator[None]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A folder with a corpus and the tiny recipe."""
     from support.runs import write_corpus  # would import Triton before its variable is set
 

@@ -28,8 +28,8 @@ LEARNED = ("loss", "grad_norm", "lr", "validation_loss", "tokens")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, the tiny recipe, and a run of it on one process."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, the tiny recipe, and its run on one process."""
     folder = tmp_path_factory.mktemp("ramp")
     write_corpus(folder)
     [outcome] = drawloom(folder, *COMMON, "run.name=straight")
@@ -37,15 +37,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_resumes_bit_exactly_in_the_middle_of_a_ramp(place: Path) -> None:
-    """From a checkpoint between two sizes, steps have the rows, rates and weights of the run that did not stop."""
-    straight, resumed = place / "runs/straight", place / "runs/resumed"
+def test_a_run_resumes_bit_exactly_in_the_middle_of_a_ramp(folder: Path) -> None:
+    """A run resumed between two batch sizes has the rows, learning rates and weights of the uninterrupted run."""
+    straight, resumed = folder / "runs/straight", folder / "runs/resumed"
     seen = [0, *(row["tokens"] for row in rows(straight))]
     sizes = [-(-(after - before) // 32) for before, after in pairwise(seen)]
     assert sizes == [2, 2, 6, 6, 8, 8, 8, 8]
-    drawloom(place, *COMMON, "run.name=resumed")
+    drawloom(folder, *COMMON, "run.name=resumed")
     take_back(resumed, 2)
-    [outcome] = drawloom(place, *COMMON, "run.name=resumed")
+    [outcome] = drawloom(folder, *COMMON, "run.name=resumed")
     assert outcome.code == 0 and "step 3/8" in outcome.text, outcome.text
     assert series(resumed, *LEARNED) == series(straight, *LEARNED)
     for node in ("stages", "optimizer"):
@@ -54,10 +54,10 @@ def test_a_run_resumes_bit_exactly_in_the_middle_of_a_ramp(place: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["data_replicate", "pipeline"])
-def test_two_processes_have_the_losses_of_one_over_a_ramp(place: Path, layout: str) -> None:
-    """Whether they divide the rows of each step or run a program for each number of microbatches."""
-    outcomes = drawloom(place, *COMMON, f"run.name={layout}", f"mesh.{layout}=2", ranks=2)
+def test_two_processes_have_the_losses_of_one_over_a_ramp(folder: Path, layout: str) -> None:
+    """Replicas that divide rows, and pipelines with a program per microbatch count, have one process's losses."""
+    outcomes = drawloom(folder, *COMMON, f"run.name={layout}", f"mesh.{layout}=2", ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].text
-    ours, theirs = (series(place / "runs" / name, *LEARNED) for name in ("straight", layout))
-    for mine, yours in zip(ours, theirs, strict=True):
-        assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
+    ours, theirs = (series(folder / "runs" / name, *LEARNED) for name in ("straight", layout))
+    for our_values, their_values in zip(ours, theirs, strict=True):
+        assert [value or 0 for value in our_values] == pytest.approx([value or 0 for value in their_values], rel=1e-6)

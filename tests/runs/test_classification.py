@@ -1,4 +1,4 @@
-"""Counts that a loss leaves, in runs on one process and on several."""
+"""Class counts summed by a loss, on one process and on several."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ WORDS = (
 )
 
 
-def _counting(folder: Path, arguments: Any) -> Outcome:
-    """A run whose loss tells four groups of bytes and the end apart, with a score for the first group."""
+def _run_with_counts(folder: Path, arguments: Any) -> Outcome:
+    """Run with a loss that classifies four groups of bytes and the end token, and scores the first group."""
 
     def counts(self: Any, hidden: Any, head: Any, batch: Any) -> Any:
         total, weight, sums = plain(self, hidden, head, batch)
@@ -43,25 +43,25 @@ def _counting(folder: Path, arguments: Any) -> Outcome:
 
 
 def test_every_layout_has_the_scores_of_one_process(tmp_path: Path) -> None:
-    """Replicas, stages and smaller microbatches give the counts of one process, and classes without items are None."""
+    """Replicas, stages and smaller microbatches have the counts of one process; classes without items are None."""
     write_corpus(tmp_path)
     layouts = {
         "one": (1, ()),
         "replicas": (2, ("batch.micro_size=2",)),
         "stages": (2, ("batch.micro_size=1", "mesh.pipeline=2")),
     }
-    found = {}
+    scores = {}
     for name, (ranks, words) in layouts.items():
         arguments = ("run", "tiny.toml", f"run.name={name}", *WORDS, *words)
-        outcomes = run_ranks(_counting, ranks, tmp_path, arguments, timeout=120, variables=ranks > 1)
+        outcomes = run_ranks(_run_with_counts, ranks, tmp_path, arguments, timeout=120, variables=ranks > 1)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        found[name] = [
+        scores[name] = [
             {key: value for key, value in row.items() if key.partition("/")[0] in ("accuracy", "auroc", "recall", "f1")}
             for row in rows(tmp_path / "runs" / name)
         ]
     for name in ("replicas", "stages"):
-        for one, other in zip(found["one"], found[name], strict=True):
-            # as -1, for pytest.approx takes no None
+        for one, other in zip(scores["one"], scores[name], strict=True):
+            # as -1: pytest.approx does not accept None
             known = [{key: -1 if value is None else value for key, value in row.items()} for row in (one, other)]
             assert known[1] == pytest.approx(known[0], rel=1e-3, abs=1e-3), name
-    assert 0 < found["one"][-1]["auroc"] < 1 and found["one"][-1]["f1/3"] is None
+    assert 0 < scores["one"][-1]["auroc"] < 1 and scores["one"][-1]["f1/3"] is None

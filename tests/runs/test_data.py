@@ -1,4 +1,4 @@
-"""What runs see of their data, from files to the audit."""
+"""Data of runs, from files to the audit of trained rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +22,13 @@ MORE = (*BEGIN, "tokens.sources.two={use='data.tokenized',path='two'}", "tokens.
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stores, and a run on one that was stopped after four steps, and went on with both and two ranks."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two token stores and a run: four steps on one store, then two ranks on both stores."""
     folder = tmp_path_factory.mktemp("audit")
     write_corpus(folder)
     for name, files in (("one", "corpus/part?.py"), ("two", "corpus/part1?.py")):
-        [made] = drawloom(folder, "tokenize", files, "--to", name)
-        assert made.code == 0, made.text
+        [tokenized] = drawloom(folder, "tokenize", files, "--to", name)
+        assert tokenized.code == 0, tokenized.text
     [first] = drawloom(folder, *RUN, *BEGIN, "trainer.steps=4")
     assert first.code == 0, first.text
     for outcome in drawloom(folder, *RUN, *MORE, "trainer.steps=30", "--accept-changes", ranks=2):
@@ -36,18 +36,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_other_shares_are_told_and_take_a_flag(place: Path) -> None:
-    """`diff` names what changed in a mixture, and a run with it is refused without the flag."""
+def test_changed_mixture_weights_are_reported_and_need_a_flag(folder: Path) -> None:
+    """`diff` names changed mixture weights, and a run with them is refused without --accept-changes."""
     changed = (*MORE, "tokens.weights.two=1.0")
-    [told] = drawloom(place, "diff", "runs/tiny", "tiny.toml", *RUN[2:], *changed, "trainer.steps=30")
-    assert "[tokens] weights: " in told.text and "-> { one = 1.0, two = 1.0 }" in told.text, told.text
-    [refused] = drawloom(place, *RUN, *changed, "trainer.steps=31")
+    [diff] = drawloom(folder, "diff", "runs/tiny", "tiny.toml", *RUN[2:], *changed, "trainer.steps=30")
+    assert "[tokens] weights: " in diff.text and "-> { one = 1.0, two = 1.0 }" in diff.text, diff.text
+    [refused] = drawloom(folder, *RUN, *changed, "trainer.steps=31")
     assert refused.code == 2 and "[tokens] weights" in refused.text and "--accept-changes" in refused.text, refused.text
 
 
-def test_tokens_are_counted_by_source(place: Path) -> None:
-    """From the resume on, the sources have their shares of the tokens, whatever they had before."""
-    steps = lines(place / "runs/tiny/metrics.jsonl")
+def test_tokens_are_counted_by_source(folder: Path) -> None:
+    """After a resume, tokens are divided by the new weights, whatever the sources had before."""
+    steps = read_lines(folder / "runs/tiny/metrics.jsonl")
     before, after = steps[3], steps[-1]
     assert "tokens/two" not in before and before["tokens/one"] > 250
     gained = {name: after[f"tokens/{name}"] - before.get(f"tokens/{name}", 0) for name in ("one", "two")}
@@ -55,53 +55,53 @@ def test_tokens_are_counted_by_source(place: Path) -> None:
     assert after["epochs/two"] > 2
 
 
-def lines(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list[Any]:
     return [line.row for line in read_steps(path)[0]]
 
 
-def test_a_run_has_seen_what_it_should(place: Path) -> None:
-    """Over a resume with other ranks and shares, a ramp and a curriculum, rows were seen as often as they should be."""
-    [outcome] = drawloom(place, "data", "audit", "runs/tiny")
+def test_the_audit_passes_a_run_that_saw_its_planned_rows(folder: Path) -> None:
+    """The audit passes a run with a resume on other ranks and weights, a batch ramp and a length curriculum."""
+    [outcome] = drawloom(folder, "data", "audit", "runs/tiny")
     assert outcome.code == 0 and "30 steps: the data is what it should be" in outcome.text, outcome.text
     assert ": one has " in outcome.text and "; two has " in outcome.text and "6 times" in outcome.text
 
 
-def planted(rows: list[Any]) -> None:
-    """A row comes twice in a step, instead of another one."""
+def duplicate_row(rows: list[Any]) -> None:
+    """Replace a row of a step by a second copy of another row."""
     rows[11]["rows"][0] = rows[11]["rows"][1]
 
 
-def lost(rows: list[Any]) -> None:
-    """A step is not there."""
+def drop_step(rows: list[Any]) -> None:
+    """Delete a step."""
     del rows[7]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (planted, ["step 12: row ", "is missing", "is there too often"]),
-        (lost, ["step 8: row ", "is missing"]),
+        (duplicate_row, ["step 12: row ", "is missing", "is there too often"]),
+        (drop_step, ["step 8: row ", "is missing"]),
     ],
 )
-def test_a_planted_fault_is_found(place: Path, change: Callable[[list[Any]], None], words: list[str]) -> None:
-    """A duplicate and a loss in what was trained on are named by step and row."""
-    path = place / "runs/tiny/rows/rank-0.jsonl"
+def test_the_audit_names_a_planted_fault(folder: Path, change: Callable[[list[Any]], None], words: list[str]) -> None:
+    """The audit names the step and the row of a duplicated row, and the step that is missing."""
+    path = folder / "runs/tiny/rows/rank-0.jsonl"
     before = path.read_bytes()
-    rows = lines(path)
+    rows = read_lines(path)
     change(rows)
     path.write_bytes(b"".join(map(encode_line, rows)))
-    [outcome] = drawloom(place, "data", "audit", "runs/tiny")
+    [outcome] = drawloom(folder, "data", "audit", "runs/tiny")
     path.write_bytes(before)
     assert outcome.code == 1 and all(word in outcome.text for word in words), outcome.text
     assert "the data differs from what it should be" in outcome.text
 
 
-def test_a_damaged_record_is_told(place: Path) -> None:
-    """A line that was changed is a fault of the file, and not of the data; it is not compared."""
-    path = place / "runs/tiny/rows/rank-0.jsonl"
+def test_a_damaged_record_is_reported(folder: Path) -> None:
+    """The audit reports changed lines as damage of the file and does not compare them with the data."""
+    path = folder / "runs/tiny/rows/rank-0.jsonl"
     before = path.read_bytes()
     path.write_bytes(before.replace(b'"step": 7', b'"step": 6').replace(b'"step": 9', b'"step\0 9'))
-    [outcome] = drawloom(place, "data", "audit", "runs/tiny")
+    [outcome] = drawloom(folder, "data", "audit", "runs/tiny")
     path.write_bytes(before)
     assert outcome.code == 1, outcome.text
     assert "rank-0.jsonl is damaged: 1 line is unreadable (line 9), 1 line is out of order (line 7)" in outcome.text
@@ -109,11 +109,11 @@ def test_a_damaged_record_is_told(place: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_changed_token_ends_a_run(tmp_path: Path, workers: int) -> None:
-    """A run whose cached token store has another bit ends with the name of the file, and trains on nothing of it."""
+    """A run whose cached token store has a flipped bit trains no step and names the file."""
     write_corpus(tmp_path)
     words = ("run", "tiny.toml", "trainer.steps=1", "trainer.on_finish=[]", f"data.workers={workers}")
-    [made] = drawloom(tmp_path, *words)
-    assert made.code == 0, made.text
+    [first] = drawloom(tmp_path, *words)
+    assert first.code == 0, first.text
     [store] = (tmp_path / "runs/.tokens").glob("*-train")
     damage(store / "00000.tokens", 40)
     [outcome] = drawloom(tmp_path, *words, "run.name=other")

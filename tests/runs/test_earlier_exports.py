@@ -14,8 +14,8 @@ from support.runs import Outcome, command, rows, write_corpus
 
 EXPORTS = Path(__file__).parents[1] / "golden/exports"
 """
-Written at commit 4a395f3, when parameters had names of their own and initial weights came from torch's generator, by
-one step of these models; `losses.json` has what that commit computed in three steps from them, in float64.
+Exports written at commit 4a395f3 after one step, when parameters had other names and initial weights came from torch's
+generator; `losses.json` has the float64 values of the three steps that this commit trained next.
 """
 
 SIZES = """
@@ -45,29 +45,29 @@ RECIPES = {"dense": SIZES, "moe": SIZES + EXPERTS}
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_earlier_export_has_its_earlier_losses(name: str, tmp_path: Path) -> None:
     """
-    Losses, gradient norms and validation losses of a run from the export's weights are those of the earlier code.
+    A run from the export's weights has the losses, gradient norms and validation losses of the earlier code.
 
     In float64, processors that sum in another order differ in the last digits only, so 12 digits are compared. The
-    earlier code rounded the weight of a row's router loss to float32, which `_as_then` does again.
+    earlier code rounded a row's router loss weight to float32, and `_run_with_rounded_weights` does the same.
     """
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPES[name], "utf-8")
     words = ["run", "recipe.toml", "trainer.steps=3", "evaluate.every=3", f"stages.weights={EXPORTS / name}"]
     words += [f"precision.{purpose}=float64" for purpose in ("parameter", "compute", "gradient")]
-    (outcome,) = run_ranks(_as_then, 1, tmp_path, words, timeout=60, variables=False)
+    (outcome,) = run_ranks(_run_with_rounded_weights, 1, tmp_path, words, timeout=60, variables=False)
     assert outcome.code == 0, outcome.text
     expected = json.loads((EXPORTS / "losses.json").read_text("utf-8"))[name]
-    found = [{key: row[key] for key in step} for row, step in zip(rows(tmp_path / "runs/tiny"), expected, strict=True)]
-    for step, reference in zip(found, expected, strict=True):
+    steps = [{key: row[key] for key in step} for row, step in zip(rows(tmp_path / "runs/tiny"), expected, strict=True)]
+    for step, reference in zip(steps, expected, strict=True):
         assert step == pytest.approx(reference, rel=1e-12)
 
 
-def _as_then(folder: Path, words: Sequence[str]) -> Outcome:
-    """A command that rounds the weight of each row's router loss to float32."""
+def _run_with_rounded_weights(folder: Path, words: Sequence[str]) -> Outcome:
+    """Run a command with row weights of the router loss rounded to float32."""
 
-    def rounded(self: Router, weights: Tensor) -> Tensor:
-        of_losses = weights.sum(1) * self.aux_loss_coef  # float32, as the weights are
-        return of_losses.double() / self.aux_loss_coef
+    def round_row_weights(self: Router, weights: Tensor) -> Tensor:
+        loss_weights = weights.sum(1) * self.aux_loss_coef  # float32, as the weights are
+        return loss_weights.double() / self.aux_loss_coef
 
-    put(Router, "row_weights", rounded)
+    put(Router, "row_weights", round_row_weights)
     return command(folder, words, None)

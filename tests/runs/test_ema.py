@@ -21,11 +21,11 @@ average = "@ema"
 """
 
 
-def test_evaluation_and_export_are_of_the_average(tmp_path: Path) -> None:
+def test_evaluation_and_export_use_the_average(tmp_path: Path) -> None:
     """
-    What is learned has the losses of a run without; the validation loss and the export are those of the average.
+    Training losses equal those of a run without the average; validation losses and the export use the average.
 
-    So are they after a resume, and in commands with --average.
+    This also holds after a resume and for commands with --average.
     """
     write_corpus(tmp_path)
     (tmp_path / "ema.toml").write_text(WITH_EMA)
@@ -47,7 +47,7 @@ def test_evaluation_and_export_are_of_the_average(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.text
     exported, written = (load_file(tmp_path / name / "model.safetensors") for name in ("runs/ema/export", "average"))
     last = load_file(tmp_path / "runs/tiny/export/model.safetensors")
-    assert all(torch.equal(exported[name], each) for name, each in written.items())
-    assert not any(torch.equal(exported[name], each) for name, each in last.items() if each.ndim > 1)
+    assert all(torch.equal(exported[name], weight) for name, weight in written.items())
+    assert not any(torch.equal(exported[name], weight) for name, weight in last.items() if weight.ndim > 1)
     refused = drawloom(tmp_path, "export", "runs/tiny", "--to", "other", "--average")[0]
     assert refused.code == 2 and "has no average of its weights; leave --average out, or train" in refused.text

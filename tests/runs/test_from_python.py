@@ -1,4 +1,4 @@
-"""A run from Python is the run of the command line, also in a thread with an event loop and another stdout."""
+"""Runs from Python equal runs of the command line, also in a thread with an event loop and another stdout."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def _train(folder: Path, name: str) -> None:
 
 
 def _train_in_a_notebook(folder: Path) -> str:
-    """As a kernel of Jupyter may run a cell: not in the main thread, while an event loop runs, with its own stdout."""
+    """Train like a Jupyter cell: outside the main thread, inside an event loop, with its own stdout."""
 
     class Cell(io.TextIOBase):
         def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _train_in_a_notebook(folder: Path) -> str:
 
 @pytest.mark.parametrize("where", ["script", "notebook"])
 def test_a_run_from_python_has_the_losses_of_the_command_line(tmp_path: Path, where: str) -> None:
-    """Every metric of every step is equal, bit by bit, and so are the exported weights."""
+    """All metrics of all steps and the exported weights are bitwise equal."""
     write_corpus(tmp_path)
     assert command(tmp_path, "run", "tiny.toml", "optimizer.lr=1e-3")[0].code == 0
     if where == "script":
@@ -71,17 +71,17 @@ def test_a_run_from_python_has_the_losses_of_the_command_line(tmp_path: Path, wh
     assert weights[0] == weights[1]
 
 
-def _stopped(folder: Path, number: int, where: str) -> tuple[int, int]:
-    """Run from Python, and send the signal in a step or in a final task: what `run` returns, and the last step."""
+def _run_with_signal(folder: Path, number: int, where: str) -> tuple[int, int]:
+    """Run from Python, send a signal in a step or a final task, and return `run`'s result and the last step."""
     os.chdir(folder)
     owner, name = {"step": (ForwardBackward, "run_phase"), "sample": (Sample, "finish")}[where]
     call = getattr(owner, name)
 
-    def struck(*arguments: Any) -> Any:
+    def signal_and_call(*arguments: Any) -> Any:
         os.kill(os.getpid(), number)
         return call(*arguments)
 
-    put(owner, name, struck)
+    put(owner, name, signal_and_call)
     with drawloom.Recipe.load("tiny.toml", "trainer.steps=3", "evaluate.every='never'").open() as run:
         ended = run.get(Trainer).run()
     return ended, len(rows(folder / "runs/tiny"))
@@ -90,13 +90,13 @@ def _stopped(folder: Path, number: int, where: str) -> tuple[int, int]:
 @pytest.mark.parametrize(("where", "steps"), [("step", 1), ("sample", 3)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_run_and_the_script_goes_on(tmp_path: Path, where: str, steps: int, number: int) -> None:
-    """`run` returns the number of the signal; neither it nor the end of the `with` block raises anything."""
+    """`run` returns the signal number, and neither `run` nor the `with` block raises."""
     write_corpus(tmp_path)
-    assert run_ranks(_stopped, 1, tmp_path, number, where, variables=False) == [(number, steps)]
+    assert run_ranks(_run_with_signal, 1, tmp_path, number, where, variables=False) == [(number, steps)]
 
 
-def _failed(folder: Path) -> tuple[str, str, str]:
-    """Run from Python with a bug on rank 1: the type and text of the error, and what is printed of it if uncaught."""
+def _run_with_bug(folder: Path) -> tuple[str, str, str]:
+    """Run from Python with a bug on rank 1, and return the error's type, its text and its uncaught output."""
     os.chdir(folder)
     if os.environ["RANK"] == "1":
         put(ForwardBackward, "run_phase", lambda *_: 1 // 0)
@@ -111,8 +111,8 @@ def _failed(folder: Path) -> tuple[str, str, str]:
 
 
 def test_a_failure_among_ranks_is_an_error_that_is_printed_once(tmp_path: Path) -> None:
-    """Each rank raises the same error, of which Python prints nothing more if the script does not catch it."""
+    """Every rank raises the same error, and Python prints nothing more if the script does not catch it."""
     write_corpus(tmp_path)
-    outcomes = run_ranks(_failed, 2, tmp_path)
+    outcomes = run_ranks(_run_with_bug, 2, tmp_path)
     text = "rank 1, step 1, phase [forward_backward]: ZeroDivisionError: integer division or modulo by zero"
     assert outcomes == [("ReportedError", text, "")] * 2

@@ -79,11 +79,11 @@ RECIPES = [
     ".".join("a" * 3000) + " = 1\n",
     "[evil]\nuse = 9" + "9" * 6000 + "\n",
 ]
-"""None of them is a recipe that can be run."""
+"""Recipes that must all be refused."""
 
 
 def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
-    """Check every recipe: the audit's findings, and how each ended after how many seconds."""
+    """Check every recipe; return the audit's findings, and the output, exit code and seconds per recipe."""
     os.chdir(folder)
     os.mkfifo(folder / "pipe")
     (folder / "evil.py").write_text("open('owned', 'w')\n")
@@ -94,7 +94,7 @@ def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
     audit.install()
     ends: list[tuple[str, int, float]] = []
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as printed:
-        main(["check", "fine.toml"])  # what a recipe may name is imported by now, and so is what lies beside it
+        main(["check", "fine.toml"])  # imports all components and the modules beside them
         for name in LIBRARIES:
             (folder / "evil.toml").write_text(f'[evil]\nuse = "{name}"\n')
             main(["check", "evil.toml"])
@@ -110,9 +110,9 @@ def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
 
 
 def test_a_hostile_recipe_runs_nothing_and_reads_nothing(tmp_path: Path) -> None:
-    """Forty forged names, paths and bombs: each is refused with an error, quickly, and without any effect."""
-    found, ends = run_ranks(_check_all, 1, tmp_path, variables=False)[0]
-    assert found == []
+    """Forged names, paths and bombs are refused with an error, within seconds and without any effect."""
+    findings, ends = run_ranks(_check_all, 1, tmp_path, variables=False)[0]
+    assert findings == []
     assert len(NAMES) >= 40
     for recipe, (printed, code, seconds) in zip(RECIPES, ends, strict=True):
         assert code == 2, recipe
@@ -128,7 +128,7 @@ class Payload:
         return os.system, ("touch owned",)
 
 
-def _digests(checkpoint: Path, **changes: Any) -> None:
+def _update_digests(checkpoint: Path, **changes: Any) -> None:
     """Update a checkpoint's manifest to match its files."""
     content = json.loads((checkpoint / "manifest.json").read_text())
     for name in content["files"]:
@@ -145,7 +145,7 @@ def _write(name: str, data: bytes) -> Callable[[Path], None]:
     def hostile(checkpoint: Path) -> None:
         (checkpoint / name).write_bytes(data)
         if name != "manifest.json":
-            _digests(checkpoint)
+            _update_digests(checkpoint)
 
     return hostile
 
@@ -165,26 +165,26 @@ def _link(name: str, target: str) -> Callable[[Path], None]:
         (checkpoint / name).unlink()
         (checkpoint / name).symlink_to(target)
         if name != "manifest.json":
-            _digests(checkpoint)
+            _update_digests(checkpoint)
 
     return hostile
 
 
-def _pipe(checkpoint: Path) -> None:
+def _put_pipe(checkpoint: Path) -> None:
     (checkpoint / "rank-0.safetensors").unlink()
     os.mkfifo(checkpoint / "rank-0.safetensors")
 
 
-def _linked_folder(checkpoint: Path) -> None:
+def _link_folder(checkpoint: Path) -> None:
     elsewhere = checkpoint.parents[2] / "elsewhere" / checkpoint.name
     elsewhere.parent.mkdir()
     checkpoint.rename(elsewhere)
     checkpoint.symlink_to(elsewhere)
 
 
-def _outside(checkpoint: Path) -> None:
+def _list_outside_file(checkpoint: Path) -> None:
     secret = {"size": 6, "blocks": [hashlib.sha256(b"secret").hexdigest()]}
-    _digests(checkpoint, files={"../../../secret": secret})
+    _update_digests(checkpoint, files={"../../../secret": secret})
 
 
 def _f32(*shape: int, start: int = 0, end: int | None = None) -> dict[str, Any]:
@@ -200,7 +200,7 @@ CHECKPOINTS: list[Callable[[Path], None]] = [
         for name in ("rank-0.json", "rank-0.safetensors", "recipe.lock.toml", "manifest.json")
     ),
     *(_link("rank-0.safetensors", target) for target in ("../../../secret", "/dev/zero", "/proc/self/mem")),
-    *(_pipe, _linked_folder, _outside),
+    *(_put_pipe, _link_folder, _list_outside_file),
     _tree(NODE),
     _tree({"dict": {"memory": {"reduce": ["os", "system", "touch owned"]}}}),
     _tree({"dict": {"memory": {"dict": {"weight": {"tensor": ["memory/weight"]}}}}}),
@@ -225,11 +225,11 @@ CHECKPOINTS: list[Callable[[Path], None]] = [
 
 
 def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
-    """Restore and verify each checkpoint: the audit's findings, and each error."""
+    """Restore every hostile checkpoint; return the audit's findings, and the errors and seconds per checkpoint."""
     os.chdir(folder)
     (folder / "secret").write_text("secret")
     save_steps(folder / "good", 1)
-    with contextlib.suppress(UserError):  # what is imported late is imported by now
+    with contextlib.suppress(UserError):  # imports the modules that are imported late
         newest(folder / "good")
     audit, ends = Audit([]), list[tuple[str, float]]()
     audit.install()
@@ -238,14 +238,14 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
         shutil.copytree(folder / "good", run)
         checkpoint = run / "checkpoints/step-1"
         hostile(checkpoint)
-        audit.inside, began, said = places(run), time.monotonic(), []
+        audit.inside, began, errors = places(run), time.monotonic(), []
         audit.on = True
         for node in (StateNode(), LocalNode(), ShardedNode({}, names=["weight"])):
-            said.append(_refusal(partial(_restore, run, node)))
-        with contextlib.suppress(UserError):  # it reads what it needs, and no more
+            errors.append(_refusal(partial(_restore, run, node)))
+        with contextlib.suppress(UserError):  # reads only the files that it needs
             load_node(checkpoint, "memory")
         audit.on = False
-        ends.append((" | ".join(said), time.monotonic() - began))
+        ends.append((" | ".join(errors), time.monotonic() - began))
     return audit.found, ends
 
 
@@ -254,7 +254,7 @@ def _restore(run: Path, node: StateNode) -> None:
 
 
 def _refusal(work: Callable[[], Any]) -> str:
-    """The message of the error that `work` raises."""
+    """Return the message of the error that `work` raises."""
     try:
         work()
     except UserError as error:
@@ -264,11 +264,12 @@ def _refusal(work: Callable[[], Any]) -> str:
 
 def test_a_hostile_checkpoint_runs_nothing_and_reads_nothing(tmp_path: Path) -> None:
     """
-    Pickles, links, pipes, devices, names that lead outside, headers and trees that are bombs, all with valid checksums:
-    each is refused with an error that names the file, within seconds, by every loader.
+    Every loader refuses checkpoints with valid checksums but hostile content, within seconds, and names the file.
+
+    Hostile content: pickles, links, pipes, devices, names that lead outside, and headers and trees that are bombs.
     """
-    found, ends = run_ranks(_load_all, 1, tmp_path, variables=False)[0]
-    assert found == []
+    findings, ends = run_ranks(_load_all, 1, tmp_path, variables=False)[0]
+    assert findings == []
     for number, (message, seconds) in enumerate(ends):
         assert "accepted" not in message, (number, message)
         assert "step-1" in message and any(name in message for name in ("rank-0", "manifest.json", "recipe", "link"))
@@ -280,33 +281,33 @@ PICKLING = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudp
 PICKLES = {"load", "save", "async_save", "FileSystemWriter", "FileSystemReader"}
 
 
-def _pickles(path: Path) -> list[str]:
-    """Where a module may pickle: what it imports, torch's loading and saving, and collectives of objects."""
-    found = []
+def _find_pickling(path: Path) -> list[str]:
+    """List a module's imports of pickling packages, torch's load and save, and collectives of objects."""
+    sites = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found += [name.name for name in node.names if name.name.split(".")[0] in PICKLING]
+            sites += [name.name for name in node.names if name.name.split(".")[0] in PICKLING]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLING:
-            found.append(str(node.module))
+            sites.append(str(node.module))
         elif isinstance(node, ast.Attribute):
-            of_torch = isinstance(node.value, ast.Name) and node.value.id in ("torch", "dcp")
-            if (of_torch and node.attr in PICKLES) or node.attr.endswith(("_object", "_object_list")):
-                found.append(node.attr)
-    return found
+            is_torch = isinstance(node.value, ast.Name) and node.value.id in ("torch", "dcp")
+            if (is_torch and node.attr in PICKLES) or node.attr.endswith(("_object", "_object_list")):
+                sites.append(node.attr)
+    return sites
 
 
 def test_nothing_is_pickled_between_ranks_or_in_files() -> None:
-    """No module pickles but the data loader's, whose workers no other process can reach."""
+    """Only the data loader pickles, whose workers no other process can reach."""
     root = Path(__file__).parents[2]
     sources = [path for floor in ("components", "graph", "kernels") for path in (root / floor).rglob("*.py")]
-    assert {str(path.relative_to(root)) for path in sources if _pickles(path)} == {"components/data/workers.py"}
+    assert {str(path.relative_to(root)) for path in sources if _find_pickling(path)} == {"components/data/workers.py"}
 
 
 @pytest.mark.parametrize("size", [0, 100])
 def test_the_audit_detects_misbehaviour(tmp_path: Path, size: int) -> None:
-    """Reading a pickle, opening a file outside and importing a module are each detected."""
-    found = run_ranks(_misbehave, 1, tmp_path, size, variables=False)[0]
-    assert {line.split()[0] for line in found} >= {"pickle.find_class", "open", "import", "exec"}
+    """The audit detects a pickle that is read, a file opened outside and an imported module."""
+    findings = run_ranks(_misbehave, 1, tmp_path, size, variables=False)[0]
+    assert {line.split()[0] for line in findings} >= {"pickle.find_class", "open", "import", "exec"}
 
 
 def _misbehave(folder: Path, size: int) -> list[str]:

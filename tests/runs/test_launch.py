@@ -1,4 +1,4 @@
-"""`drawloom launch` in real processes: what is printed of a failure, and the scripts of docs/clusters.md."""
+"""`drawloom launch` in real processes: output of failures, and the scripts of docs/clusters.md."""
 
 import os
 import shlex
@@ -82,15 +82,15 @@ before."@report" = ["@slow"]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus, the tiny recipe, and `recipe.toml`, which runs until it is stopped."""
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a corpus, the tiny recipe, and `recipe.toml`, which runs until it is stopped."""
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE, "utf-8")
     return tmp_path
 
 
-def _environment(place: Path, **more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(place / "bin"), os.environ["PATH"]])
+def _environment(folder: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
     return {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": path, **more}
 
 
@@ -102,66 +102,69 @@ def _environment(place: Path, **more: str) -> dict[str, str]:
     ],
     ids=["recipe", "run"],
 )
-def test_a_failure_of_every_process_is_one_message(place: Path, word: str, code: int, message: str) -> None:
-    """Of the recipe or of the run: nothing else is printed, and the exit code is that of a single process."""
+def test_a_failure_of_every_process_is_one_message(folder: Path, word: str, code: int, message: str) -> None:
+    """An error in the recipe or the run is printed once, with a single process's exit code."""
     words = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "run", "recipe.toml", word]
-    done = subprocess.run(words, cwd=place, env=_environment(place), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=120)
     [line] = [line for line in done.stderr.splitlines() if "warning: " not in line]
     assert message in line and done.stdout == "" and done.returncode == code
 
 
-def _put_commands(place: Path, words: Sequence[str], processes: int, **texts: str) -> None:
-    """Write the commands that a script calls into a folder of programs."""
-    (place / "bin").mkdir()
+def _write_commands(folder: Path, words: Sequence[str], processes: int, **texts: str) -> None:
+    """Write the commands that a script calls into `bin`."""
+    (folder / "bin").mkdir()
     drawloom = DRAWLOOM.format(python=sys.executable, processes=processes, words=shlex.join(words))
     for name, text in {"drawloom": drawloom, **texts}.items():
-        (place / "bin" / name).write_text(text, "utf-8")
-        (place / "bin" / name).chmod(0o755)
+        (folder / "bin" / name).write_text(text, "utf-8")
+        (folder / "bin" / name).chmod(0o755)
 
 
 @contextmanager
-def _started(command: Sequence[str], place: Path, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a command, whose output goes to the file `printed`, and kill all that it started if it fails to end."""
-    with (place / "printed").open("wb") as printed:
+def _start(command: Sequence[str], folder: Path, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a command with its output in the file `printed`, and kill all its processes at the end."""
+    with (folder / "printed").open("wb") as printed:
         files: Mapping[str, Any] = {"stdout": printed, "stderr": printed}
-        environment = _environment(place, **more)
-        with subprocess.Popen(command, cwd=place, env=environment, start_new_session=True, **files) as process:
+        environment = _environment(folder, **more)
+        with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **files) as process:
             try:
                 yield process
             finally:
-                for pid in _descendants(process.pid):
+                for pid in _list_descendants(process.pid):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> list[int]:
-    """A process and all that it has started, and these, as long as their parents live."""
+def _list_descendants(pid: int) -> list[int]:
+    """List a process and its descendants with living parents."""
     path = Path(f"/proc/{pid}/task/{pid}/children")
     children = path.read_text().split() if path.exists() else []
-    return [*([pid] if path.exists() else []), *(each for child in children for each in _descendants(int(child)))]
+    return [
+        *([pid] if path.exists() else []),
+        *(descendant for child in children for descendant in _list_descendants(int(child))),
+    ]
 
 
-def _wait_for_step(place: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
-    path = place / "runs/tiny/metrics.jsonl"
+def _wait_for_step(folder: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
+    path = folder / "runs/tiny/metrics.jsonl"
     end = time.monotonic() + 100
     while not path.exists() or path.read_bytes().count(b"\n") < step:
-        assert time.monotonic() < end and process.poll() is None, (place / "printed").read_text("utf-8")
+        assert time.monotonic() < end and process.poll() is None, (folder / "printed").read_text("utf-8")
         time.sleep(0.02)
 
 
-def _assert_stopped(place: Path, process: "subprocess.Popen[bytes]") -> None:
-    """The script ends with SIGTERM's exit code when all of its processes have, and the last step is committed."""
-    processes = _descendants(process.pid)
+def _assert_stopped(folder: Path, process: "subprocess.Popen[bytes]") -> None:
+    """Assert that the script ends after its processes, with SIGTERM's exit code and the last step committed."""
+    processes = _list_descendants(process.pid)
     assert process.wait(timeout=100) == 143
-    printed = (place / "printed").read_text("utf-8")
+    printed = (folder / "printed").read_text("utf-8")
     left = [pid for pid in processes if _is_running(pid)]
     assert not left, printed
-    saved = [step_of(path) for path in list_checkpoints(place / "runs/tiny/checkpoints")]
-    assert saved == [rows(place / "runs/tiny")[-1]["step"]]
+    saved = [step_of(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")]
+    assert saved == [rows(folder / "runs/tiny")[-1]["step"]]
     assert printed.count("stopped by SIGTERM") == 1 and "Traceback (most recent call last)" not in printed
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process runs; one that has ended may not have been reaped yet, and has no command line."""
+    """Return whether a process runs; an ended process that was not reaped has no command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except OSError:
@@ -169,47 +172,47 @@ def _is_running(pid: int) -> bool:
 
 
 def _slurm_script() -> str:
-    """The documented script, whose machines meet at a free port."""
+    """Return the documented script with a free port."""
     script = next(block.text for block in blocks(CLUSTERS) if "#SBATCH" in block.text)
     with socket.create_server(("127.0.0.1", 0)) as server:
         return script.replace("29500", str(server.getsockname()[1]))
 
 
-def test_the_slurm_script_saves_a_checkpoint_at_sigterm(place: Path) -> None:
-    """The batch shell alone gets the signal: it forwards it to the steps of two nodes, and waits for them."""
+def test_the_slurm_script_saves_a_checkpoint_at_sigterm(folder: Path) -> None:
+    """The batch shell, which alone gets the signal, forwards it to the tasks of two nodes and waits for them."""
     hosts = "#!/bin/bash\necho 127.0.0.1\n"
-    _put_commands(place, [], 1, srun=SRUN, scancel=SCANCEL, scontrol=hosts)
+    _write_commands(folder, [], 1, srun=SRUN, scancel=SCANCEL, scontrol=hosts)
     variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    with _started(["bash", "-c", _slurm_script()], place, **variables) as process:
-        _wait_for_step(place, 3, process)
+    with _start(["bash", "-c", _slurm_script()], folder, **variables) as process:
+        _wait_for_step(folder, 3, process)
         process.terminate()
-        _assert_stopped(place, process)
+        _assert_stopped(folder, process)
 
 
-def _pod() -> list[str]:
-    """The documented command of a container, whose run folder is one of the test."""
+def _pod_command() -> list[str]:
+    """Return the documented command of a container, with a run folder of the test."""
     pod = next(yaml.safe_load(block.text) for block in blocks(CLUSTERS) if "restartPolicy" in block.text)
     [container] = pod["spec"]["containers"]
     return [word.replace("/runs/one", "runs/tiny") for word in [*container["command"], *container["args"]]]
 
 
-def test_the_command_of_a_pod_saves_a_checkpoint_at_sigterm(place: Path) -> None:
-    """Its first process, the launcher, gets the signal."""
-    _put_commands(place, [], 2)
-    with _started(_pod(), place) as process:
-        _wait_for_step(place, 3, process)
+def test_the_command_of_a_pod_saves_a_checkpoint_at_sigterm(folder: Path) -> None:
+    """The launcher, as the pod's first process, gets the signal and the run saves a checkpoint."""
+    _write_commands(folder, [], 2)
+    with _start(_pod_command(), folder) as process:
+        _wait_for_step(folder, 3, process)
         process.terminate()
-        _assert_stopped(place, process)
+        _assert_stopped(folder, process)
 
 
 @pytest.mark.soak
-def test_a_launcher_waits_longer_than_torchrun(place: Path) -> None:
-    """A step or a save that ends 33 s after SIGTERM, and within `stop.grace`, is not lost."""
-    (place / "slow.py").write_text(SLOW, "utf-8")
-    (place / "recipe.toml").write_text(RECIPE + SLOW_PHASE, "utf-8")
-    _put_commands(place, ["--import=slow.py"], 2)
-    with _started(_pod(), place) as process:
-        _wait_for_step(place, 2, process)
+def test_a_launcher_waits_longer_than_torchrun(folder: Path) -> None:
+    """A step that ends 33 s after SIGTERM, within `stop.grace`, is saved."""
+    (folder / "slow.py").write_text(SLOW, "utf-8")
+    (folder / "recipe.toml").write_text(RECIPE + SLOW_PHASE, "utf-8")
+    _write_commands(folder, ["--import=slow.py"], 2)
+    with _start(_pod_command(), folder) as process:
+        _wait_for_step(folder, 2, process)
         time.sleep(1.0)  # until step 3 has begun to sleep
         process.terminate()
-        _assert_stopped(place, process)
+        _assert_stopped(folder, process)

@@ -1,4 +1,4 @@
-"""A run on tasks of lm-eval-harness, against the harness's own model of its export."""
+"""Tasks of lm-eval-harness on a run, against the harness's own model on the run's export."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run, and tasks that need no network."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run and with tasks that need no network."""
     folder = tmp_path_factory.mktemp("tasks")
     write_corpus(folder)
     words = ("trainer.steps=12", "optimizer.lr=0.01", "evaluate.every=6", "checkpoint.every=12")
@@ -50,41 +50,41 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.soak  # importing the harness and transformers takes 30 s
-@pytest.mark.filterwarnings("ignore")  # those of the harness and its packages
-def test_results_are_those_of_the_harness(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices, perplexities and generated text, also of texts that are longer than the context."""
+@pytest.mark.filterwarnings("ignore")  # warnings of the harness and its packages
+def test_results_equal_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices, perplexities and generated text agree, also for texts longer than the context."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.setenv("HF_HOME", str(place / "cache"))
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
     words = ("--tasks", *TASKS, "--include", "tasks", "--context", "64", "--rows", "4", "--to", "found.json")
-    [outcome] = drawloom(place, "lm-eval", "runs/tiny", *words)
+    [outcome] = drawloom(folder, "lm-eval", "runs/tiny", *words)
     assert outcome.code == 0, outcome.text
     assert "runs/tiny, step 12:" in outcome.text and "choose  acc " in outcome.text, outcome.text
-    manager = TaskManager(include_path=str(place / "tasks"))
-    model = HFLM(str(place / "runs/tiny/export"), max_length=64, device="cpu", dtype="float32", batch_size=1)
-    wanted: Any = lm_eval.simple_evaluate(model, tasks=[*TASKS], task_manager=manager)
-    found = json.loads((place / "found.json").read_text())["results"]
-    for task, metrics in wanted["results"].items():
+    manager = TaskManager(include_path=str(folder / "tasks"))
+    model = HFLM(str(folder / "runs/tiny/export"), max_length=64, device="cpu", dtype="float32", batch_size=1)
+    theirs: Any = lm_eval.simple_evaluate(model, tasks=[*TASKS], task_manager=manager)
+    ours = json.loads((folder / "found.json").read_text())["results"]
+    for task, metrics in theirs["results"].items():
         for name, value in metrics.items():
             if isinstance(value, float):
-                assert found[task][name] == pytest.approx(value, rel=1e-4), (task, name)
+                assert ours[task][name] == pytest.approx(value, rel=1e-4), (task, name)
 
 
 @pytest.mark.soak  # reading the harness's thousands of tasks takes 15 s
-def test_an_unknown_task_is_refused(place: Path) -> None:
-    """With its name; nothing is opened."""
+def test_an_unknown_task_is_refused(folder: Path) -> None:
+    """An unknown task is named in the error before the run is opened."""
     pytest.importorskip("lm_eval")
-    [outcome] = drawloom(place, "lm-eval", "runs/none", "--tasks", "choose", "chose", "--include", "tasks")
+    [outcome] = drawloom(folder, "lm-eval", "runs/none", "--tasks", "choose", "chose", "--include", "tasks")
     assert outcome.code == 2 and "--tasks: no task is called 'chose'" in outcome.text, outcome.text
 
 
 @pytest.mark.soak  # the harness tries for 20 s
-def test_a_task_that_can_not_be_downloaded_is_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network there is a message and no traceback."""
+def test_a_task_that_can_not_be_downloaded_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the command prints a message and no traceback."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing answers
-    [outcome] = drawloom(place, "lm-eval", "runs/tiny", "--tasks", "arc_easy", "--limit", "1")
+    [outcome] = drawloom(folder, "lm-eval", "runs/tiny", "--tasks", "arc_easy", "--limit", "1")
     assert outcome.code == 1 and "the data of a task can't be downloaded" in outcome.text, outcome.text
     assert "Traceback" not in outcome.text

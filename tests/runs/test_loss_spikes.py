@@ -24,12 +24,12 @@ after."@forward_backward" = "@record"
 
 def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     """
-    Each step is tracked once, with rows that the audit finds right; the log and the report tell of it.
+    Each step is tracked once, the audit confirms its rows, and the log and the report name every return.
 
-    Resumed from before a spike, the run goes back again, and has the same bits; two ranks go back at the same steps.
+    A run resumed before a spike goes back again, with the same bits; two ranks go back at the same steps.
     """
     write_corpus(tmp_path)
-    # A few rows of bytes that no other text has, at which the loss is higher.
+    # Rows of bytes that no other text has, with a higher loss.
     (tmp_path / "corpus" / "part20.py").write_bytes(bytes(range(128, 192)).decode("latin-1").encode())
     (tmp_path / "spikes.toml").write_text(GOES_BACK)
     words = ("spikes.toml", "trainer.steps=30", "checkpoint.every=4", "checkpoint.keep=20", "batch.micro_size=2")
@@ -46,7 +46,7 @@ def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     assert again.code == 0 and "the run goes back, time 1 of 9" in again.text, again.text
     assert deterministic_rows(run) == whole and load_node(run / "checkpoints/step-30", "loss_spikes") == last
     two = drawloom(tmp_path, "run", *words, "run.name=other", "mesh.data_replicate=2", ranks=2)
-    assert [each.code for each in two] == [0, 0], two
-    losses = [[loss for (loss,) in series(each, "loss")] for each in (run, other)]
+    assert [outcome.code for outcome in two] == [0, 0], two
+    losses = [[loss for (loss,) in series(folder, "loss")] for folder in (run, other)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert load_node(other / "checkpoints/step-30", "loss_spikes")["times"] == last["times"] >= 2

@@ -1,4 +1,4 @@
-"""Memory in whole runs."""
+"""Memory of whole runs."""
 
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,24 @@ from support.runs import Outcome, command, drawloom, rows, write_corpus
 TINY = ("run", "tiny.toml", "trainer.on_finish=[]", "trainer.steps=2")
 
 
-def _failing(folder: Path, arguments: Any, where: str) -> Outcome:
-    """A run whose second step, or whose opening, can't have a terabyte."""
+def _run_out_of_memory(folder: Path, arguments: Any, where: str) -> Outcome:
+    """Run with a second step, or an opening, that tries to allocate 563 TB."""
     steps = []
 
-    def too_much(*_parts: Any, **_words: Any) -> Any:
+    def allocate_too_much(*_parts: Any, **_words: Any) -> Any:
         steps.append(1)
         return torch.empty(2**47) if len(steps) > 1 or where != "train" else original(*_parts, **_words)
 
     original = getattr(ProgramExecutor, where)
-    setattr(ProgramExecutor, where, too_much)
+    setattr(ProgramExecutor, where, allocate_too_much)
     return command(folder, arguments, None)
 
 
 @pytest.mark.parametrize("where", ["train", "open"])
 def test_out_of_memory_ends_a_run_in_words(where: str, tmp_path: Path) -> None:
-    """In a step and while opening: the allocation, kinds and settings, on the terminal and in the log; no traceback."""
+    """A failed allocation names its size, the memory by kind and the settings, without a traceback."""
     write_corpus(tmp_path)
-    [outcome] = run_ranks(_failing, 1, tmp_path, TINY, where, timeout=120, variables=False)
+    [outcome] = run_ranks(_run_out_of_memory, 1, tmp_path, TINY, where, timeout=120, variables=False)
     assert outcome.code == 1 and "Traceback" not in outcome.text
     assert "562.95 TB could not be allocated" in outcome.text
     assert "optimizer state " in outcome.text and "activations and workspace" in outcome.text
@@ -38,8 +38,8 @@ def test_out_of_memory_ends_a_run_in_words(where: str, tmp_path: Path) -> None:
     assert 'stages.recompute = "none"' in outcome.text
 
 
-def test_each_rank_of_a_pipeline_knows_its_memory(tmp_path: Path) -> None:
-    """The line at the start is rank 0's; metrics by kind are those of float32 masters and bfloat16 copies."""
+def test_a_pipeline_reports_memory_by_kind(tmp_path: Path) -> None:
+    """Rank 0 prints the memory plan; metrics by kind count float32 master weights and bfloat16 copies."""
     write_corpus(tmp_path)
     words = (
         "mesh.pipeline=2",

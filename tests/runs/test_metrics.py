@@ -72,18 +72,18 @@ micro_size = 1
 """
 
 
-def histograms(folder: Path) -> dict[str, Any]:
+def read_histograms(folder: Path) -> dict[str, Any]:
     """Return the histograms of the first step as TensorBoard reads them, by name."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
     return {name: events.Histograms(name)[0].histogram_value for name in events.Tags()["histograms"]}
 
 
-def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
+def test_every_layout_has_the_metrics_of_one_process(tmp_path: Path) -> None:
     """
-    Replicas, stages, and ranks that share rows and matrices have the metrics of one process, each step's.
+    Replicas, stages, and ranks that share rows and matrices have the metrics of one process in every step.
 
-    Tokens do not divide by the ranks that share matrices. Layer norms make the whole norm. Histograms of the first
-    step's weights, which every layout has alike, are the same to the last element, and those of gradients count all.
+    The token count is not divisible by the ranks that share matrices. Layer norms add up to the whole norm. Weight
+    histograms of the first step are equal to the last element, and gradient histograms count all elements.
     """
     write_corpus(tmp_path)
     (tmp_path / "metrics.toml").write_text(RECIPE, "utf-8")
@@ -93,12 +93,12 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "stages": (2, ("mesh.pipeline=2",)),
         "shared": (4, ("mesh.context=2", "mesh.tensor=2")),
     }
-    found, drawn = {}, {}
+    metrics, histograms = {}, {}
     for name, (ranks, words) in layouts.items():
         outcomes = drawloom(tmp_path, "run", "metrics.toml", f"run.name={name}", *words, ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        found[name] = deterministic_rows(tmp_path / "runs" / name)
-        drawn[name] = histograms(tmp_path / "runs" / name)
+        metrics[name] = deterministic_rows(tmp_path / "runs" / name)
+        histograms[name] = read_histograms(tmp_path / "runs" / name)
     names = {
         "z_loss",
         "train/accuracy",
@@ -109,24 +109,24 @@ def test_every_layout_measures_what_one_process_does(tmp_path: Path) -> None:
         "activation_rms/1",
         "weight_norm/1",
     }
-    assert names <= set(found["one"][0])
+    assert names <= set(metrics["one"][0])
     for name in list(layouts)[1:]:
-        for one, other in zip(found["one"], found[name], strict=True):
+        for one, other in zip(metrics["one"], metrics[name], strict=True):
             assert other == pytest.approx(one, rel=1e-4, abs=1e-6), name
-        assert drawn[name].keys() == drawn["one"].keys()
-        for key, histogram in drawn["one"].items():
-            other = drawn[name][key]
+        assert histograms[name].keys() == histograms["one"].keys()
+        for key, histogram in histograms["one"].items():
+            other = histograms[name][key]
             assert other.num == histogram.num == sum(histogram.bucket) > 0
             assert other.max == pytest.approx(histogram.max, rel=1e-4)
             if key.startswith("weights/"):
                 assert list(other.bucket) == list(histogram.bucket), (name, key)
-    for row in found["one"]:
+    for row in metrics["one"]:
         parts = [value for key, value in row.items() if key.startswith("grad_norm/")]
         assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(min(1.0, row["grad_norm"]), rel=1e-4)
 
 
 def test_a_misspelt_sum_ends_the_run_in_words(tmp_path: Path) -> None:
-    """At its first step, with what the loss sums, and without a traceback."""
+    """The first step ends the run and lists the sums of the loss, without a traceback."""
     write_corpus(tmp_path)
     words = ("metrics.extra.use=metrics.mean", "metrics.extra.of=zloss", "trainer.on_finish=[]")
     [outcome] = drawloom(tmp_path, "run", "tiny.toml", *words)

@@ -28,8 +28,8 @@ UNCAST = {"dense": '"*norm.weight"', "experts": '"*norm.weight", "*.mlp.gate.wei
 
 
 @pytest.fixture(params=MODELS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder with a recipe, of a dense model or of one with experts."""
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder with the recipe of a dense model or of a model with experts."""
     write_corpus(tmp_path)
     (tmp_path / "mixed.toml").write_text(
         'extends = "./tiny.toml"\n[precision]\ncompute = "bfloat16"\n'
@@ -40,38 +40,38 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
-    """A run in two parts has the losses of a run in one; the masters, in float32, are what is saved and exported."""
+def test_a_resumed_run_has_the_same_bits(folder: Path) -> None:
+    """A resumed run has the losses of an uninterrupted run, and float32 master weights are saved and exported."""
     common = ["run", "mixed.toml", "evaluate.every=2", "trainer.on_finish=['@export']"]
     for steps in (2, 5):
-        [outcome] = drawloom(place, *common, f"trainer.steps={steps}", "run.name=parts", "--accept-changes")
+        [outcome] = drawloom(folder, *common, f"trainer.steps={steps}", "run.name=parts", "--accept-changes")
         assert outcome.code == 0, outcome.text
-    assert drawloom(place, *common, "trainer.steps=5", "run.name=whole")[0].code == 0
-    parts, whole = place / "runs/parts", place / "runs/whole"
+    assert drawloom(folder, *common, "trainer.steps=5", "run.name=whole")[0].code == 0
+    parts, whole = folder / "runs/parts", folder / "runs/whole"
     assert series(parts, *LEARNED) == series(whole, *LEARNED)
     assert rows(whole)[-1]["validation_loss"] == rows(parts)[-1]["validation_loss"]
     exported = load_file(whole / "export/model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
     weight = exported["model.layers.0.self_attn.q_proj.weight"]
-    assert not torch.equal(weight, weight.bfloat16().float()), "what is exported was rounded"
+    assert not torch.equal(weight, weight.bfloat16().float()), "exported weights were rounded"
 
 
-def test_ranks_learn_what_one_process_does(place: Path) -> None:
-    """Two replicas, and two stages of a pipeline, have the losses of one process but for roundings in bfloat16."""
+def test_ranks_have_the_losses_of_one_process(folder: Path) -> None:
+    """Two replicas, and two pipeline stages, have the losses of one process up to rounding in bfloat16."""
     common = ["run", "mixed.toml", "trainer.steps=4", "trainer.on_finish=[]", "batch.micro_size=2"]
     layouts = {"one": (1, ""), "replicas": (2, "mesh.pipeline=1"), "stages": (2, "mesh.pipeline=2")}
     losses = {}
     for name, (ranks, word) in layouts.items():
-        outcomes = drawloom(place, *common, f"run.name={name}", *filter(None, [word]), ranks=ranks)
+        outcomes = drawloom(folder, *common, f"run.name={name}", *filter(None, [word]), ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        losses[name] = series(place / "runs" / name, "loss")
+        losses[name] = series(folder / "runs" / name, "loss")
     for name in ("replicas", "stages"):
         for (one,), (other,) in zip(losses["one"], losses[name], strict=True):
             assert other == pytest.approx(one, rel=2e-3)
 
 
 def test_a_pattern_without_a_parameter_is_refused(tmp_path: Path) -> None:
-    """What would be left as it is must exist: a slip in a pattern would go unnoticed otherwise."""
+    """A misspelt pattern of parameters that are not cast is refused, because it would go unnoticed."""
     write_corpus(tmp_path)
     words = ("run", "tiny.toml", "precision.compute=bfloat16", 'precision.uncast=["*nrom.weight"]')
     [outcome] = drawloom(tmp_path, *words)

@@ -1,4 +1,4 @@
-"""A run folder holds everything that its checkpoints need: it works from any directory, and after a move."""
+"""Run folders have all files that their checkpoints need, in any directory and after a move."""
 
 import json
 from pathlib import Path
@@ -58,34 +58,34 @@ steps = 2
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus, a recipe, and a tokenizer and a config that the recipe names."""
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a corpus, a recipe, and the tokenizer and config that the recipe names."""
     write_corpus(tmp_path)
     (tmp_path / "parts").mkdir()
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(["<end>"])
-    made.save(str(tmp_path / "parts/tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "parts/tokenizer.json"))
     (tmp_path / "parts/config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "mine.toml").write_text(MODEL)
     return tmp_path
 
 
-def test_a_moved_run_is_used_without_the_files_that_it_was_made_from(place: Path) -> None:
-    """`generate`, `export` and `verify` work from another directory when tokenizer and config are gone."""
-    [done] = drawloom(place, "run", "mine.toml")
+def test_a_moved_run_works_without_its_source_files(folder: Path) -> None:
+    """`generate`, `export` and `verify` work from another directory after tokenizer and config were moved away."""
+    [done] = drawloom(folder, "run", "mine.toml")
     assert done.code == 0, done.text
-    other = place / "elsewhere"
+    other = folder / "elsewhere"
     other.mkdir()
-    (place / "runs/tiny").rename(other / "kept")
-    (place / "parts").rename(place / "gone")
+    (folder / "runs/tiny").rename(other / "kept")
+    (folder / "parts").rename(folder / "gone")
     for command in (
         ("generate", "kept", "--prompt", "def ", "--tokens", "4"),
         ("export", "kept", "--to", "whole"),
         ("verify", "kept"),
     ):
-        [found] = drawloom(other, *command)
-        assert found.code == 0, found.text
+        [outcome] = drawloom(other, *command)
+        assert outcome.code == 0, outcome.text
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (other / "whole" / name).read_bytes() == (other / "kept/export" / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Runs on batches of one's own: the classifier of images of docs/components.md, on one process and on meshes."""
+"""Runs on user-defined batches: the image classifier of docs/components.md, on one process and on meshes."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ def test_a_classifier_of_images_learns_the_same_on_every_mesh(tmp_path: Path) ->
         if block.title.startswith("my_lab/") or block.title == "images.toml":
             (tmp_path / block.title).parent.mkdir(exist_ok=True)
             (tmp_path / block.title).write_text(block.text, "utf-8")
-    found = {}
+    learned = {}
     for name, (ranks, words) in LAYOUTS.items():
         outcomes = drawloom(tmp_path, *COMMON, f"run.name={name}", *words, ranks=ranks, path=str(tmp_path))
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        found[name] = series(tmp_path / "runs" / name, *LEARNED)
-    assert len(found["one"]) == 6 and found["one"][-1][0] < found["one"][0][0]
+        learned[name] = series(tmp_path / "runs" / name, *LEARNED)
+    assert len(learned["one"]) == 6 and learned["one"][-1][0] < learned["one"][0][0]
     for name in ("stages", "replicas"):
-        for ours, theirs in zip(found["one"], found[name], strict=True):
+        for ours, theirs in zip(learned["one"], learned[name], strict=True):
             assert [value or 0 for value in theirs] == pytest.approx([value or 0 for value in ours], rel=1e-5), name

@@ -1,4 +1,4 @@
-"""Runs with components of one's own package, which only the person at the command line can offer."""
+"""Runs with components of a user's package, which only --import makes available."""
 
 from pathlib import Path
 
@@ -61,8 +61,8 @@ IMPORT = ("--import", "my_lab")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a corpus, the tiny recipe, and a package with a metric and a tokenizer."""
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a corpus, the tiny recipe, and a package with a metric and a tokenizer."""
     write_corpus(tmp_path)
     package = tmp_path / "lib" / "my_lab"
     package.mkdir(parents=True)
@@ -71,27 +71,27 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def drawloom(place: Path, *arguments: str) -> Outcome:
-    """The command in a process of its own, which finds the package."""
-    return runs.drawloom(place, *arguments, path=str(place / "lib"))[0]
+def drawloom(folder: Path, *arguments: str) -> Outcome:
+    """Run a command in a process that can import the package."""
+    return runs.drawloom(folder, *arguments, path=str(folder / "lib"))[0]
 
 
-def test_generate_and_export_need_no_components_that_they_do_not_use(place: Path) -> None:
-    """A run with a metric of an own package is sampled and exported without that package."""
-    done = drawloom(place, "run", "tiny.toml", *IMPORT, "metrics.own.use=my_lab.index", "trainer.steps=2")
+def test_generate_and_export_need_no_components_that_they_do_not_use(folder: Path) -> None:
+    """A run with a metric of a user's package is sampled and exported without this package."""
+    done = drawloom(folder, "run", "tiny.toml", *IMPORT, "metrics.own.use=my_lab.index", "trainer.steps=2")
     assert done.code == 0, done.text
-    generated = drawloom(place, "generate", "runs/tiny", "--prompt", "def ", "--tokens", "4")
+    generated = drawloom(folder, "generate", "runs/tiny", "--prompt", "def ", "--tokens", "4")
     assert generated.code == 0 and generated.text.startswith("def "), generated.text
-    exported = drawloom(place, "export", "runs/tiny", "--to", "whole")
-    assert exported.code == 0 and (place / "whole/config.json").exists(), exported.text
+    exported = drawloom(folder, "export", "runs/tiny", "--to", "whole")
+    assert exported.code == 0 and (folder / "whole/config.json").exists(), exported.text
 
 
 @pytest.mark.soak
-def test_every_command_takes_the_package_of_own_components(place: Path) -> None:
-    """What a command needs of an own package is named together with `--import`, and found with it."""
+def test_every_command_accepts_a_package_of_own_components(folder: Path) -> None:
+    """A command that needs the package asks for --import, and works with it."""
     own = ("tokenizer.use=my_lab.own_bytes",)
-    assert drawloom(place, "run", "tiny.toml", *IMPORT, *own, "trainer.steps=2").code == 0
-    refused = drawloom(place, "generate", "runs/tiny", "--prompt", "def ")
+    assert drawloom(folder, "run", "tiny.toml", *IMPORT, *own, "trainer.steps=2").code == 0
+    refused = drawloom(folder, "generate", "runs/tiny", "--prompt", "def ")
     assert refused.code == 2 and "no component is called 'my_lab.own_bytes'" in refused.text
     assert "add --import my_lab" in refused.text and "Traceback" not in refused.text
     for command in (
@@ -101,5 +101,5 @@ def test_every_command_takes_the_package_of_own_components(place: Path) -> None:
         ("schedule", "tiny.toml", *own),
         ("verify-resume", "tiny.toml", *own, "--steps", "8"),
     ):
-        found = drawloom(place, *command, *IMPORT)
-        assert found.code == 0, found.text
+        outcome = drawloom(folder, *command, *IMPORT)
+        assert outcome.code == 0, outcome.text

@@ -1,4 +1,4 @@
-"""A pipeline of which one rank dies or is stopped."""
+"""Pipelines with a rank that is killed or stopped."""
 
 import signal
 from pathlib import Path
@@ -10,8 +10,8 @@ from support.runs import run_and_strike
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_surviving_rank_names_its_action(place: Path, number: int) -> None:
-    """A rank that waits for a dead or stopped one ends in time, and names itself and what it was blocked in."""
+def test_the_surviving_rank_names_its_action(folder: Path, number: int) -> None:
+    """A rank that waits for a killed or stopped rank ends in time and names itself and its blocked action."""
     arguments = [
         *(
             "run",
@@ -29,8 +29,8 @@ def test_the_surviving_rank_names_its_action(place: Path, number: int) -> None:
         ),
     ]
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(run_and_strike, 2, place, arguments, int(number), timeout=60, lost={1})
-    output = (place / "runs/tiny/log/rank-0.log").read_text("utf-8")
+        run_ranks(run_and_strike, 2, folder, arguments, int(number), timeout=60, lost={1})
+    output = (folder / "runs/tiny/log/rank-0.log").read_text("utf-8")
     survivor = caught.value.values.get(0)
     if survivor is not None:
         assert survivor.code == 1 and "Traceback" not in survivor.text

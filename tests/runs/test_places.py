@@ -20,20 +20,20 @@ from support.runs import drawloom, write_corpus
 def test_faults_of_a_corpus_and_of_weights_are_not_placed_in_a_shipped_recipe(
     tmp_path: Path, words: list[str], printed: str, ranks: int
 ) -> None:
-    """The place is in a recipe of one's own, or the command line, though [packing] was open; there is no run folder."""
+    """The error names the user's recipe or the command line, and no run folder is left."""
     write_corpus(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "tiny.toml"\n\n[corpus]\npaths = ["gone/*"]\n', "utf-8")
     recipe = "tiny.toml" if words else "mine.toml"
     runs = drawloom(tmp_path, "run", recipe, "batch.micro_size=2", *words, ranks=ranks)
     assert all(run.code for run in runs)
-    # A rank that fails alone says which it is.
+    # A rank that fails alone names itself.
     text = "".join(run.text for run in runs)
     assert re.match(f"(rank [01]: )?{re.escape(printed)}", text), text
     assert not list((tmp_path / "runs").glob("[!.]*"))
 
 
-def test_a_refused_run_leaves_a_folder_that_was_there(tmp_path: Path) -> None:
-    """Only what the run itself has made is removed: notes in the folder stay."""
+def test_a_refused_run_keeps_an_existing_folder(tmp_path: Path) -> None:
+    """A refused run removes only its own files, and notes in the folder stay."""
     write_corpus(tmp_path)
     notes = tmp_path / "runs" / "here" / "notes.txt"
     notes.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a run prints into a pipe or a file."""
+"""Output of runs into a pipe or a file."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from support.runs import drawloom, write_corpus
 
 
 def test_a_run_in_a_pipe_prints_a_header_some_steps_and_a_summary(tmp_path: Path) -> None:
-    """With what it saved and exported; a dry run prints the same header, and makes no run folder."""
+    """The summary lists saved and exported files; a dry run prints the same header without a run folder."""
     write_corpus(tmp_path)
     (dry,) = drawloom(tmp_path, "run", "tiny.toml", "--dry-run")
     assert dry.code == 0 and not (tmp_path / "runs/tiny").exists()

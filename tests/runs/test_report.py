@@ -7,8 +7,8 @@ from pathlib import Path
 from support.runs import drawloom, rows, run_and_kill, write_corpus
 
 
-def test_a_report_tells_what_happened(tmp_path: Path) -> None:
-    """A run that was killed and resumed has a report of both processes; the command writes one of several runs."""
+def test_a_report_lists_what_happened(tmp_path: Path) -> None:
+    """A killed and resumed run reports both processes, and the command compares several runs in one report."""
     write_corpus(tmp_path)
     longer = ("run", "tiny.toml", "trainer.steps=60", "checkpoint.every=10")
     assert run_and_kill(tmp_path, "one", *longer, after=25)
@@ -18,9 +18,9 @@ def test_a_report_tells_what_happened(tmp_path: Path) -> None:
     assert outcome.code == 0 and "report in runs/one/report.html" in outcome.text and len(content) < 1_000_000
     kinds = re.findall(r"<td>(started|killed|resumed|ended)</td>", content)
     assert kinds == ["started", "killed", "resumed", "ended"] and "<td>all 60 steps are done</td>" in content
-    [found] = json.loads(re.findall(r'id="data">(.*)</script>', content)[0])["runs"]
-    assert found["axes"]["step"] == [row["step"] for row in rows(run)]
-    assert found["curves"]["loss"]["y"] == [float(f"{row['loss']:.6g}") for row in rows(run)]
+    [data] = json.loads(re.findall(r'id="data">(.*)</script>', content)[0])["runs"]
+    assert data["axes"]["step"] == [row["step"] for row in rows(run)]
+    assert data["curves"]["loss"]["y"] == [float(f"{row['loss']:.6g}") for row in rows(run)]
     assert "[trainer] phases" in content and "checkpoint.checkpointer" in content and "# after step 60" in content
 
     assert drawloom(tmp_path, "run", "tiny.toml", "run.name=two", "optimizer.lr=1e-3")[0].code == 0

@@ -11,7 +11,7 @@ from support.runs import deterministic_rows, drawloom, take_back, write_corpus
 
 BIAS = "e_score_correction_bias"
 POSITIONS = 4 * 32
-"""Of a step's rows, by tiny.toml."""
+"""Positions in a step's rows, by tiny.toml."""
 
 RECIPE = """
 extends = "./tiny.toml"
@@ -101,8 +101,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the recipe, and a run of it on one process."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the recipe and its run on one process."""
     folder = tmp_path_factory.mktemp("routers")
     write_corpus(folder)
     (folder / "routers.toml").write_text(RECIPE, "utf-8")
@@ -111,45 +111,45 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def biases(run: Path) -> dict[str, Tensor]:
-    """The biases of all routers in the export."""
+def read_biases(run: Path) -> dict[str, Tensor]:
+    """Return the biases of all routers in the export, by name."""
     source = open_safetensors_folder(run / "export")
     return {name: source.tensor(name) for name in source.specs() if name.endswith(BIAS)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_biases_of_one_process(layout: str, place: Path) -> None:
-    """Bit by bit, since counts of all tokens decide; losses, entropies and counts are those of one process."""
+def test_every_layout_has_the_biases_of_one_process(layout: str, folder: Path) -> None:
+    """Biases are bitwise equal, and losses, entropies and token counts equal those of one process."""
     ranks, words = LAYOUTS[layout]
     name = layout.replace(" ", "_")
-    outcomes = drawloom(place, "run", "routers.toml", f"run.name={name}", *words, ranks=ranks)
+    outcomes = drawloom(folder, "run", "routers.toml", f"run.name={name}", *words, ranks=ranks)
     assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-    ours, theirs = biases(place / "runs" / name), biases(place / "runs/one")
+    ours, theirs = read_biases(folder / "runs" / name), read_biases(folder / "runs/one")
     assert ours.keys() == theirs.keys() == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)}
     assert all(ours[name].equal(bias) and len(set(bias.tolist())) > 2 for name, bias in theirs.items())
     for one, other in zip(
-        deterministic_rows(place / "runs/one"), deterministic_rows(place / "runs" / name), strict=True
+        deterministic_rows(folder / "runs/one"), deterministic_rows(folder / "runs" / name), strict=True
     ):
         assert other == pytest.approx(one, rel=1e-9)
 
 
-def test_no_token_is_dropped(place: Path) -> None:
-    """In each step and layer, the tokens of experts add up to two choices of each token of its rows, padding too."""
-    for row in deterministic_rows(place / "runs/one"):
+def test_no_token_is_dropped(folder: Path) -> None:
+    """In every step and layer, expert token counts add up to two per position, including padding."""
+    for row in deterministic_rows(folder / "runs/one"):
         for layer in (1, 2):
             sent = [value for name, value in row.items() if name.startswith(f"expert_tokens/{layer}/")]
             assert len(sent) == 8 and sum(sent) == 2 * POSITIONS
             assert row[f"expert_imbalance/{layer}"] == pytest.approx(max(sent) / (sum(sent) / 8))
 
 
-def test_a_resumed_run_has_the_same_bits(place: Path) -> None:
-    """After the checkpoint of step 3, metrics and biases are those of the run that was not stopped."""
+def test_a_resumed_run_has_the_same_bits(folder: Path) -> None:
+    """A run resumed after step 3 has the metrics and biases of the uninterrupted run."""
     for steps in (3, 6):
-        assert drawloom(place, "run", "routers.toml", "run.name=resumed")[0].code == 0
+        assert drawloom(folder, "run", "routers.toml", "run.name=resumed")[0].code == 0
         if steps == 3:
-            take_back(place / "runs/resumed", 3)
-    assert deterministic_rows(place / "runs/resumed") == deterministic_rows(place / "runs/one")
-    ours, theirs = biases(place / "runs/resumed"), biases(place / "runs/one")
+            take_back(folder / "runs/resumed", 3)
+    assert deterministic_rows(folder / "runs/resumed") == deterministic_rows(folder / "runs/one")
+    ours, theirs = read_biases(folder / "runs/resumed"), read_biases(folder / "runs/one")
     assert ours and all(ours[name].equal(bias) for name, bias in theirs.items())
 
 
@@ -178,17 +178,17 @@ on_finish = ["@export", "@adapter"]
 """
 
 
-def test_an_adapter_has_all_biases_that_have_moved(place: Path) -> None:
-    """Those of the router that is tuned in full: the other has the base's, zeros, in the merged export."""
-    (place / "adapted.toml").write_text(ADAPTED, "utf-8")
-    outcome = drawloom(place, "run", "adapted.toml", "run.name=adapted")[0]
+def test_an_adapter_has_all_changed_biases(folder: Path) -> None:
+    """The adapter has the fully tuned router's biases; the frozen router keeps zeros in the merged export."""
+    (folder / "adapted.toml").write_text(ADAPTED, "utf-8")
+    outcome = drawloom(folder, "run", "adapted.toml", "run.name=adapted")[0]
     assert outcome.code == 0, outcome.text
-    merged = biases(place / "runs/adapted")
-    moved = {name: bias for name, bias in merged.items() if bias.any()}
-    assert len(merged) == 2 and len(moved) == 1
-    adapter = load_file(place / "runs/adapted/adapter/adapter_model.safetensors")
-    assert [name for name in adapter if name.endswith(BIAS)] == [f"base_model.model.{name}" for name in moved]
-    assert all(adapter[f"base_model.model.{name}"].equal(bias) for name, bias in moved.items())
+    merged = read_biases(folder / "runs/adapted")
+    changed = {name: bias for name, bias in merged.items() if bias.any()}
+    assert len(merged) == 2 and len(changed) == 1
+    adapter = load_file(folder / "runs/adapted/adapter/adapter_model.safetensors")
+    assert [name for name in adapter if name.endswith(BIAS)] == [f"base_model.model.{name}" for name in changed]
+    assert all(adapter[f"base_model.model.{name}"].equal(bias) for name, bias in changed.items())
     words = ("run.name=frozen", 'stages.adapters=["@lora"]')
-    outcome = drawloom(place, "run", "adapted.toml", *words)[0]
+    outcome = drawloom(folder, "run", "adapted.toml", *words)[0]
     assert outcome.code == 2 and "the adapters freeze every router" in outcome.text

@@ -23,43 +23,43 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 RUN = ("run", "tiny.toml", "sample.tokens=2")
 
 
-def _on_a_slow_disk(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run in which every fsync of a file takes a tenth of a second."""
+def _run_on_slow_disk(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run with a tenth of a second of delay in every fsync."""
 
-    def slow(call: Call) -> None:
+    def wait(call: Call) -> None:
         if call.name == "fsync":
             time.sleep(0.1)
 
-    with watch_calls(slow):
+    with watch_calls(wait):
         return command(folder, arguments, None)
 
 
-def test_a_slow_disk_changes_nothing(place: Path) -> None:
-    """A save takes longer than many steps; all are committed, and the run learns what it learns on a fast disk."""
+def test_a_slow_disk_changes_nothing(folder: Path) -> None:
+    """Saves longer than many steps are all committed, and metrics equal those on a fast disk."""
     words = (*RUN, "staging.use=checkpoint.staging.overlapped", "checkpoint.every=2")
-    [slow] = run_ranks(_on_a_slow_disk, 1, place, (*words, "run.name=slow"), variables=False)
-    [fast] = drawloom(place, *words, "run.name=fast")
+    [slow] = run_ranks(_run_on_slow_disk, 1, folder, (*words, "run.name=slow"), variables=False)
+    [fast] = drawloom(folder, *words, "run.name=fast")
     assert (slow.code, fast.code) == (0, 0), slow.text
     assert "skipped" not in slow.text
-    found = [series(place / "runs" / name, *LEARNED) for name in ("slow", "fast")]
-    assert found[0] == found[1] and len(found[0]) == 10
+    learned = [series(folder / "runs" / name, *LEARNED) for name in ("slow", "fast")]
+    assert learned[0] == learned[1] and len(learned[0]) == 10
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (Debian: libfaketime)")
-def test_a_clock_that_jumps_changes_nothing(place: Path) -> None:
-    """Half of a run three years ahead, at a hundred times the speed, the rest three years ago: as if none were."""
-    assert drawloom(place, *RUN, "run.name=plain")[0].code == 0
-    _at("+3y x100", place)
-    run = place / "runs" / "tiny"
+def test_a_clock_that_jumps_changes_nothing(folder: Path) -> None:
+    """A run resumed with its clock six years back has the metrics of a run with a real clock."""
+    assert drawloom(folder, *RUN, "run.name=plain")[0].code == 0
+    _run_with_clock_offset("+3y x100", folder)
+    run = folder / "runs" / "tiny"
     take_back(run, 8)
-    text = _at("-3y", place)
+    text = _run_with_clock_offset("-3y", folder)
     assert "resuming after step 8" in text and "checkpoint saved" in text
-    assert series(run, *LEARNED) == series(place / "runs" / "plain", *LEARNED)
+    assert series(run, *LEARNED) == series(folder / "runs" / "plain", *LEARNED)
 
 
-def _at(offset: str, folder: Path) -> str:
-    """What a run prints whose wall clock is off by so much; the monotonic clock and times of files are real."""
+def _run_with_clock_offset(offset: str, folder: Path) -> str:
+    """Run with a shifted wall clock, real monotonic clock and real file times; return its output."""
     env = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "LD_PRELOAD": str(FAKETIME)}
     env |= {"FAKETIME": offset, "DONT_FAKE_MONOTONIC": "1", "NO_FAKE_STAT": "1"}
     done = subprocess.run([sys.executable, "-m", "drawloom", *RUN], cwd=folder, env=env, capture_output=True, text=True)
@@ -67,8 +67,8 @@ def _at(offset: str, folder: Path) -> str:
     return done.stdout
 
 
-def _as_nobody(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run of a user who may have no process or thread but this one; root is exempt from that limit."""
+def _run_as_nobody(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run as a user without further processes or threads, because root is exempt from the limit."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -76,15 +76,15 @@ def _as_nobody(folder: Path, arguments: Sequence[str]) -> Outcome:
     return command(folder, arguments, None)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root is needed to become another user, who has no process yet")
-def test_a_limit_of_processes_of_a_user_is_told() -> None:
-    """`ulimit -u` is named, without a traceback."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="root is needed to become another user, who has no processes yet")
+def test_a_process_limit_of_a_user_is_reported() -> None:
+    """The error names `ulimit -u` and has no traceback."""
     folder = Path(tempfile.gettempdir(), f"drawloom-nobody-{os.getpid()}")
     folder.mkdir(mode=0o777)
     try:
         write_corpus(folder)
         os.chmod(folder, 0o777)
-        [outcome] = run_ranks(_as_nobody, 1, folder, RUN, variables=False)
+        [outcome] = run_ranks(_run_as_nobody, 1, folder, RUN, variables=False)
     finally:
         shutil.rmtree(folder)
     assert outcome.code == 1 and "no more threads can be started" in outcome.text, outcome

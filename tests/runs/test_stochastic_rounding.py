@@ -8,7 +8,7 @@ LEARNED = ("step", "loss", "grad_norm", "lr")
 
 
 def test_a_resumed_run_has_the_same_rounding_noise(tmp_path: Path) -> None:
-    """A run in two parts has the losses of one run, bit by bit."""
+    """A resumed run has the bits of an uninterrupted run's losses."""
     write_corpus(tmp_path)
     (tmp_path / "rounded.toml").write_text(
         'extends = "./tiny.toml"\n[precision]\nparameter = "bfloat16"\n[optimizer]\nuse = "optim.stochastic_adamw"\n'

@@ -42,56 +42,59 @@ LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 TINY = ("run", "tiny.toml", "trainer.on_finish=[]")
 
 
-def _learned(run: Path, step: int) -> dict[str, str]:
-    """Hashes of weights and moments."""
+def _hash_state(run: Path, step: int) -> dict[str, str]:
+    """Return the hashes of weights and moments."""
     states = {node: load_node(run / f"checkpoints/step-{step}", node) for node in ("stages", "optimizer")}
     return state_hashes({node: dict(sorted(state.items())) for node, state in states.items()})
 
 
-def _beset(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run whose tracker hangs, whose profiler raises, and whose disk is full for some steps."""
+def _run_with_faults(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run with a tracker that hangs, a profiler that raises, and a disk that is full for some steps."""
 
     def hang(*_: Any) -> None:
         time.sleep(1000)
 
-    def raising(**_: Any) -> None:
+    def fail(**_: Any) -> None:
         raise RuntimeError("no profile today")
 
-    now = [0]
+    step_index = [0]
     report = Report.run_phase
 
-    def counted(self: Report, step: Step) -> None:
-        now[0] = step.index
+    def count_and_report(self: Report, step: Step) -> None:
+        step_index[0] = step.index
         report(self, step)
 
     track = AimTracker.track_in_context
 
-    def impatient(self: AimTracker, step: int, values: Mapping[str, Value], context: Mapping[str, str]) -> None:
+    def track_with_short_timeout(
+        self: AimTracker, step: int, values: Mapping[str, Value], context: Mapping[str, str]
+    ) -> None:
         self.timeout = 2.0
         track(self, step, values, context)
 
-    put(AimTracker, "track_in_context", impatient)
+    put(AimTracker, "track_in_context", track_with_short_timeout)
     put(AimRun, "track", hang)
-    put(profiler, "profile", raising)
-    put(Report, "run_phase", counted)
+    put(profiler, "profile", fail)
+    put(Report, "run_phase", count_and_report)
 
-    def full(call: Call) -> None:
-        if call.name == "write" and call.path.endswith("metrics.jsonl") and now[0] in (3, 4, 5):
+    def fail_write(call: Call) -> None:
+        if call.name == "write" and call.path.endswith("metrics.jsonl") and step_index[0] in (3, 4, 5):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with watch_calls(full):
+    with watch_calls(fail_write):
         return command(folder, arguments, None)
 
 
-def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> None:
+def test_trackers_and_profilers_neither_stop_nor_change_a_run(folder: Path) -> None:
     """
-    A tracker that hangs, a profiler that raises and a full disk for metrics are one warning each, and the commit that
-    outlives rows is another; weights and metrics equal those of an undisturbed run.
+    A tracker that hangs, a profiler that raises and a full disk for metrics print one warning per fault.
+
+    A commit without its metric rows prints another. Weights and metrics equal those of an undisturbed run.
     """
-    assert drawloom(place, *TINY, "run.name=straight")[0].code == 0
+    assert drawloom(folder, *TINY, "run.name=straight")[0].code == 0
     aim = ("trackers.aim.use=trackers.aim", "trackers.aim.timeout=60")
     words = (*TINY, *aim, "listeners.profiler.use=listeners.profiler", "listeners.profiler.wait=0")
-    [outcome] = run_ranks(_beset, 1, place, words, variables=False)
+    [outcome] = run_ranks(_run_with_faults, 1, folder, words, variables=False)
     assert outcome.code == 0 and "Traceback" not in outcome.text
     warnings = [line for line in outcome.text.splitlines() if line.startswith("warning:")]
     assert len(warnings) == 4 and "no profile today" in warnings[0] and "No space left on device" in warnings[1], (
@@ -99,69 +102,69 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(place: Path) -> No
     )
     assert "the rows of steps 3 to 4 are in memory only" in warnings[2]
     assert "Aim was not done within 2 s" in warnings[3]
-    assert series(place / "runs/tiny", *LEARNED) == series(place / "runs/straight", *LEARNED)
-    assert _learned(place / "runs/tiny", 10) == _learned(place / "runs/straight", 10)
+    assert series(folder / "runs/tiny", *LEARNED) == series(folder / "runs/straight", *LEARNED)
+    assert _hash_state(folder / "runs/tiny", 10) == _hash_state(folder / "runs/straight", 10)
 
 
-def _full_while_exporting(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run whose disk is full during the export."""
+def _run_with_full_disk_in_export(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run with a disk that is full during the export."""
 
-    def full(call: Call) -> None:
+    def fail_fsync(call: Call) -> None:
         if call.name == "fsync" and "export" in call.path.partition("runs/tiny")[2]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
 
-    with watch_calls(full):
+    with watch_calls(fail_fsync):
         return command(folder, arguments, None)
 
 
-def test_a_failed_export_is_repeated(place: Path) -> None:
-    """The weights are committed by then: the error is printed, and the same command repeats the export."""
+def test_a_failed_export_is_repeated(folder: Path) -> None:
+    """A failed export prints the error, and the same command exports the committed weights."""
     words = ("run", "tiny.toml", "trainer.on_finish=['@export']")
-    [outcome] = run_ranks(_full_while_exporting, 1, place, words, variables=False)
+    [outcome] = run_ranks(_run_with_full_disk_in_export, 1, folder, words, variables=False)
     assert outcome.code == 1 and "No space left on device" in outcome.text and "Traceback" not in outcome.text
-    assert not (place / "runs/tiny/export").exists()
-    before = (place / "runs/tiny/metrics.jsonl").read_bytes()
-    assert drawloom(place, *words)[0].code == 0
-    assert (place / "runs/tiny/export/model.safetensors").exists()
-    assert (place / "runs/tiny/metrics.jsonl").read_bytes() == before
+    assert not (folder / "runs/tiny/export").exists()
+    before = (folder / "runs/tiny/metrics.jsonl").read_bytes()
+    assert drawloom(folder, *words)[0].code == 0
+    assert (folder / "runs/tiny/export/model.safetensors").exists()
+    assert (folder / "runs/tiny/metrics.jsonl").read_bytes() == before
 
 
-def _few_files(folder: Path, arguments: Sequence[str]) -> Outcome:
+def _run_with_few_files(folder: Path, arguments: Sequence[str]) -> Outcome:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6,) * 2)
     return command(folder, arguments, None)
 
 
-def test_too_few_file_descriptors_are_an_error_before_the_first_step(place: Path) -> None:
-    """The error is printed, and the run does not hang."""
-    [outcome] = run_ranks(_few_files, 1, place, (*TINY, "data.workers=2"), variables=False)
+def test_too_few_file_descriptors_are_an_error_before_the_first_step(folder: Path) -> None:
+    """The run prints the error and does not hang."""
+    [outcome] = run_ranks(_run_with_few_files, 1, folder, (*TINY, "data.workers=2"), variables=False)
     assert outcome.code == 1 and "Too many open files" in outcome.text, outcome
-    assert not (place / "runs/tiny/metrics.jsonl").exists() or not rows(place / "runs/tiny")
+    assert not (folder / "runs/tiny/metrics.jsonl").exists() or not rows(folder / "runs/tiny")
 
 
-def _little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run whose second copy needs more memory than there is."""
-    allocate, asked = Pool._allocate, [0]
+def _run_with_little_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run with a second checkpoint copy that needs more memory than the machine has."""
+    allocate, calls = Pool._allocate, [0]
 
-    def more(self: Pool, size: int) -> Any:
-        asked[0] += 1
-        return allocate(self, size if asked[0] == 1 else 2**60)
+    def allocate_too_much(self: Pool, size: int) -> Any:
+        calls[0] += 1
+        return allocate(self, size if calls[0] == 1 else 2**60)
 
-    put(Pool, "_allocate", more)
+    put(Pool, "_allocate", allocate_too_much)
     put(Pool, "_release", lambda _self, _buffer: None)  # or the second copy would take the memory of the first
     return command(folder, arguments, None)
 
 
-def test_no_memory_for_a_copy_ends_the_run_with_its_cause(place: Path) -> None:
-    """It is not retried; committed checkpoints are intact, and the run resumes from them."""
-    [outcome] = run_ranks(_little_memory, 1, place, TINY, variables=False)
+def test_no_memory_for_a_copy_ends_the_run_with_its_cause(folder: Path) -> None:
+    """A copy without memory is not retried, and committed checkpoints are intact."""
+    [outcome] = run_ranks(_run_with_little_memory, 1, folder, TINY, variables=False)
     assert outcome.code == 1 and "bytes for a copy of the state" in outcome.text
     assert "Traceback" not in outcome.text
-    saved = list_checkpoints(place / "runs/tiny/checkpoints")
+    saved = list_checkpoints(folder / "runs/tiny/checkpoints")
     assert [step_of(path) for path in saved] == [4] and all(map(is_valid, saved))
 
 
-def _without_shared_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A run in a mount namespace whose /dev/shm is full."""
+def _run_without_shared_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run in a mount namespace with a full /dev/shm."""
     new_namespace, recursive, private = 0x20000, 0x4000, 1 << 18
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(new_namespace) or library.mount(b"none", b"/", None, recursive | private, None):
@@ -173,125 +176,125 @@ def _without_shared_memory(folder: Path, arguments: Sequence[str]) -> Outcome:
 
 if is_possible():
 
-    def test_a_lack_of_shared_memory_is_told_before_the_first_step(place: Path) -> None:
-        """Containers have little of it, and data workers take the corpus from there: the remedy is named."""
-        [outcome] = run_ranks(_without_shared_memory, 1, place, (*TINY, "data.workers=2"), variables=False)
+    def test_a_lack_of_shared_memory_is_reported_before_the_first_step(folder: Path) -> None:
+        """Data workers without shared memory, as in containers, end the run with the remedy `workers = 0`."""
+        [outcome] = run_ranks(_run_without_shared_memory, 1, folder, (*TINY, "data.workers=2"), variables=False)
         assert outcome.code == 1 and "No space left on device" in outcome.text and "workers = 0" in outcome.text
-        [outcome] = run_ranks(_without_shared_memory, 1, place, TINY, variables=False)
+        [outcome] = run_ranks(_run_without_shared_memory, 1, folder, TINY, variables=False)
         assert outcome.code == 0
 
 
-def _with_few_threads(folder: Path, arguments: Sequence[str], group: Path) -> Outcome:
+def _run_with_few_threads(folder: Path, arguments: Sequence[str], group: Path) -> Outcome:
     cgroups.enter(group)
     return command(folder, arguments, None)
 
 
 @pytest.mark.skipif(not cgroups.is_possible("pids"), reason="no control group of its own may be made here")
-def test_a_limit_of_threads_is_told(place: Path) -> None:
-    """A group that allows three threads more than the run has is named, without a traceback."""
+def test_a_thread_limit_is_reported(folder: Path) -> None:
+    """A control group with three threads ends the run in words, without a traceback."""
     with cgroups.group("pids", max=3) as group:
-        [outcome] = run_ranks(_with_few_threads, 1, place, TINY, group, variables=False)
+        [outcome] = run_ranks(_run_with_few_threads, 1, folder, TINY, group, variables=False)
     assert outcome.code == 1 and "no more threads can be started" in outcome.text, outcome
     assert "Traceback" not in outcome.text
 
 
-def _in_little_memory(folder: Path, arguments: Sequence[str], group: Path) -> Outcome:
-    """A process of a run; rank 1 takes more memory than its group has, in step 3."""
+def _run_in_small_group(folder: Path, arguments: Sequence[str], group: Path) -> Outcome:
+    """Run on one rank; rank 1 allocates more memory than its control group allows in step 3."""
     run = Report.run_phase
     if os.environ["RANK"] == "1":
         cgroups.enter(group)
 
-    def greedy(self: Report, step: Step) -> None:
+    def allocate_and_report(self: Report, step: Step) -> None:
         if step.index == 3 and os.environ["RANK"] == "1":
             torch.ones(2**30)
         run(self, step)
 
-    put(Report, "run_phase", greedy)
+    put(Report, "run_phase", allocate_and_report)
     return command(folder, arguments, None)
 
 
 @pytest.mark.skipif(not cgroups.is_possible("memory"), reason="no control group of its own may be made here")
-def test_a_rank_without_memory_in_its_group_is_named(place: Path) -> None:
-    """The kernel kills it, which no process can catch: another rank names it, and the run resumes."""
+def test_a_rank_without_memory_in_its_group_is_named(folder: Path) -> None:
+    """Another rank names the rank that the kernel killed, and the run resumes."""
     words = (*TINY, "batch.micro_size=2", "checkpoint.every=2", "trainer.steps=4")
     with cgroups.group("memory", limit_in_bytes=2**30) as group, pytest.raises(RanksFailedError) as caught:
-        run_ranks(_in_little_memory, 2, place, words, group)
+        run_ranks(_run_in_small_group, 2, folder, words, group)
     assert caught.value.failures == {1: "died with exit code -9"}
     assert "is gone: it was killed, or it crashed" in caught.value.values[0].text
-    assert {outcome.code for outcome in drawloom(place, *words, ranks=2)} == {0}
-    assert [row["step"] for row in rows(place / "runs/tiny")] == [1, 2, 3, 4]
+    assert {outcome.code for outcome in drawloom(folder, *words, ranks=2)} == {0}
+    assert [row["step"] for row in rows(folder / "runs/tiny")] == [1, 2, 3, 4]
 
 
 FILES = ("metrics.jsonl", "sample.txt", "recipe.lock.toml", "run.lock")
 FOLDERS = ("log", "checkpoints", "export")
 
 
-def _misplaced(folder: Path) -> dict[str, Outcome]:
-    """Runs whose folder holds a folder in place of a file, or the other way round."""
-    found = {}
+def _run_with_misplaced_paths(folder: Path) -> dict[str, Outcome]:
+    """Start runs with a folder where a file belongs, or a file where a folder belongs; return outcomes by path."""
+    outcomes = {}
     for name in (*FILES, *FOLDERS):
         path = folder / "runs" / name.partition(".")[0] / name
         path.parent.mkdir(parents=True)
         path.mkdir() if name in FILES else path.touch()
         words = ("run", "tiny.toml", "trainer.steps=1", f"run.name={path.parent.name}")
-        found[str(path.relative_to(folder))] = command(folder, words, None)
-    return found
+        outcomes[str(path.relative_to(folder))] = command(folder, words, None)
+    return outcomes
 
 
-def test_a_folder_in_place_of_a_file_is_told_and_a_file_in_place_of_a_folder(place: Path) -> None:
-    """Whatever a run writes: one line with its path, without a traceback."""
-    [found] = run_ranks(_misplaced, 1, place, variables=False)
-    for path, outcome in found.items():
+def test_a_folder_in_place_of_a_file_is_reported_and_a_file_in_place_of_a_folder(folder: Path) -> None:
+    """The error names the path of every misplaced file or folder, without a traceback."""
+    [outcomes] = run_ranks(_run_with_misplaced_paths, 1, folder, variables=False)
+    for path, outcome in outcomes.items():
         assert outcome.code == 1 and path in outcome.text and "Traceback" not in outcome.text, outcome
-    assert (place / "runs/export/sample.txt").exists()  # an export that fails costs no sample
+    assert (folder / "runs/export/sample.txt").exists()  # the sample is written though the export failed
 
 
 PIPES = ("sample.txt", ".export.partial-1", "checkpoints/.tmp-step-9", "checkpoints/.trash-step-1", ".sample.txt.tmp")
 
 
-def test_pipes_of_a_stranger_delay_no_run(place: Path) -> None:
+def test_pipes_in_a_received_folder_do_not_block_a_run(folder: Path) -> None:
     """A received run folder with pipes in place of leftovers and of the sample is resumed to its end."""
-    run = place / "runs" / "received"
+    run = folder / "runs" / "received"
     (run / "checkpoints").mkdir(parents=True)
     for name in PIPES:
         os.mkfifo(run / name)
     (run / "checkpoints" / "step-7").symlink_to("gone")
     words = ("tiny.toml", "trainer.steps=1", "run.name=received")
-    [refused] = drawloom(place, "run", *words)
+    [refused] = drawloom(folder, "run", *words)
     assert refused.code == 1 and "step-7: it is a symbolic link" in refused.text, refused.text
     assert "Traceback" not in refused.text
     (run / "checkpoints" / "step-7").unlink()
-    [outcome] = drawloom(place, "run", *words)
+    [outcome] = drawloom(folder, "run", *words)
     assert outcome.code == 0, outcome.text
     assert (run / "sample.txt").is_file() and (run / "export").is_dir()
 
 
-def _files() -> list[str]:
-    """The open files of this process."""
-    found = []
+def _list_files() -> list[str]:
+    """List the open files of this process."""
+    files = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the folder itself, by which they are listed
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
+        with suppress(FileNotFoundError):  # the descriptor of the listed folder itself
+            files.append(os.readlink(f"/proc/self/fd/{name}"))
+    return files
 
 
-def _listening() -> list[str]:
-    """The ports on which this process listens."""
-    inodes = {*_files()}
+def _list_ports() -> list[str]:
+    """List the ports on which this process listens."""
+    inodes = {*_list_files()}
     tables = [line.split() for path in ("tcp", "tcp6") for line in Path(f"/proc/net/{path}").read_text().splitlines()]
     return [row[1] for row in tables if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 
 
-def _listen(folder: Path, arguments: Sequence[str]) -> tuple[Outcome, list[str], list[str]]:
-    """A run: the ports on which it listens during a step, and what it pickles."""
+def _run_and_list_ports(folder: Path, arguments: Sequence[str]) -> tuple[Outcome, list[str], list[str]]:
+    """Run; return the outcome, the listening ports during steps, and the unpickled types."""
     ports: list[str] = []
     report = Report.run_phase
 
-    def looked(self: Report, step: Step) -> None:
-        ports.extend(_listening())
+    def report_and_list_ports(self: Report, step: Step) -> None:
+        ports.extend(_list_ports())
         report(self, step)
 
-    put(Report, "run_phase", looked)
+    put(Report, "run_phase", report_and_list_ports)
     audit = Audit([])
     audit.install()
     audit.on = True
@@ -300,28 +303,28 @@ def _listen(folder: Path, arguments: Sequence[str]) -> tuple[Outcome, list[str],
     return outcome, ports, [line for line in audit.found if line.startswith("pickle")]
 
 
-def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(place: Path) -> None:
-    """One process needs no port; two use torchrun's, and no Python object is unpickled from the other."""
-    [(outcome, ports, _)] = run_ranks(_listen, 1, place, (*TINY, "run.name=one"), variables=False)
+def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(folder: Path) -> None:
+    """One process listens on no port, and two processes do not unpickle Python objects."""
+    [(outcome, ports, _)] = run_ranks(_run_and_list_ports, 1, folder, (*TINY, "run.name=one"), variables=False)
     assert outcome.code == 0 and ports == []
-    found = run_ranks(_listen, 2, place, (*TINY, "batch.micro_size=2", "checkpoint.every=3"))
-    assert [outcome.code for outcome, *_ in found] == [0, 0]
-    assert [line for *_, pickled in found for line in pickled] == []
+    results = run_ranks(_run_and_list_ports, 2, folder, (*TINY, "batch.micro_size=2", "checkpoint.every=3"))
+    assert [outcome.code for outcome, *_ in results] == [0, 0]
+    assert [line for *_, pickled in results for line in pickled] == []
 
 
-def _fail_in_each(folder: Path) -> dict[str, list[str]]:
-    """Open the graph of a run once per node, each time with that node failing; the files and threads left open."""
+def _open_with_failing_nodes(folder: Path) -> dict[str, list[str]]:
+    """Open a run's graph once per node with this node failing; return the files and threads left open."""
     os.chdir(folder)
     project = Project.of("drawloom")
     graph = project.graph(project.load("tiny.toml", [], ["data.workers=1"])).require_valid()
     left: dict[str, list[str]] = {}
-    with project.container(graph):  # what the process keeps for good, it has by now
+    with project.container(graph):  # opens the files that the process keeps for good
         pass
     for name in graph.topological_order(["trainer"]):
         kind = graph.nodes[name].spec.cls
         if not hasattr(kind, "open"):
             continue
-        opening, before = kind.open, _held()
+        opening, before = kind.open, _list_resources()
 
         def fail(self: Any, opening: Any = opening, name: str = name) -> None:
             opening(self)
@@ -337,40 +340,40 @@ def _fail_in_each(folder: Path) -> dict[str, list[str]]:
         finally:
             kind.open = opening
         FolderLock(folder / "runs/tiny").release()
-        left[name] = sorted({*_held()} - {*before})
+        left[name] = sorted({*_list_resources()} - {*before})
     return left
 
 
-def _held() -> list[str]:
-    """Open files and threads of this process."""
-    return _files() + [f"thread {thread.name}" for thread in threading.enumerate()]
+def _list_resources() -> list[str]:
+    """List open files and threads of this process."""
+    return _list_files() + [f"thread {thread.name}" for thread in threading.enumerate()]
 
 
-def test_a_failed_open_leaves_nothing_open(place: Path) -> None:
-    """For each node in turn: no file, thread or lock of it or of earlier nodes is left."""
-    [left] = run_ranks(_fail_in_each, 1, place, variables=False)
+def test_a_failed_open_leaves_nothing_open(folder: Path) -> None:
+    """If a node fails to open, no file, thread or lock of any node is left."""
+    [left] = run_ranks(_open_with_failing_nodes, 1, folder, variables=False)
     assert len(left) > 12 and {"folder", "checkpoint", "data", "stages"} <= left.keys()
-    assert {name: held for name, held in left.items() if held} == {}
+    assert {name: resources for name, resources in left.items() if resources} == {}
 
 
-def test_a_changed_corpus_is_refused(place: Path) -> None:
-    """The error has the old and new numbers of rows; --accept-changes resumes."""
+def test_a_changed_corpus_is_refused(folder: Path) -> None:
+    """The error names the old and the new row count, and --accept-changes resumes."""
     common = (*TINY, "trainer.steps=4")
-    assert drawloom(place, *common)[0].code == 0
-    (place / "corpus/part3.py").unlink()
+    assert drawloom(folder, *common)[0].code == 0
+    (folder / "corpus/part3.py").unlink()
     again = (*TINY, "trainer.steps=4", "data.prefetch=3")
-    refused = drawloom(place, *again)[0]
+    refused = drawloom(folder, *again)[0]
     assert refused.code == 2 and "the corpus is not the one that this run began with: train had " in refused.text
-    accepted = drawloom(place, *again, "--accept-changes")[0]
+    accepted = drawloom(folder, *again, "--accept-changes")[0]
     assert accepted.code == 0 and "warning: the corpus is not the one" in accepted.text
 
 
 @pytest.mark.parametrize("norm", ["exact", "device"])
-def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path, norm: str) -> None:
+def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(folder: Path, norm: str) -> None:
     """
-    It stops after `max_skipped_steps` in a row; the newest checkpoint with a finite loss is kept.
+    A diverged run stops after `max_skipped_steps` in a row and keeps the newest checkpoint with a finite loss.
 
-    Where the host learns late that a step is skipped, its checkpoint knows it nevertheless.
+    Checkpoints record skipped steps even if the host learns of the skip one step later.
     """
     words = (
         "optimizer.lr=1e30",
@@ -380,37 +383,37 @@ def test_a_diverged_run_stops_and_keeps_a_finite_checkpoint(place: Path, norm: s
         "checkpoint.keep=2",
         f"sync_gradients.norm={norm}",
     )
-    outcome = drawloom(place, *TINY, *words)[0]
+    outcome = drawloom(folder, *TINY, *words)[0]
     assert outcome.code == 1 and "6 steps in a row were skipped, at last step 7: " in outcome.text
-    assert [row.get("skipped", False) for row in rows(place / "runs/tiny")] == [False, *[True] * 6]
-    saved = [step_of(path) for path in list_checkpoints(place / "runs/tiny/checkpoints")]
+    assert [row.get("skipped", False) for row in rows(folder / "runs/tiny")] == [False, *[True] * 6]
+    saved = [step_of(path) for path in list_checkpoints(folder / "runs/tiny/checkpoints")]
     assert saved == [1, 5, 6, 7]  # the newest with a finite loss, the one that was evaluated, and the newest two
-    for path in list_checkpoints(place / "runs/tiny/checkpoints"):
+    for path in list_checkpoints(folder / "runs/tiny/checkpoints"):
         values = json.loads((path / "manifest.json").read_text())["values"]
         assert (values["loss"] is not None) == (step_of(path) == 1)
         weights = load_node(path, "stages").values()
-        assert all(bool(torch.isfinite(each).all()) for each in weights if isinstance(each, torch.Tensor))
+        assert all(bool(torch.isfinite(weight).all()) for weight in weights if isinstance(weight, torch.Tensor))
 
 
 @pytest.mark.parametrize("norm", ["exact", "device"])
-def test_a_run_that_learns_nothing_ends_in_words(place: Path, norm: str) -> None:
-    """With a learning rate of 1000 the run ends after ten lost steps, and exports and samples nothing."""
+def test_a_run_that_learns_nothing_ends_in_words(folder: Path, norm: str) -> None:
+    """A run with a learning rate of 1000 ends after ten steps, without an export or a sample."""
     words = ("optimizer.lr=1000", "trainer.steps=40", "checkpoint.every=5", f"sync_gradients.norm={norm}")
-    outcome = drawloom(place, *TINY, *words)[0]
+    outcome = drawloom(folder, *TINY, *words)[0]
     assert outcome.code == 1 and "training has diverged: since step 2 the loss was above 16." in outcome.text
-    run = place / "runs/tiny"
+    run = folder / "runs/tiny"
     assert len(rows(run)) in (10, 11) and not (run / "export").exists() and not (run / "sample.txt").exists()
     assert max(step_of(path) for path in list_checkpoints(run / "checkpoints")) < 11
 
 
-def test_a_port_in_use_is_an_error(place: Path) -> None:
-    """Processes that are started without torchrun, which finds a free port, raise within the timeout."""
+def test_a_port_in_use_is_an_error(folder: Path) -> None:
+    """Processes started without torchrun on a port in use end within the timeout."""
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
         launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         words = [sys.executable, "-m", "drawloom", *TINY, "batch.micro_size=2", "processes.timeout=2"]
-        done = subprocess.run(words, cwd=place, env=environment | launch, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=folder, env=environment | launch, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "did not find the other 1" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""`drawloom verify-resume`: that a recipe resumes bit-exactly."""
+"""`drawloom verify-resume`, which checks that a recipe resumes bit-exactly."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ TESTS = str(Path(__file__).parents[1])
 
 def _verify(folder: Path, *words: str, path: str = "") -> tuple[int, str]:
     write_corpus(folder)
-    [outcome] = run_ranks(_command, 1, folder, words, path, timeout=300, variables=False)
+    [outcome] = run_ranks(_run_command, 1, folder, words, path, timeout=300, variables=False)
     return outcome.code, outcome.text
 
 
-def _command(folder: Path, words: Sequence[str], path: str) -> Outcome:
-    """The command, whose runs import these sources and, before them, a given folder."""
+def _run_command(folder: Path, words: Sequence[str], path: str) -> Outcome:
+    """Run the command; its runs import modules of `path` before these sources."""
     os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1"}
     tempfile.tempdir = str(folder)
     return command(folder, ("verify-resume", "tiny.toml", "--steps", "20", *words), None)
 
 
 def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
-    """Metrics and state of every step are those of the uninterrupted run; no files are left."""
+    """Metrics and state of every step equal an uninterrupted run's, and no files are left."""
     code, text = _verify(tmp_path)
     assert code == 0, text
     assert "20 steps without interruption, and 10 steps, a kill after step " in text
@@ -40,8 +40,8 @@ def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("verify-resume-*"))
 
 
-def _terminated(folder: Path) -> Outcome:
-    """The command, which gets SIGTERM once its first run has been started."""
+def _run_and_terminate(folder: Path) -> Outcome:
+    """Run the command and send SIGTERM once its first run has started."""
 
     def end() -> None:
         while not list(folder.glob("verify-resume-*/straight.txt")):
@@ -49,33 +49,33 @@ def _terminated(folder: Path) -> Outcome:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end, daemon=True).start()
-    return _command(folder, (), "")
+    return _run_command(folder, (), "")
 
 
 def test_a_signal_kills_the_run_and_removes_its_folder(tmp_path: Path) -> None:
-    """Nothing trains on and nothing is left on the disk."""
+    """After a signal no process trains on and no files are left."""
     write_corpus(tmp_path)
-    [outcome] = run_ranks(_terminated, 1, tmp_path, timeout=60, variables=False)
+    [outcome] = run_ranks(_run_and_terminate, 1, tmp_path, timeout=60, variables=False)
     assert outcome.code == 143 and "Traceback" not in outcome.text
     assert not list(tmp_path.glob("verify-resume-*"))
     end = time.monotonic() + 10  # a killed process takes a moment to end
-    while (left := _trains_in(tmp_path)) and time.monotonic() < end:
+    while (left := _list_training(tmp_path)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left
 
 
-def _trains_in(folder: Path) -> list[bytes]:
-    """The command lines of processes that train below a folder."""
-    found = []
+def _list_training(folder: Path) -> list[bytes]:
+    """List the command lines of processes that train below a folder."""
+    lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # the process has just ended
-            found.append(path.read_bytes())
-    return [line for line in found if f"run.folder={folder}".encode() in line]
+            lines.append(path.read_bytes())
+    return [line for line in lines if f"run.folder={folder}".encode() in line]
 
 
 @pytest.mark.soak
 def test_two_ranks_resume_bit_exactly(tmp_path: Path) -> None:
-    """The same under torchrun."""
+    """A run of two ranks under torchrun resumes bit-exactly."""
     code, text = _verify(tmp_path, "--ranks", "2", "batch.micro_size=2")
     assert code == 0, text
 
@@ -83,7 +83,7 @@ def test_two_ranks_resume_bit_exactly(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("mutation", "tensor"), [("no_moments", "stages/"), ("no_randomness", "randomness/")])
 def test_state_that_is_not_restored_is_named(tmp_path: Path, mutation: str, tensor: str) -> None:
-    """The first step after the kill, and the first tensor in it that differs."""
+    """The message names the first step after the kill and its first differing tensor."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif 'run' in sys.orig_argv:\n    from support.mutations import MUTATIONS, put\n"
         f"    MUTATIONS['{mutation}']()\n"

@@ -1,4 +1,4 @@
-"""A tokenizer and a model that do not fit each other."""
+"""Tokenizers and models that do not fit each other."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ on_finish = []
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    """A model with a vocabulary of its own, and no tokenizer to compare it with, is compared before the first step."""
+    """A vocabulary smaller than the token store's tokenizer is refused before the first step."""
     write_corpus(tmp_path)
     (tmp_path / "small.toml").write_text(WITHOUT_TOKENIZER, "utf-8")
     [refused] = drawloom(tmp_path, "run", "small.toml", "trainer.steps=1")
