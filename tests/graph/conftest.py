@@ -1,4 +1,4 @@
-"""The small shop that these tests wire."""
+"""A small shop, wired by these tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +26,13 @@ pages = ["@page"]
 
 @pytest.fixture
 def project() -> Project:
-    """The shop's components and recipes."""
+    """Return the project with the shop's components and recipes."""
     return Project.of("support.shop")
 
 
 @pytest.fixture
 def shop(project: Project) -> Callable[..., Graph]:
-    """The graph of a shop with one page, after laying TOML text over it."""
+    """Return a function that merges TOML text over a shop with one page and returns the graph."""
 
     def make(text: str = "", root: str = "trainer") -> Graph:
         data: dict[str, Any] = tomli.loads(text)

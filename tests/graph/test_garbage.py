@@ -10,15 +10,15 @@ from drawloom.graph.garbage import pause_collection
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
 def was_on(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Collection turned on or off beforehand, and afterwards as it was before the test."""
+    """Turn collection on or off before the test, and restore it after the test."""
     before = gc.isenabled()
     (gc.enable if request.param else gc.disable)()
     yield request.param
     (gc.enable if before else gc.disable)()
 
 
-def test_collection_is_as_it_was_after_a_pause(was_on: bool) -> None:
-    """It is off inside, also after an inner pause, and what it was afterwards, also after an error."""
+def test_a_pause_restores_collection(was_on: bool) -> None:
+    """Collection is off inside, also after an inner pause, and restored afterwards, also after an error."""
     with pytest.raises(KeyError), pause_collection():
         with pause_collection():
             assert not gc.isenabled()
@@ -28,11 +28,11 @@ def test_collection_is_as_it_was_after_a_pause(was_on: bool) -> None:
 
 
 def test_a_decorated_function_pauses_collection_at_every_call(was_on: bool) -> None:
-    """The decorator serves any number of calls, one inside another."""
+    """A decorated function pauses collection in any number of nested calls."""
 
     @pause_collection()
-    def off(depth: int) -> bool:
-        return not gc.isenabled() and (depth == 0 or off(depth - 1))
+    def is_off(depth: int) -> bool:
+        return not gc.isenabled() and (depth == 0 or is_off(depth - 1))
 
-    assert off(2) and gc.isenabled() is was_on
-    assert off(0) and gc.isenabled() is was_on
+    assert is_off(2) and gc.isenabled() is was_on
+    assert is_off(0) and gc.isenabled() is was_on

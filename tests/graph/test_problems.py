@@ -13,7 +13,7 @@ KNOWN = ["max_norm", "every", "Keep"]
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "nearest"),
     [
         ("max_nrom", "max_norm"),
         ("max-norm", "max_norm"),
@@ -23,13 +23,13 @@ KNOWN = ["max_norm", "every", "Keep"]
         ("", None),
     ],
 )
-def test_the_nearest_name_is_found_whatever_its_case(name: str, found: str | None) -> None:
-    """Slips of the fingers are near; another word is not."""
-    assert find_nearest(name, KNOWN) == found
+def test_the_nearest_name_is_found_whatever_its_case(name: str, nearest: str | None) -> None:
+    """Typing errors are near a name, and another word is not."""
+    assert find_nearest(name, KNOWN) == nearest
 
 
-def test_of_short_names_another_letter_makes_another_word() -> None:
-    """Letters may be swapped or missing."""
+def test_short_names_with_another_letter_are_not_near() -> None:
+    """Short names are near if letters are swapped or missing, not if a letter is replaced."""
     assert [find_nearest(name, ["cpu", "cuda", "auto"]) for name in ("gpu", "cup", "cp", "CPU")] == [
         None,
         "cpu",
@@ -39,7 +39,7 @@ def test_of_short_names_another_letter_makes_another_word() -> None:
 
 
 def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
-    """A hint lists the choices only if there are few."""
+    """A hint names the nearest choice, or lists the choices if there are few."""
     assert did_you_mean("kep", KNOWN) == "did you mean 'Keep'?"
     assert did_you_mean("adamw", ["optim.adam", "optim.adamw", "adapt"]) == "did you mean 'optim.adamw'?"
     assert did_you_mean("zzz", KNOWN) == "available: Keep, every, max_norm"
@@ -48,18 +48,18 @@ def test_the_hint_names_the_nearest_or_a_few_choices() -> None:
 
 
 def test_the_same_name_in_another_case_is_nearest_of_many() -> None:
-    """Also before names that lack a letter and come first in the alphabet."""
+    """A name in another case is nearer than a name that lacks a letter and sorts first."""
     assert find_nearest("Node77", ["node7", "node77", *(f"other{number}" for number in range(200))]) == "node77"
 
 
 @pytest.mark.parametrize("name", ["node7", "nod77", "ndoe77", "node777", "node77", "NODE77"])
 def test_one_edit_is_found_among_many(name: str) -> None:
-    """Among hundreds of names a slip of one letter is still seen."""
+    """A typing error of one letter is recognized among hundreds of names."""
     assert find_nearest(name, [f"other{number}" for number in range(500)] + ["node77"]) == "node77"
 
 
 def test_suggestions_for_thousands_of_names_are_fast() -> None:
-    """The cost of a hint does not grow with the number of names beyond all bounds."""
+    """A thousand hints among five thousand names take less than a second of processor time."""
     names = [f"node{number}" for number in range(5000)]
     began = time.process_time()
     assert [find_nearest(f"nobody{number}", names) for number in range(1000)] == [None] * 1000
@@ -72,29 +72,29 @@ PAGE = (ROOT / "docs" / "problems.md").read_text("utf-8")
 CODES = [code for code, *_ in SECTION.findall(PAGE)]
 
 
-def printed() -> str:
+def read_printed() -> str:
     """Return the output of `check` for all faulty golden recipes."""
     return "".join(path.read_text("utf-8") for path in FAULTY.glob("*.txt"))
 
 
 def test_docs_explain_every_code_in_the_source() -> None:
-    """docs/problems.md has a section for each code, in order, and none for a code that the source does not have."""
+    """docs/problems.md has one section per code of the source, in order, and no others."""
     sources = [path.read_text("utf-8") for path in (ROOT / "graph").rglob("*.py")]
     used = {code for source in sources for code in re.findall(r'"(DL\d{3})"', source)}
     assert sorted(used) == CODES
 
 
 def test_docs_give_cause_and_remedy_of_every_code() -> None:
-    """Each section is a title, a paragraph on the cause, and one in italics on the remedy."""
+    """Every section has a title, a paragraph on the cause, and a paragraph in italics on the remedy."""
     assert re.findall(r"^### (DL\d{3})", PAGE, re.MULTILINE) == CODES
 
 
 def test_every_code_has_a_golden_recipe() -> None:
-    """Each code is printed for some golden recipe, except for two that take values from Python or two packages."""
-    assert sorted({*re.findall(r"\((DL\d{3})\)$", printed(), re.MULTILINE), "DL120", "DL207"}) == CODES
+    """Every code is printed for a golden recipe, except two that need Python values or two packages."""
+    assert sorted({*re.findall(r"\((DL\d{3})\)$", read_printed(), re.MULTILINE), "DL120", "DL207"}) == CODES
 
 
 def test_docs_mark_the_codes_that_are_warnings() -> None:
-    """A code is always a warning or never, and the title of its section says so."""
-    warned = set(re.findall(r"^[^ ]+ warning: .*\((DL\d{3})\)$", printed(), re.MULTILINE))
+    """A code is always a warning or never, and its section's title says so."""
+    warned = set(re.findall(r"^[^ ]+ warning: .*\((DL\d{3})\)$", read_printed(), re.MULTILINE))
     assert warned == {code for code, title, *_ in SECTION.findall(PAGE) if title.endswith(" (a warning)")}

@@ -1,4 +1,4 @@
-"""A recipe as Python uses it."""
+"""Recipes in Python."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from support.shop.ports import Store
 
 
 def test_values_and_overlays_are_merged_as_on_the_command_line(project: Project, tmp_path: Path) -> None:
-    """Overlays over the recipe, and values over both."""
+    """Overlays override the recipe, and values override both."""
     (tmp_path / "kiosk.toml").write_text('[page]\ntitle = "Kiosk"\n[store]\nsize = 3\n', "utf-8")
     recipe = Recipe.load("small", "store.size=4", overlays=[tmp_path / "kiosk.toml"], project=project)
     assert recipe.explain("page.title").startswith('[page] title = "Kiosk"')
@@ -26,7 +26,7 @@ def test_values_and_overlays_are_merged_as_on_the_command_line(project: Project,
 
 
 def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Project) -> None:
-    """The texts are those of the commands; a resolved recipe reads back as the same."""
+    """Methods return the texts that the commands print, without opening a node."""
     recipe = Recipe.load("small", 'spare.use="pages.plain"', "spare.title=A", project=project)
     assert [(problem.node, problem.warning) for problem in recipe.check()] == [("spare", True)]
     assert recipe.draw().startswith("[trainer] servers.loop\n") and recipe.draw("svg").startswith("<svg")
@@ -35,7 +35,7 @@ def test_a_recipe_is_checked_drawn_and_resolved_without_being_opened(project: Pr
 
 
 def test_mistakes_in_python_calls_are_explained(project: Project) -> None:
-    """A list for values, an unknown format, an unknown node and a run that is not open each get a sentence."""
+    """Errors explain a list of values, an unknown format, an unknown node and a run that is not open."""
     with pytest.raises(TypeError, match="is not a string; write one string per value"):
         Recipe.load("small", ["store.size=4"], project=project)  # type: ignore[arg-type]
     small = Recipe.load("small", project=project)
@@ -49,7 +49,7 @@ def test_mistakes_in_python_calls_are_explained(project: Project) -> None:
 
 
 def test_objects_have_short_texts(project: Project) -> None:
-    """A notebook prints the last value of a cell: a component has its plain settings, and no edges."""
+    """In a notebook, a component shows its plain settings without edges."""
     recipe = Recipe.load("small", project=project)
     assert repr(recipe) == "<Recipe small>"
     with recipe.open() as run:
@@ -58,14 +58,14 @@ def test_objects_have_short_texts(project: Project) -> None:
 
 
 def test_check_raises_every_error_at_once(project: Project) -> None:
-    """All of them are in one RecipeError."""
+    """One RecipeError has all errors."""
     with pytest.raises(RecipeError) as caught:
         Recipe.load("small", "page.title=3", "store.sise=4", project=project).check()
     assert [problem.code for problem in caught.value.problems] == ["DL302", "DL303"]
 
 
 def test_run_returns_objects_by_name_and_by_type(project: Project) -> None:
-    """One object implements a class or port; several, or none, are named in the error."""
+    """`get` returns the object with a name, or the only object of a type; otherwise the error names the candidates."""
     with Recipe.load("small", project=project).open() as run:
         assert run.get(Loop) is run["trainer"] and run.get(Store) is run["store"]
         assert run.get("nowhere") is None and run.get("page") is run["page"]
@@ -76,7 +76,7 @@ def test_run_returns_objects_by_name_and_by_type(project: Project) -> None:
 
 
 def test_open_with_only_opens_the_dependencies_of_a_node_with_replacements(project: Project) -> None:
-    """The closure of one node is built, around a fake that is checked against its port."""
+    """`open(only=...)` builds a node and its dependencies, with replacements that are checked against ports."""
     store = fake(Store, get="there")
     small = Recipe.load("small", project=project)
     with small.open(only="page", replacements={"store": store}) as run:
@@ -90,8 +90,8 @@ def test_open_with_only_opens_the_dependencies_of_a_node_with_replacements(proje
         small.open(only="pag")
 
 
-def test_faults_of_nodes_that_are_not_opened_do_not_matter(project: Project) -> None:
-    """But those of the opened ones do, also where a node that they need could not become one."""
+def test_problems_of_nodes_that_are_not_opened_are_ignored(project: Project) -> None:
+    """Problems of opened nodes and their dependencies are raised, and other problems are not."""
     faulty = Recipe.load("small", "page.title=3", project=project)
     with faulty.open(only="store") as run:
         assert set(run) == {"store"}
@@ -101,7 +101,7 @@ def test_faults_of_nodes_that_are_not_opened_do_not_matter(project: Project) -> 
 
 
 def test_a_preview_opens_previewed_nodes_and_their_members(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes with `preview` say something, and their `Every` fields are filled; nothing runs."""
+    """Nodes with `preview` return a text, with their `Every` fields filled, and nothing runs."""
     monkeypatch.setattr(Plain, "preview", lambda page: f"a page called {page.title}", raising=False)
     monkeypatch.setattr(Loop, "preview", lambda loop: f"{len(loop.counted)} counted", raising=False)
     monkeypatch.setattr(Loop, "run", lambda _: 1 / 0)
@@ -112,7 +112,7 @@ def test_a_preview_opens_previewed_nodes_and_their_members(project: Project, mon
 
 
 def test_values_make_another_recipe(project: Project) -> None:
-    """The first stays as it was."""
+    """`with_values` returns another recipe and leaves the first unchanged."""
     small = Recipe.load("small", project=project)
     titles: list[Any] = []
     for recipe in (small, small.with_values({"page": {"title": "Kiosk"}})):
@@ -122,31 +122,36 @@ def test_values_make_another_recipe(project: Project) -> None:
 
 
 def test_a_recipe_is_made_from_plain_values(project: Project) -> None:
-    """It is checked like a file; a part of it that is opened needs no root."""
+    """Plain values are checked like a file, and a part of the recipe is opened without a root."""
     with pytest.raises(RecipeError, match="size") as caught:
         Recipe.of({"store": {"use": "stores.memory", "size": "x"}}, project=project).open(only="store")
     assert [problem.code for problem in caught.value.problems] == ["DL303"]
 
 
 def test_plain_values_extend_unset_and_edit_like_a_file(project: Project, tmp_path: Path) -> None:
-    """The same text read from a file and given as dicts is the same recipe, with the same problems of bases."""
+    """A text read from a file and passed as dicts is the same recipe, with the same problems of bases."""
     text = 'extends = "small"\nunset = ["page.title"]\n[store]\nsize = 7\n[edit.trainer.pages]\nremove = "@page"\n'
     (tmp_path / "mine.toml").write_text(text, "utf-8")
     (tmp_path / "above.toml").write_text('extends = "mine.toml"\n', "utf-8")
     source = tmp_path / "values.toml"
-    read = [Recipe.load(tmp_path / "mine.toml", project=project), Recipe.load(tmp_path / "above.toml", project=project)]
-    given = [
+    from_files = [
+        Recipe.load(tmp_path / "mine.toml", project=project),
+        Recipe.load(tmp_path / "above.toml", project=project),
+    ]
+    from_dicts = [
         Recipe.of(tomli.loads(text), project=project),
         Recipe.of({"extends": "mine.toml"}, str(source), project=project),
     ]
-    assert [serialize_recipe(recipe.merged) for recipe in given] == [serialize_recipe(recipe.merged) for recipe in read]
-    assert "title" not in serialize_recipe(given[0].merged)["page"]
+    assert [serialize_recipe(recipe.merged) for recipe in from_dicts] == [
+        serialize_recipe(recipe.merged) for recipe in from_files
+    ]
+    assert "title" not in serialize_recipe(from_dicts[0].merged)["page"]
     with pytest.raises(RecipeError, match=r"^mine: extends .smal., which is not a shipped recipe"):
         Recipe.of({"extends": "smal"}, "mine", project=project)
 
 
 def test_merged_values_unset_and_edit_but_do_not_extend(project: Project) -> None:
-    """`with_values` removes a node and edits a list; a base is refused instead of ignored."""
+    """`with_values` removes a node and edits a list, and refuses a base."""
     small = Recipe.load("small", project=project).with_values(
         {"edit": {"trainer": {"pages": {"remove": "@page"}}}, "unset": ["page"]}
     )

@@ -29,7 +29,7 @@ TEXTS = [path.read_text("utf-8") for folder in (FAULTY, GOOD) for path in sorted
 
 
 def as_toml(data: dict[str, Any]) -> str:
-    """A recipe's text."""
+    """Return a recipe's text."""
     lines: list[str] = []
     for name, table in data.items():
         nodes = table if "use" not in table else {"": table}
@@ -63,8 +63,8 @@ HOSTILE = [
 
 
 @st.composite
-def mutilated(draw: st.DrawFn) -> str:
-    """The text of a recipe, with pieces cut, doubled, swapped and put in."""
+def draw_damaged_text(draw: st.DrawFn) -> str:
+    """Draw a recipe's text with pieces cut, doubled, swapped and inserted."""
     text = draw(recipes().map(as_toml) | st.sampled_from(TEXTS))
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(text)))
@@ -74,8 +74,8 @@ def mutilated(draw: st.DrawFn) -> str:
     return text
 
 
-def checked(folder: Path, content: bytes) -> tuple[int, str]:
-    """The exit code of `check`, and its stderr."""
+def run_check(folder: Path, content: bytes) -> tuple[int, str]:
+    """Return the exit code and stderr of `check`."""
     recipe = folder / "recipe.toml"
     recipe.write_bytes(content)
     stderr, stdout = io.StringIO(), io.StringIO()
@@ -85,9 +85,9 @@ def checked(folder: Path, content: bytes) -> tuple[int, str]:
 
 
 def assert_success_or_problems(folder: Path, content: bytes) -> None:
-    """Success, or problems each with a position and a code, soon."""
+    """Assert that `check` succeeds or prints problems with positions and codes, within 3 s."""
     began = time.process_time()
-    code, stderr = checked(folder, content)
+    code, stderr = run_check(folder, content)
     assert time.process_time() - began < 3
     assert code in (0, 2)
     lines = [line for line in stderr.splitlines() if line]
@@ -97,10 +97,10 @@ def assert_success_or_problems(folder: Path, content: bytes) -> None:
         assert line.endswith(")") or line.startswith("and ")
 
 
-@given(text=mutilated())
+@given(text=draw_damaged_text())
 @settings(suppress_health_check=list(HealthCheck))
 def test_no_text_ends_in_a_traceback(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """However mutilated a recipe is, checking it ends in success or in problems with places."""
+    """Checking any damaged recipe ends in success or in problems with positions."""
     assert_success_or_problems(tmp_path_factory.getbasetemp(), text.encode("utf-8", "surrogatepass"))
 
 
@@ -112,7 +112,7 @@ def test_hostile_texts_are_reported_within_seconds(text: str, tmp_path: Path) ->
 
 @given(put=st.binary(max_size=60), at=st.integers(0, 400))
 def test_no_bytes_end_in_a_traceback(put: bytes, at: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Neither do bytes that are no text at all."""
+    """Bytes that are not text do not end in a traceback."""
     text = TEXTS[0].encode()
     assert_success_or_problems(tmp_path_factory.getbasetemp(), text[:at] + put + text[at:])
 
@@ -120,7 +120,7 @@ def test_no_bytes_end_in_a_traceback(put: bytes, at: int, tmp_path_factory: pyte
 @pytest.mark.parametrize("size", [1 << 20, 10 << 20])
 @pytest.mark.parametrize("letter", ["a", "[", '"', "\n", " ", "a.", "#", "=", "{", "'''", "\\"])
 def test_huge_files_are_refused_within_seconds(letter: str, size: int, tmp_path: Path) -> None:
-    """A megabyte, and ten, of anything are read or refused soon."""
+    """Files of one and ten megabytes are read or refused within seconds."""
     assert_success_or_problems(tmp_path, (letter * size)[:size].encode())
 
 
@@ -129,7 +129,7 @@ def test_huge_files_are_refused_within_seconds(letter: str, size: int, tmp_path:
 def test_line_ends_and_marks_change_nothing(
     data: dict[str, Any], end: str, mark: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A good recipe stays good with other line ends and with a mark of byte order."""
+    """A valid recipe stays valid with other line ends and with a byte order mark."""
     text = as_toml(data).replace("\n", end)
-    code, stderr = checked(tmp_path_factory.getbasetemp(), (b"\xef\xbb\xbf" if mark else b"") + text.encode())
+    code, stderr = run_check(tmp_path_factory.getbasetemp(), (b"\xef\xbb\xbf" if mark else b"") + text.encode())
     assert code == 0, stderr

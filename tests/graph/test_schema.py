@@ -1,4 +1,4 @@
-"""Schemas of types of settings."""
+"""JSON schemas of settings and recipes."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ WRITTEN = st.one_of(*SETTINGS.values())
 
 
 def as_json(plain: Any) -> Any:
-    """TOML's own types as text, as editors make it."""
+    """Convert dates and times to text, like editors do."""
     if isinstance(plain, dict):
         return {key: as_json(part) for key, part in plain.items()}
     if isinstance(plain, list):
@@ -49,18 +49,18 @@ def test_a_value_refused_by_the_schema_is_an_invalid_setting(name: str, value: A
 
 
 def test_bounds_are_part_of_the_schema() -> None:
-    """A check that is a bound is part of the schema."""
+    """Checks that are bounds are in the schema."""
     assert not VALIDATORS["part"].is_valid(0.0) and VALIDATORS["part"].is_valid(0.1)
     assert not VALIDATORS["shelf"].is_valid({"width": 0}) and VALIDATORS["shelf"].is_valid({"width": 1})
 
 
 def test_unknown_and_missing_keys_inside_a_setting_are_invalid() -> None:
-    """A table that is an attrs class has its fields and no others."""
+    """A table of an attrs class accepts the class's fields only."""
     assert not VALIDATORS["shelf"].is_valid({"width": 1, "hight": 2}) and not VALIDATORS["shelf"].is_valid({})
 
 
 def test_a_variable_is_valid_anywhere() -> None:
-    """Whole values and items of arrays may be variables, and nothing but those begins with one dollar."""
+    """Variables are valid as values and array items, and other strings do not begin with one dollar."""
     data = tomli.loads('a = "$vars.x"\nb = ["$vars.y"]\nc = "$x"')
     assert VALIDATORS["whole"].is_valid(data["a"]) and VALIDATORS["numbers"].is_valid(data["b"])
     assert not VALIDATORS["text"].is_valid(data["c"])
@@ -71,13 +71,13 @@ PROJECT = Project.of("drawloom")
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}
-"""Problems that are visible in a single node, so that a schema can find them."""
+"""Problems within a single node, which a schema can find."""
 
 UNSEEN = {
-    "cadence_zero",  # checks that are no bounds
-    "float_for_integer",  # for JSON 2.0 is an integer
+    "cadence_zero",  # checks that are not bounds
+    "float_for_integer",  # JSON treats 2.0 as an integer
     "not_a_number",  # JSON has no such number
-    "integer_too_large",  # nor a bound for integers
+    "integer_too_large",  # JSON has no bound for integers
     "variable_of_wrong_type",  # variables stand for anything
     "group_with_setting",
 }
@@ -86,43 +86,43 @@ UNSEEN = {
 
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
-    """The schema of all that ships."""
+    """Return a validator for the schema of all shipped components and nodes."""
     schema = recipe_schema(PROJECT.registry, PROJECT.common_components())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 
 
-def merged(table: Table) -> dict[str, Any]:
-    """A recipe merged with all that it extends, as one file."""
-    return {key: merged(item) if isinstance(item, Table) else item.value for key, item in table.items.items()}
+def to_dict(table: Table) -> dict[str, Any]:
+    """Return the values of a merged recipe as one table."""
+    return {key: to_dict(item) if isinstance(item, Table) else item.value for key, item in table.items.items()}
 
 
-def faults(recipe: Path) -> tuple[set[str], dict[str, Any]]:
-    """The codes of what is wrong with a recipe, and the recipe as one file."""
+def find_problems(recipe: Path) -> tuple[set[str], dict[str, Any]]:
+    """Return a recipe's problem codes, and the merged recipe as one table."""
     try:
         loaded = PROJECT.load(str(recipe))
     except RecipeError as error:
         return {problem.code for problem in error.problems}, {}
-    return {problem.code for problem in PROJECT.graph(loaded).errors}, merged(loaded.tree)
+    return {problem.code for problem in PROJECT.graph(loaded).errors}, to_dict(loaded.tree)
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(validator: Draft7Validator, recipe: Path) -> None:
-    """As files, and as what they become with all that they extend."""
-    for data in (tomli.loads(recipe.read_text("utf-8")), merged(PROJECT.load(str(recipe)).tree)):
+    """Shipped recipes are valid as files and merged with their bases."""
+    for data in (tomli.loads(recipe.read_text("utf-8")), to_dict(PROJECT.load(str(recipe)).tree)):
         assert [error.message for error in validator.iter_errors(data)] == []
 
 
 def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator) -> None:
-    """The schema refuses the recipes whose problem is visible in a single node, and no valid recipe."""
-    missed, false = [], []
+    """The schema refuses recipes with a problem within a single node, and no valid recipe."""
+    missed, refused_valid = [], []
     for recipe in sorted(FAULTY.glob("*.toml")):
-        codes, data = faults(recipe)
+        codes, data = find_problems(recipe)
         if codes & CODES and recipe.stem not in UNSEEN and validator.is_valid(data):
             missed.append(recipe.stem)
         if not codes and not validator.is_valid(data):
-            false.append(recipe.stem)
-    assert (missed, false) == ([], [])
+            refused_valid.append(recipe.stem)
+    assert (missed, refused_valid) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_schema_accepts_edits_of_lists_and_refuses_malformed_ones(
 
 
 def test_misspelt_keys_of_usual_nodes_are_offered(validator: Draft7Validator) -> None:
-    """A table without `use` offers the keys of what that name is in shipped recipes, but refuses none."""
+    """A table without `use` offers the keys of the shipped node with its name, but accepts any key."""
     clip = validator.schema["properties"]["clip"]  # type: ignore[index]
     assert "max_norm" in clip["anyOf"][0]["properties"]
     assert validator.is_valid({"clip": {"of_my_own": 1}})
 
 
 def test_schema_descriptions_come_from_docstrings(validator: Draft7Validator) -> None:
-    """Editors show a component's docstring, and each setting's line."""
+    """Editors show component docstrings and setting docs."""
     clip = validator.schema["definitions"]["gradients.clip_norm"]  # type: ignore[index]
     spec: Any = PROJECT.registry.find("gradients.clip_norm")
     assert clip["description"].startswith(spec.doc)

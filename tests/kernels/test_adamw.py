@@ -1,4 +1,4 @@
-"""AdamW against torch's on float32, step by step and, rounded stochastically to bfloat16, on average."""
+"""AdamW against torch's AdamW in float32, and its stochastic rounding to bfloat16."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
 
 
-def trained(
+def make_state(
     weight: Tensor, kept: torch.dtype = torch.float32, *, amsgrad: bool = False, **settings: float
 ) -> ParamState:
     mean, exp_avg_sq, greatest = (torch.zeros_like(weight, dtype=kept) for _ in range(3))
@@ -18,35 +18,39 @@ def trained(
 @pytest.mark.parametrize("maximize", [True, False])
 @pytest.mark.parametrize("amsgrad", [True, False])
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_float32_is_adamw(stochastic: bool, amsgrad: bool, maximize: bool) -> None:
-    """In float32, with noise or without, weights and state are those of torch's AdamW, by each weight's decay."""
+def test_float32_steps_equal_torch_adamw(stochastic: bool, amsgrad: bool, maximize: bool) -> None:
+    """In float32, weights and state equal torch's AdamW with a decay per weight, with and without noise."""
     weights = [torch.randn(5, 3), torch.randn(7)]
     ours = [
-        trained(weights[0].clone(), weight_decay=0.3, amsgrad=amsgrad),
-        trained(weights[1].clone(), amsgrad=amsgrad),
+        make_state(weights[0].clone(), weight_decay=0.3, amsgrad=amsgrad),
+        make_state(weights[1].clone(), amsgrad=amsgrad),
     ]
     theirs = [weight.clone().requires_grad_() for weight in weights]
     groups = [{"params": [theirs[0]], "weight_decay": 0.3}, {"params": [theirs[1]], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6, amsgrad=amsgrad, maximize=maximize)
     stepper = AdamwEager(ours, maximize)
     for step in range(1, 6):
-        gradients = [torch.randn_like(weight) / step for weight in weights]  # smaller, so that a maximum stays
+        gradients = [
+            torch.randn_like(weight) / step for weight in weights
+        ]  # decreasing, so that AMSGrad's maximum exceeds the average
         for weight, gradient in zip(theirs, gradients, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
         stepper.step(gradients, step_scalars(0.01, (0.8, 0.9), 1e-6, step), step if stochastic else None)
-    for mine, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.weight, their.detach(), rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(mine.exp_avg, optimizer.state[their]["exp_avg"], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(mine.exp_avg_sq, optimizer.state[their]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
-        if mine.max_exp_avg_sq is not None:
-            greatest = optimizer.state[their]["max_exp_avg_sq"]
-            torch.testing.assert_close(mine.max_exp_avg_sq, greatest, rtol=1e-5, atol=1e-7)
-            assert (greatest > mine.exp_avg_sq).any()
+    for our_state, their_weight in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our_state.weight, their_weight.detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(our_state.exp_avg, optimizer.state[their_weight]["exp_avg"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            our_state.exp_avg_sq, optimizer.state[their_weight]["exp_avg_sq"], rtol=1e-5, atol=1e-7
+        )
+        if our_state.max_exp_avg_sq is not None:
+            greatest = optimizer.state[their_weight]["max_exp_avg_sq"]
+            torch.testing.assert_close(our_state.max_exp_avg_sq, greatest, rtol=1e-5, atol=1e-7)
+            assert (greatest > our_state.exp_avg_sq).any()
 
 
-def test_scalars_of_weights_are_those_of_each() -> None:
-    """A number of steps for each weight gives a row for each, bitwise that of the number alone."""
+def test_scalars_of_many_weights_equal_single_ones() -> None:
+    """Step counts per weight give one row of scalars per weight, bitwise equal to single counts."""
     counts = [1, 2, 1000, 2**24 + 1]
     rows = step_scalars(1e-3, (0.9, 0.95), 1e-8, torch.tensor(counts))
     for row, count in zip(rows, counts, strict=True):
@@ -59,7 +63,7 @@ def test_scalars_of_weights_are_those_of_each() -> None:
 def test_small_steps_add_up(kept: torch.dtype) -> None:
     """Steps far below the spacing of bfloat16 move weights as far on average as they move float32 weights."""
     weight = torch.ones(20_000, dtype=torch.bfloat16)
-    one, gradient = trained(weight, kept), torch.ones(20_000, dtype=torch.bfloat16)
+    one, gradient = make_state(weight, kept), torch.ones(20_000, dtype=torch.bfloat16)
     stepper = AdamwEager([one])
     for step in range(1, 21):
         stepper.step([gradient], step_scalars(1e-4, (0.9, 0.95), 1e-8, step), counter=step)
@@ -68,20 +72,20 @@ def test_small_steps_add_up(kept: torch.dtype) -> None:
     assert weight.min() < weight.max()
 
 
-def test_noise_is_of_key_counter_and_place() -> None:
-    """Equal key, counter and index give equal bits, others give others, and a part is rounded as within the whole."""
+def test_noise_depends_on_key_counter_and_index() -> None:
+    """Bits depend on key, counter and index only, and a part of a weight is rounded like within the whole."""
 
-    def after(key: int, counter: int, part: slice = slice(None)) -> Tensor:
+    def step_once(key: int, counter: int, part: slice = slice(None)) -> Tensor:
         weight = torch.linspace(1, 2, 1000).bfloat16()[part].clone()
         mean, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
         one = ParamState(weight, mean, exp_avg_sq, 0.1, key, part.start or 0)
         AdamwEager([one]).step([torch.ones_like(weight)], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
         return weight
 
-    assert torch.equal(after(1, 1), after(1, 1))
-    assert not torch.equal(after(1, 1), after(2, 1))
-    assert not torch.equal(after(1, 1), after(1, 2))
-    assert torch.equal(after(1, 1)[300:500], after(1, 1, slice(300, 500)))
+    assert torch.equal(step_once(1, 1), step_once(1, 1))
+    assert not torch.equal(step_once(1, 1), step_once(2, 1))
+    assert not torch.equal(step_once(1, 1), step_once(1, 2))
+    assert torch.equal(step_once(1, 1)[300:500], step_once(1, 1, slice(300, 500)))
 
 
 @pytest.mark.parametrize(
@@ -96,23 +100,23 @@ def test_noise_is_of_key_counter_and_place() -> None:
     ids=["even columns", "odd columns", "columns of an odd width", "rows that begin between two", "a part of a row"],
 )
 @pytest.mark.parametrize("columns", [11, 12])
-def test_a_box_is_rounded_as_within_the_whole(part: tuple[slice, slice], columns: int) -> None:
-    """Any rows and columns have the bits of the whole, whether or not elements of one draw are in different parts."""
+def test_a_box_is_rounded_like_within_the_whole(part: tuple[slice, slice], columns: int) -> None:
+    """A box of rows and columns has the bits of the whole weight, even if it splits a draw of noise."""
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(7, columns, generator=generator) for _ in range(2))
 
-    def after(weight: Tensor, gradient: Tensor, first: int = 0, width: int = ALL, stride: int = 0) -> list[Tensor]:
+    def step_twice(weight: Tensor, gradient: Tensor, first: int = 0, width: int = ALL, stride: int = 0) -> list[Tensor]:
         kept = weight.bfloat16(), torch.zeros_like(weight).bfloat16(), torch.zeros_like(weight).bfloat16()
         one = ParamState(kept[0], kept[1], kept[2], 0.1, 7, first=first, width=width, stride=stride)
         for step in (1, 2):
             AdamwEager([one]).step([gradient], step_scalars(1e-2, (0.9, 0.95), 1e-8, step), step)
         return [*kept]
 
-    whole = after(weight, gradient)
+    whole = step_twice(weight, gradient)
     rows, across = part[0].indices(7), part[1].indices(columns)
-    place = rows[0] * columns + across[0], across[1] - across[0], columns
-    for found, expected in zip(after(weight[part].clone(), gradient[part], *place), whole, strict=True):
-        assert torch.equal(found, expected[part])
+    layout = rows[0] * columns + across[0], across[1] - across[0], columns
+    for actual, expected in zip(step_twice(weight[part].clone(), gradient[part], *layout), whole, strict=True):
+        assert torch.equal(actual, expected[part])
 
 
 def test_mixed_state_dtypes_are_refused() -> None:
@@ -122,8 +126,8 @@ def test_mixed_state_dtypes_are_refused() -> None:
         ParamState(weight, weight.clone(), torch.ones(4), 0.0, 1)
 
 
-def test_strided_weights() -> None:
-    """A transposed weight changes as its contiguous copy does: noise follows the index in the tensor, not in memory."""
+def test_strided_weights_equal_contiguous_ones() -> None:
+    """A transposed weight changes like its contiguous copy: noise follows the index in the tensor."""
     copy, view = torch.linspace(1, 2, 12).view(3, 4).bfloat16(), torch.empty(4, 3).bfloat16().T
     view.copy_(copy)
     for weight in (copy, view):
@@ -134,7 +138,7 @@ def test_strided_weights() -> None:
 
 def test_nan_gradient_stays_visible() -> None:
     """A NaN gradient leaves NaN in the weight and its state."""
-    one = trained(torch.ones(4).bfloat16(), torch.bfloat16)
+    one = make_state(torch.ones(4).bfloat16(), torch.bfloat16)
     gradient = torch.tensor([1.0, float("nan"), 1.0, 1.0])
     AdamwEager([one]).step([gradient], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     for tensor in (one.weight, one.exp_avg, one.exp_avg_sq):

@@ -38,7 +38,7 @@ def by_token(
     return result
 
 
-def restrided(x: Tensor) -> Tensor:
+def restride(x: Tensor) -> Tensor:
     """Return the same numbers in a tensor whose last dimension is not contiguous."""
     return x.transpose(1, -1).contiguous().transpose(1, -1) if x.ndim > 2 else x.T.contiguous().T
 
@@ -102,7 +102,7 @@ def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
 def test_strided_inputs_give_the_same_result() -> None:
     """Views whose last dimension is not contiguous give the results of their copies."""
     q, k, v, document_ids = random_case(2, 6, 4, 2, torch.float64)
-    actual = attention_eager(restrided(q), restrided(k), restrided(v), causal_document_mask(restrided(document_ids)))
+    actual = attention_eager(restride(q), restride(k), restride(v), causal_document_mask(restride(document_ids)))
     torch.testing.assert_close(actual, attention_eager(q, k, v, causal_document_mask(document_ids)))
 
 

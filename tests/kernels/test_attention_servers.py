@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, int, AttentionOptions, bool]] = {
 """Width of queries and keys, width of values, options, and whether there are sinks, by the first column."""
 
 
-def documented() -> dict[str, tuple[str, str, str]]:
+def read_table() -> dict[str, tuple[str, str, str]]:
     """Return the cells of the table by its first column: rows of one document, packed rows, and `varlen`."""
     text = PAGE.read_text("utf-8").partition("| attention with |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
@@ -61,13 +61,13 @@ class GpuTensor:
 
 def test_the_table_has_all_cases() -> None:
     """The table has one line per case, in the same order."""
-    assert list(documented()) == list(CASES)
+    assert list(read_table()) == list(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with cuDNN up to width 128 and for 192/128, and without cuDNN, the server is the documented one."""
-    first, _, then = documented()[case][0].partition(", else ")
+    first, _, then = read_table()[case][0].partition(", else ")
     module, (width, v_width, options, has_sinks) = "drawloom.kernels.attention_cudnn", CASES[case]
     q, k, v = GpuTensor(4, width), GpuTensor(2, width), GpuTensor(2, v_width)
     monkeypatch.setattr(f"{module}.SDPAParams", lambda *tensors: None)
@@ -85,7 +85,7 @@ def test_varlen_refuses_what_the_table_says(case: str) -> None:
     """`varlen` refuses exactly the cases whose cell is empty, and names the reason."""
     q, k, v, sinks = inputs(case, "meta")
     options = CASES[case][2]
-    refuses = documented()[case][2] == "–"
+    refuses = read_table()[case][2] == "–"
     assert bool(why_not_flash(q, v, options)) == refuses
     if refuses:
         with pytest.raises(ValueError, match="it has no softcap; choose the implementation 'flex'"):
@@ -101,7 +101,7 @@ def test_heads_above_256_are_refused_by_varlen() -> None:
 
 def test_packed_rows_go_to_flex() -> None:
     """The second column of every case is flex_attention, to which `cudnn` passes packed rows."""
-    assert {packed for _, packed, _ in documented().values()} == {"flex"}
+    assert {packed for _, packed, _ in read_table().values()} == {"flex"}
     assert CUDNN.mask is FLEX.mask
 
 
@@ -119,7 +119,7 @@ def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool)
         (CUDNN.attend, WHOLE_ROWS, whole),
         (FLEX.attend, block_mask(packed, 40), packed),
     ]
-    if documented()[case][2] != "–":
+    if read_table()[case][2] != "–":
         runs += [(attention_flash, None, whole), (attention_flash, document_offsets(packed, 40), packed)]
     torch.use_deterministic_algorithms(deterministic, warn_only=False)
     try:

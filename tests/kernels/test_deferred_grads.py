@@ -162,7 +162,7 @@ def test_a_hook_on_a_node_sees_the_gradient_of_the_weight(name: str) -> None:
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def fuse_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add products to gradients in their epilogue on a CPU, too."""
     monkeypatch.setattr(deferred_grads, "FUSED", {"cpu"})
 
@@ -179,7 +179,7 @@ def _passes(linear: nn.Parameter, inputs: list[torch.Tensor]) -> list[int]:
     return addresses
 
 
-@pytest.mark.usefixtures("fused")
+@pytest.mark.usefixtures("fuse_on_cpu")
 @pytest.mark.parametrize("hooked", [False, True])
 def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
     """
@@ -203,7 +203,7 @@ def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
     assert len(set(addresses)) == 1 and seen == [torch.float32] * 3 * hooked
 
 
-@pytest.mark.usefixtures("fused")
+@pytest.mark.usefixtures("fuse_on_cpu")
 def test_autograd_grad_returns_gradients() -> None:
     """Outside of an `Accumulation`, torch.autograd.grad returns gradients and does not change `.grad`."""
     linear, x = nn.Parameter(torch.randn(2, 3)), torch.randn(4, 3)

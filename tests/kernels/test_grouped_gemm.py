@@ -21,7 +21,7 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return x.requires_grad_(), weight.requires_grad_(), torch.tensor(ENDS, dtype=torch.int32)
 
 
-def expected(x: Tensor, weight: Tensor) -> Tensor:
+def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Return the used rows, computed one at a time."""
     owners = [next(expert for expert, end in enumerate(ENDS) if row < end) for row in range(ENDS[-1])]
     return torch.stack([x[row] @ weight[owner] for row, owner in enumerate(owners)])
@@ -32,12 +32,12 @@ def expected(x: Tensor, weight: Tensor) -> Tensor:
 def test_rows_are_multiplied_by_their_experts_matrix(gemm: Gemm, transposed: bool) -> None:
     """Rows and both gradients equal products of single rows, with the matrices transposed or not."""
     x, weight, ends = case()
-    given = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
-    actual, exact = gemm(x, given, ends, transposed), expected(x, weight)
+    matrices = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
+    actual, exact = gemm(x, matrices, ends, transposed), multiply_rows(x, weight)
     assert actual.shape == (12, 7)
     torch.testing.assert_close(actual[:10], exact)
     grad = torch.randn(10, 7)
-    grad_x, grad_weight = torch.autograd.grad(actual[:10], (x, given), grad)
+    grad_x, grad_weight = torch.autograd.grad(actual[:10], (x, matrices), grad)
     exact_grads = torch.autograd.grad(exact, (x, weight), grad)
     torch.testing.assert_close(grad_x[:10], exact_grads[0][:10])
     torch.testing.assert_close(grad_weight.transpose(1, 2) if transposed else grad_weight, exact_grads[1])

@@ -32,7 +32,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def kept_bytes(forward: Callable[[], Tensor]) -> int:
+def count_kept_bytes(forward: Callable[[], Tensor]) -> int:
     """Return the bytes that a forward pass allocates on a CPU and does not free, as the profiler counts them."""
     forward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
@@ -74,9 +74,9 @@ def test_a_rerun_call_has_the_same_bits_and_keeps_its_arguments() -> None:
 def test_a_rerun_call_keeps_only_its_result() -> None:
     """The forward pass keeps the bytes of its output, and not the tensors inside, which are four times as wide."""
     x, up, down = tensors((256, WIDTH), (4 * WIDTH, WIDTH), (4 * WIDTH, WIDTH))
-    assert kept_bytes(lambda: mlp(x, up, down)) > 8 * x.nbytes
+    assert count_kept_bytes(lambda: mlp(x, up, down)) > 8 * x.nbytes
     # The state of the generator takes 5 KB.
-    assert x.nbytes <= kept_bytes(lambda: rerun(mlp, x, up, down)) < 1.5 * x.nbytes
+    assert x.nbytes <= count_kept_bytes(lambda: rerun(mlp, x, up, down)) < 1.5 * x.nbytes
 
 
 def test_a_rerun_uses_the_autocast_of_the_forward_pass() -> None:
@@ -123,14 +123,14 @@ def test_nothing_outlives_the_backward_pass() -> None:
     x, up, down = tensors((4, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH))
     seen: list[Any] = []
 
-    def watched(x: Tensor) -> Tensor:
+    def forward_with_reference(x: Tensor) -> Tensor:
         inside = x @ up
         seen.append(weakref.ref(inside))
         return inside.tanh() @ down
 
     gc.disable()
     try:
-        output = rerun(watched, x * 1)
+        output = rerun(forward_with_reference, x * 1)
         output.sum().backward()
         del output
         assert len(seen) == 2 and [reference() for reference in seen] == [None, None]
@@ -148,12 +148,12 @@ def test_results_of_cheap_operations_are_recomputed_once() -> None:
     x, weight = tensors((2, 4, WIDTH), (WIDTH, WIDTH))
     calls = []
 
-    def counted(x: Tensor) -> Tensor:
+    def square_and_count(x: Tensor) -> Tensor:
         calls.append(1)
         return square_of(x)
 
     def run() -> Tensor:
-        squares = cheap(counted, x)
+        squares = cheap(square_and_count, x)
         output: Tensor = (
             (squares @ weight).sum() + linear_eager(squares, weight).sin() + squares.flatten(0, 1).t().sin().sum()
         )

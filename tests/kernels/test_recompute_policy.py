@@ -77,11 +77,11 @@ def test_stages_recompute_as_their_program_says(
     """With two layers per stage, the policies of the stages determine how many blocks run again."""
     ran: list[Any] = []
 
-    def counted(forward: Any, *given: Any, **named: Any) -> Any:
+    def rerun_and_count(forward: Any, *arguments: Any, **keywords: Any) -> Any:
         ran.append(forward)
-        return rerun(forward, *given, **named)
+        return rerun(forward, *arguments, **keywords)
 
-    monkeypatch.setattr(recompute_policy, "rerun", counted)
+    monkeypatch.setattr(recompute_policy, "rerun", rerun_and_count)
     pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)
     assert len(ran) == 3 * blocks
 
@@ -163,7 +163,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
     return module, losses
 
 
-def kept_bytes(losses: Any) -> int:
+def count_kept_bytes(losses: Any) -> int:
     """Return the bytes that a forward pass does not free, as the profiler counts them."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         output = losses()
@@ -181,7 +181,7 @@ def test_policies_keep_fewer_bytes(kind: str) -> None:
     for policy in POLICIES:
         module, losses = losses_of(made(**sizes), policy)
         losses()  # the first pass of a process allocates more
-        kept[policy] = kept_bytes(losses)
+        kept[policy] = count_kept_bytes(losses)
         losses().sum().backward()
         grads[policy] = [parameter.grad for parameter in module.parameters()]
     assert all(map(torch.equal, grads[policy], grads["none"]) for policy in POLICIES)

@@ -53,7 +53,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("name", "settings", "size", "makespan", "ideal", "span", "late", "live", "weights"), MEASURED)
-def test_figures_are_those_of_other_implementations(
+def test_figures_equal_other_implementations(
     name: str,
     settings: dict[str, Any],
     size: tuple[int, int],
@@ -64,7 +64,7 @@ def test_figures_are_those_of_other_implementations(
     live: int,
     weights: int,
 ) -> None:
-    """With costs of 1 for F, I and W, figures are those of the programs of torch, d9d and zero-bubble."""
+    """With costs of 1 for F, I and W, figures equal the programs of torch, d9d and zero-bubble."""
     program = schedule(name, **settings).program(*size)
     run = simulate(program, Costs())
     assert (run.makespan, run.ideal, run.span) == (makespan, ideal, span)
@@ -85,8 +85,9 @@ def test_figures_are_those_of_other_implementations(
 )
 def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_stream: float) -> None:
     """
-    With a channel for each direction, messages of 0.25 cost no more than without contention, and little more if all
-    messages of a rank share a channel. (torch's order: 523, 297, 274, 224 and 334 with one channel.)
+    With a channel per direction, messages of 0.25 cost no more than without contention.
+
+    They cost little more if a rank's messages share one channel. (torch's order: 523, 297, 274, 224 and 334.)
     """
     program = schedule(name, **settings).program(8, 32)
     lines = [lower(program, rank) for rank in range(8)]
@@ -98,45 +99,45 @@ def test_receives_are_posted_in_time(name: str, settings: dict[str, Any], one_st
     assert ends["rank"] == one_stream
 
 
-def runs(name: str, least: int = 1, **settings: Any) -> list[tuple[int, int, Simulation]]:
-    """Simulations for up to 8 ranks, with `least` to 4 times as many microbatches."""
+def simulate_sizes(name: str, least: int = 1, **settings: Any) -> list[tuple[int, int, Simulation]]:
+    """Simulate up to 8 ranks with `least` to 4 times as many microbatches."""
     sizes = [(p, m) for p in range(1, 9) for m in range(least * p, 4 * p + 1)]
     return [(p, m, simulate(schedule(name, **settings).program(p, m), Costs())) for p, m in sizes]
 
 
 def test_makespans_of_loops_follow_their_formulas() -> None:
-    """3 (v m + p - 1) for whole backwards, 3 v m + p - 1 for split ones, from as many microbatches as ranks on."""
+    """Loops take 3 (v m + p - 1) with whole backwards and 3 v m + p - 1 with split backwards, for m >= p."""
     for stages in (1, 2, 3):
-        for p, m, run in runs("looped_bfs", stages_per_rank=stages):
+        for p, m, run in simulate_sizes("looped_bfs", stages_per_rank=stages):
             assert run.makespan == 3 * (stages * m + p - 1)
-        for name, wanted in (("interleaved_1f1b", 2), ("zero_bubble_1p", 0)):
-            for p, m, run in runs(name, stages_per_rank=stages):
+        for name, waste in (("interleaved_1f1b", 2), ("zero_bubble_1p", 0)):
+            for p, m, run in simulate_sizes(name, stages_per_rank=stages):
                 if m % p == 0:
-                    assert run.makespan == 3 * stages * m + (1 + wanted) * (p - 1)
+                    assert run.makespan == 3 * stages * m + (1 + waste) * (p - 1)
 
 
 def test_makespans_of_single_stages_follow_their_formulas() -> None:
     """GPipe and 1F1B take 3 (m + p - 1), ZB-H2 3 m + p - 1 with no bubble in its span."""
-    for p, m, run in [*runs("gpipe"), *runs("one_f_one_b")]:
+    for p, m, run in [*simulate_sizes("gpipe"), *simulate_sizes("one_f_one_b")]:
         assert run.makespan == 3 * (m + p - 1)
-    for p, m, run in runs("zero_bubble_h2", least=2):
+    for p, m, run in simulate_sizes("zero_bubble_h2", least=2):
         assert (run.makespan, run.span) == (3 * m + p - 1, 3 * m)
 
 
 def test_makespans_of_v_schedules_follow_their_formulas() -> None:
-    """6 m + p - 1 with enough memory; V-Half 6 m + 3 p - 7, 1 more for odd p; V-Min 6 m + 4 p - 5."""
-    for p, m, run in [*runs("zero_bubble_v", least=2), *runs("dual_pipe_v", least=2)]:
+    """ZB-V and DualPipeV take 6 m + p - 1, V-Half 6 m + 3 p - 7, 1 more for odd p, V-Min 6 m + 4 p - 5."""
+    for p, m, run in [*simulate_sizes("zero_bubble_v", least=2), *simulate_sizes("dual_pipe_v", least=2)]:
         assert run.makespan == 6 * m + p - 1, (p, m)
-    for p, m, run in runs("v_half", least=2):
+    for p, m, run in simulate_sizes("v_half", least=2):
         assert p < 3 or run.makespan == 6 * m + 3 * p - 7 + p % 2
-    for p, m, run in runs("v_min", least=2):
+    for p, m, run in simulate_sizes("v_min", least=2):
         assert p < 2 or run.makespan == 6 * m + 4 * p - 5 + (p % 3 == 0)
-    for _, m, run in runs("zero_bubble_v", least=2):
+    for _, m, run in simulate_sizes("zero_bubble_v", least=2):
         assert run.span == 6 * m
 
 
 def test_bubbles_of_other_costs_follow_their_formulas() -> None:
-    """(p - 1)(f + b) a stage for whole backwards, (p - 1)(f + i - w) for ZB-H1 if w <= f."""
+    """Bubbles are (p - 1)(f + b) per stage with whole backwards and (p - 1)(f + i - w) in ZB-H1 if w <= f."""
     for (f, i, w), p in product([(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 1.0, 1.0), (1.0, 1.0, 0.5)], (2, 4, 6)):
         for name, stages, waste in (
             ("gpipe", 1, f + i + w),
@@ -164,18 +165,18 @@ def test_memory_follows_its_formulas() -> None:
             "dual_pipe_v": [2 * p + 1 if p > 1 else 3] * p,
         }
         weights = live | {"zero_bubble_1p": [p] * p, "zero_bubble_h2": [2 * p - 1] * p}
-        for name, wanted in live.items():
+        for name, peaks in live.items():
             run = simulate(schedule(name).program(p, m), Costs())
-            assert run.peak_activations == wanted and run.peak_live_weights == weights[name], (name, p, m)
+            assert run.peak_activations == peaks and run.peak_live_weights == weights[name], (name, p, m)
         assert max(simulate(schedule("v_half").program(p, m), Costs()).peak_live_weights) <= p + 2
         assert max(simulate(schedule("v_min").program(p, m), Costs()).peak_activations) == 2 * (p // 3 + 1)
 
 
-@pytest.mark.parametrize(("name", "published", "late", "held"), [("v_half", 234.5, 223, 10), ("v_min", 266, 250, 8)])
+@pytest.mark.parametrize(("name", "published", "late", "memory"), [("v_half", 234.5, 223, 10), ("v_min", 266, 250, 8)])
 def test_schedules_that_know_the_latency_are_faster_in_the_same_memory(
-    name: str, published: float, late: float, held: int
+    name: str, published: float, late: float, memory: int
 ) -> None:
-    """With messages of 0.25, V-Half takes 1 % more than that of its authors (221), which was made for this latency."""
+    """With messages of 0.25, V-Half takes 1 % more than its authors' schedule for this latency (221)."""
     assert simulate(schedule(name).program(8, 32), LATE).makespan == published
     run = simulate(schedule(name, comm=0.25).program(8, 32), LATE)
-    assert run.makespan <= late and max(run.peak_live_weights) <= held
+    assert run.makespan <= late and max(run.peak_live_weights) <= memory

@@ -24,63 +24,63 @@ COSTS = st.floats(0.1, 3.0)
 
 @st.composite
 def programs(draw: st.DrawFn, most_ranks: int = 5) -> Program:
-    """A program of any schedule."""
-    made: Schedule = draw(st.sampled_from([v for name in NAMES for v in variants(name)]))
-    return made.program(draw(st.integers(1, most_ranks)), draw(st.integers(1, 12)))
+    """Draw a program of any schedule."""
+    schedule: Schedule = draw(st.sampled_from([v for name in NAMES for v in variants(name)]))
+    return schedule.program(draw(st.integers(1, most_ranks)), draw(st.integers(1, 12)))
 
 
-def lines_of(program: Program) -> list[RankProgram]:
-    """Every rank's lowered program."""
+def lower_all(program: Program) -> list[RankProgram]:
+    """Return the lowered programs of all ranks."""
     return [lower(program, rank) for rank in range(program.ranks)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_stage_runs_every_microbatch_once_and_in_order(name: str) -> None:
-    """Each stage runs one forward and then one backward for each microbatch, on its rank, without a deadlock."""
-    for made, ranks in product(variants(name), RANKS):
+def test_every_stage_runs_every_microbatch_once_and_in_order(name: str) -> None:
+    """Every stage runs one forward and one backward per microbatch on its rank, without a deadlock."""
+    for variant, ranks in product(variants(name), RANKS):
         for microbatches in counts(ranks):
-            program = made.program(ranks, microbatches)
-            assert program.stage_to_rank == made.stage_to_rank(ranks)
+            program = variant.program(ranks, microbatches)
+            assert program.stage_to_rank == variant.stage_to_rank(ranks)
             assert Counter(program.stage_to_rank) == dict.fromkeys(range(ranks), program.stages // ranks)
             assert program.microbatches == microbatches
             assert violations(program) == []
             work = Counter(
                 (a.stage, a.microbatch, str(a.op)) for r in range(ranks) for a in parts(program.rank_program(r))
             )
-            for place in product(range(program.stages), range(microbatches)):
-                done = {kind: work.pop((*place, kind), 0) for kind in "FBIW"}
+            for stage, microbatch in product(range(program.stages), range(microbatches)):
+                done = {kind: work.pop((stage, microbatch, kind), 0) for kind in "FBIW"}
                 assert done in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1})
             assert not work
 
 
-def test_evaluation_has_forwards_alone() -> None:
-    """Over the stages of any schedule, each runs one forward for each microbatch, and no other op."""
-    for made, ranks in product(variants("looped_bfs"), RANKS):
-        program = forward_only(made.stage_to_rank(ranks), 7)
+def test_evaluation_runs_only_forwards() -> None:
+    """With the stages of any schedule, an evaluation runs one forward per stage and microbatch, and no other op."""
+    for variant, ranks in product(variants("looped_bfs"), RANKS):
+        program = forward_only(variant.stage_to_rank(ranks), 7)
         assert [a.op for r in range(ranks) for a in parts(program.rank_program(r))] == ["F"] * program.stages * 7
         assert simulate(program, Costs()).peak_activations == [0] * ranks
 
 
 @given(ranks=st.integers(1, 5), data=st.data(), microbatches=st.integers(1, 9))
 def test_evaluation_needs_no_order_of_stages(ranks: int, data: st.DataObject, microbatches: int) -> None:
-    """However stages are placed on ranks, forwards alone are valid, and finish if every send blocks."""
+    """For any assignment of stages to ranks, forward programs are valid and finish with blocking sends."""
     stages = data.draw(st.permutations([*range(ranks)] * data.draw(st.integers(1, 3))))
     program = forward_only(stages, microbatches)
     assert violations(program) == []
-    rendezvous(lines_of(program))
+    rendezvous(lower_all(program))
 
 
 @given(program=programs(), forward=COSTS, inputs=COSTS, weights=COSTS, message=st.floats(0, 2))
-def test_times_are_those_of_a_fixed_point_iteration(
+def test_times_equal_a_fixed_point_iteration(
     program: Program, forward: float, inputs: float, weights: float, message: float
 ) -> None:
-    """For any costs there is no deadlock, and each action ends when a plain fixed-point iteration says."""
+    """For any costs there is no deadlock, and end times equal a plain fixed-point iteration."""
     costs = Costs(forward, inputs, weights, comm=message)
-    run, walked = simulate(program, costs), ends(program, costs.length, message)
+    run, end_times = simulate(program, costs), ends(program, costs.length, message)
     for rank in range(program.ranks):
         for bar in run.bars(rank):
-            place = bar.action.stage, bar.action.op, bar.action.microbatch
-            assert bar.end == pytest.approx(walked[place], rel=1e-9)
+            action = bar.action.stage, bar.action.op, bar.action.microbatch
+            assert bar.end == pytest.approx(end_times[action], rel=1e-9)
 
 
 @given(program=programs(), message=st.floats(0, 2))
@@ -91,15 +91,15 @@ def test_slower_messages_never_make_a_step_shorter(program: Program, message: fl
 
 @given(program=programs(), message=st.floats(0, 2), forward=COSTS)
 def test_blocking_sends_do_not_deadlock(program: Program, message: float, forward: float) -> None:
-    """If every send blocks until its receive is reached, programs finish, and each send meets its own receive."""
+    """Programs finish if sends block until their receive, and every send meets its own receive."""
     costs = Costs(forward, comm=message)
     rendezvous([lower(program, rank, costs) for rank in range(program.ranks)])
 
 
 @given(program=programs())
 def test_messages_are_received_in_the_order_of_their_sends(program: Program) -> None:
-    """Between two ranks, receives are in the order of sends; each hop between ranks is sent and received once."""
-    lines = [parts(line) for line in lines_of(program)]
+    """Between two ranks, receives are in the order of sends, and every hop is sent and received once."""
+    lines = [parts(line) for line in lower_all(program)]
     for here, there in product(range(program.ranks), repeat=2):
         sent = [a for a in lines[here] if a.peer == there and a.op.startswith("SEND")]
         received = [a for a in lines[there] if a.peer == here and a.op.startswith("RECV")]
@@ -113,13 +113,13 @@ def test_messages_are_received_in_the_order_of_their_sends(program: Program) -> 
 
 
 @given(program=programs())
-def test_messages_are_between_producer_and_consumer(program: Program) -> None:
-    """On each rank a send follows its producer, and a receive precedes its consumer."""
-    for line in map(parts, lines_of(program)):
-        place = {(a.stage, str(a.op), a.microbatch): number for number, a in enumerate(line)}
-        for (stage, work, microbatch), number in place.items():
+def test_sends_follow_producers_and_receives_precede_consumers(program: Program) -> None:
+    """On every rank a send follows its producer, and a receive precedes its consumer."""
+    for line in map(parts, lower_all(program)):
+        index = {(a.stage, str(a.op), a.microbatch): number for number, a in enumerate(line)}
+        for (stage, work, microbatch), number in index.items():
             works = ("F",) if work.endswith("F") else ("B", "I")
-            partner = next(place[stage, w, microbatch] for w in works if (stage, w, microbatch) in place)
+            partner = next(index[stage, w, microbatch] for w in works if (stage, w, microbatch) in index)
             if work.startswith("SEND"):
                 assert partner < number
             if work.startswith("RECV"):
@@ -128,7 +128,7 @@ def test_messages_are_between_producer_and_consumer(program: Program) -> None:
 
 @given(program=programs(most_ranks=4), channels=st.sampled_from(get_args(Channels)), message=st.floats(0, 1))
 def test_contention_does_not_deadlock(program: Program, channels: Channels, message: float) -> None:
-    """Whichever messages share channels, programs finish, no earlier than without contention."""
+    """Programs finish with any sharing of channels, no earlier than without contention."""
     costs = Costs(comm=message)
     events = run_events([lower(program, rank, costs) for rank in range(program.ranks)], costs, channels)
     free = simulate(program, costs).makespan
@@ -138,7 +138,7 @@ def test_contention_does_not_deadlock(program: Program, channels: Channels, mess
 @given(program=programs())
 def test_lowering_keeps_the_compute_actions_and_their_order(program: Program) -> None:
     """Without messages, a lowered program is the rank's program, except that I and a following W may be B."""
-    for rank, line in enumerate(lines_of(program)):
+    for rank, line in enumerate(lower_all(program)):
         lowered = [item for action in parts(line) if action.peer is None for item in _as_parts(action.op, action)]
         plain = [item for action in parts(program.rank_program(rank)) for item in _as_parts(action.op, action)]
         assert lowered == plain

@@ -54,8 +54,10 @@ def test_run_runs_the_root(project: Project) -> None:
         (["list", "nothing"], 2),
     ],
 )
-def test_exit_codes(project: Project, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 is fine, 2 is a faulty recipe or command line, with a sentence and no traceback."""
+def test_commands_exit_with_0_or_2(
+    project: Project, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Success exits with 0; a faulty recipe or command line exits with 2 and a message without a traceback."""
     assert main(arguments, project) == code
     err = capsys.readouterr().err
     assert bool(err) == (code != 0) and "Traceback" not in err
@@ -65,7 +67,7 @@ def test_exit_codes(project: Project, arguments: list[str], code: int, capsys: p
 def test_an_unrecognized_argument_is_refused(
     project: Project, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Words and flags that no command knows end with exit code 2, and with how the command is used."""
+    """Unknown words and flags exit with 2 and print the command's usage."""
     assert main(arguments, project) == 2
     assert capsys.readouterr().err.startswith("usage: drawloom ")
 
@@ -84,21 +86,21 @@ def test_an_unrecognized_argument_is_refused(
 def test_typing_errors_get_a_suggestion(
     project: Project, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command that is nearly another, and spaces around the sign of a value."""
+    """A misspelt command, and spaces around the `=` of a value, get a suggestion."""
     assert main(arguments, project) == 2
     assert capsys.readouterr().err.endswith(f"error: {hint}\n")
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["check", "nowhere"], ["check", "small", "page.title=3"], ["fault"]])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_of_several_processes_one_prints_a_failure(
+def test_only_the_first_process_prints_a_failure(
     project: Project,
     arguments: list[str],
     is_first: bool,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first; the exit code of the others is the same, and they print nothing, not even a traceback."""
+    """Other processes exit with the same code and print nothing, not even a traceback."""
     console = Console(warns=False, is_first=lambda _: is_first)
     if arguments == ["fault"]:
         arguments = ["check", "small"]
@@ -113,16 +115,14 @@ def test_of_several_processes_one_prints_a_failure(
 
 
 @pytest.mark.parametrize("warns", [True, False])
-def test_of_several_processes_one_prints_warnings(
-    project: Project, warns: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A warning that every process finds is printed by one of them."""
+def test_only_one_process_prints_warnings(project: Project, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process prints a warning that all processes have."""
     assert main(["check", "small", 'spare.use="pages.plain"', "spare.title=A"], project, Console(warns)) == 0
     assert ("warning" in capsys.readouterr().err) == warns
 
 
 def test_show_can_be_checked_again(project: Project, tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """The printed text from `show` is a recipe with the same resolved form, except for the comments about origins."""
+    """The output of `show` is a recipe with the same resolved form, except for comments about origins."""
     main(["show", "small"], project)
     text = capsys.readouterr().out
     path = f"{tmp_path}/shown.toml"
@@ -133,15 +133,15 @@ def test_show_can_be_checked_again(project: Project, tmp_path: object, capsys: p
     assert tomli.loads(again) == tomli.loads(text) and "shown.toml" in again
 
 
-def test_explain_takes_nodes_keys_and_nothing(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The target may be left out, and values from the command line are seen."""
+def test_explain_accepts_a_key_or_no_target(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """`explain` works with and without a target, and includes values from the command line."""
     main(["explain", "small", "page.title", "page.title=Kiosk"], project)
     assert capsys.readouterr().out.startswith('[page] title = "Kiosk"  (string; command line)')
     main(["explain", "small"], project)
     assert "[store] stores.memory: Keeps values in memory." in capsys.readouterr().out
 
 
-def test_diff_lays_values_over_the_second(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_applies_values_to_the_second_recipe(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe is compared with itself plus the values of the command line."""
     assert main(["diff", "small", "small", "store.size=11"], project) == 0
     assert capsys.readouterr().out == "[store] size: 10 -> 11 (safe)\n"
@@ -149,8 +149,8 @@ def test_diff_lays_values_over_the_second(project: Project, capsys: pytest.Captu
     assert capsys.readouterr().out == "no differences\n"
 
 
-def test_diff_takes_run_folders(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run folder is read as the resolved recipe in it."""
+def test_diff_accepts_run_folders(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`diff` reads the resolved recipe in a run folder."""
     main(["show", "small"], project)
     (tmp_path / "recipe.lock.toml").write_text(capsys.readouterr().out, "utf-8")
     main(["diff", str(tmp_path), "small", 'page.title="Kiosk"'], project)
@@ -158,7 +158,7 @@ def test_diff_takes_run_folders(project: Project, tmp_path: Path, capsys: pytest
 
 
 def test_schema_is_json(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is printed, or written to a file."""
+    """`schema` prints JSON or writes it to a file."""
     main(["schema"], project)
     text = capsys.readouterr().out
     main(["schema", "--output", str(tmp_path / "schema.json")], project)
@@ -178,7 +178,7 @@ def test_a_schema_that_cannot_be_written_is_an_error(
 
 
 def test_draw_and_list_print_nodes_and_components(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tree has every node of the run; the list every component, and settings with types and defaults."""
+    """The tree has every node of the run, and the list has components, and settings with types and defaults."""
     main(["draw", "small"], project)
     assert capsys.readouterr().out.splitlines() == [
         "[trainer] servers.loop",
@@ -194,10 +194,8 @@ def test_draw_and_list_print_nodes_and_components(project: Project, capsys: pyte
     assert "number: complex = 1j  (no number of TOML)" in capsys.readouterr().out
 
 
-def test_components_are_listed_by_the_node_that_they_can_be(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the ports of all edges to the node; of a sequence's members only those that change the same."""
+def test_components_are_listed_by_the_node_that_they_fit(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """`list --fits NODE` lists the components that implement the ports of all edges to the node."""
     main(["list", "--fits", "store"], project)
     fitting = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert "stores.memory" in fitting and "stores.disk" in fitting
@@ -210,7 +208,7 @@ def test_components_are_listed_by_the_node_that_they_can_be(
 
 
 def test_components_are_listed_by_the_port_that_they_implement(capsys: pytest.CaptureFixture[str]) -> None:
-    """One port by name, or all of them, of which each component is below those that it implements and no others."""
+    """`list --fits PORT` lists a port's components, and `--ports` lists all ports with their components."""
     assert main(["list", "--fits", "Tokenizer"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert listed == ["data.bytes", "data.hugging_face_tokenizer"]
@@ -235,12 +233,12 @@ def test_components_that_fit_a_sequence_change_the_same_values(capsys: pytest.Ca
     assert "metrics.perplexity" in capsys.readouterr().out
 
 
-def test_problems_for_programs(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """`check --format json` gives every problem as data on stdout, and the same exit code as the text."""
+def test_check_prints_problems_as_json(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check --format json` prints every problem on stdout and exits like the text format."""
     assert main(["check", "small", "--format", "json", "page.title=3", "store.sise=4"], project) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found["recipe"] == "small" and found["nodes"] == 3
-    assert [(p["code"], p["node"], p["source"], p["line"]) for p in found["problems"]] == [
+    report = json.loads(capsys.readouterr().out)
+    assert report["recipe"] == "small" and report["nodes"] == 3
+    assert [(p["code"], p["node"], p["source"], p["line"]) for p in report["problems"]] == [
         ("DL302", "store", "command line", 0),
         ("DL303", "page", "command line", 0),
     ]
@@ -250,8 +248,8 @@ def test_problems_for_programs(project: Project, capsys: pytest.CaptureFixture[s
     assert [p["code"] for p in json.loads(capsys.readouterr().out)["problems"]] == ["DL101"]
 
 
-def test_warnings_alone_are_fine(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """A warning does not change the exit code, in either format."""
+def test_warnings_do_not_change_the_exit_code(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe with warnings alone exits with 0 in both formats."""
     words = ["spare.use=stores.memory", "page.store=@store", "trainer.store=@store"]
     assert main(["check", "small", *words], project) == 0
     assert "warning: [spare]" in capsys.readouterr().err
@@ -270,7 +268,7 @@ def test_a_dry_run_prints_the_preview_once(
     assert capsys.readouterr().out == "what would run\n"
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_option_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`drawloom --version` prints it, with exit code 0."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -278,16 +276,16 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_timings_go_to_stderr(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """`run --timings` ends with a table, and leaves stdout alone."""
+    """`run --timings` prints a table to stderr and nothing to stdout."""
     assert main(["run", "small", "--timings"], project) == 0
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.splitlines()[0].split() == ["ms", "build", "open", "close"]
 
 
 def test_importing_a_missing_package_is_a_user_error(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--import` of what can't be imported ends with exit code 2; a folder in the current one is found."""
+    """`--import` of a missing package exits with 2, and a folder in the current folder is imported."""
     assert main(["check", "small", "--import", "no_such_package"], project) == 2
     assert capsys.readouterr().err.startswith("--import no_such_package: there is no package, folder or file")
     monkeypatch.chdir(tmp_path)
@@ -307,10 +305,10 @@ def test_importing_a_missing_package_is_a_user_error(
         (RuntimeError("can't start new thread"), "no more threads can be started"),
     ],
 )
-def test_missing_files_and_devices_are_reported_without_a_traceback(
+def test_missing_memory_and_threads_are_reported_without_a_traceback(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
 ) -> None:
-    """Memory and threads run out in one line, with exit code 1."""
+    """Missing memory and threads are reported in one line, with exit code 1."""
 
     def fail(*_: object) -> None:
         raise error
@@ -323,7 +321,7 @@ def test_missing_files_and_devices_are_reported_without_a_traceback(
 def test_a_removed_current_folder_is_an_error_in_words(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No traceback from getcwd."""
+    """A removed current folder exits with 1 and one line."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -334,7 +332,7 @@ def test_a_removed_current_folder_is_an_error_in_words(
 def test_the_language_server_names_a_missing_package(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """pygls is an extra; no other command imports it."""
+    """`lsp` without its optional package pygls names the package and the extra."""
     monkeypatch.delitem(sys.modules, "drawloom.graph.lsp.server", raising=False)
     monkeypatch.setitem(sys.modules, "pygls.exceptions", None)
     assert main(["lsp"], project) == 1

@@ -1,4 +1,4 @@
-"""Text on its way to a terminal."""
+"""Text for a terminal."""
 
 import io
 import re
@@ -13,8 +13,8 @@ from drawloom.graph.cli.terminal import escape_control_characters, print_text
 ROOT = Path(__file__).parents[3]
 
 
-class Failing(io.StringIO):
-    """A stream whose disk is full or whose reader has gone."""
+class FailingStream(io.StringIO):
+    """A stream with a full disk or without a reader."""
 
     def __init__(self, fault: OSError) -> None:
         super().__init__()
@@ -25,8 +25,8 @@ class Failing(io.StringIO):
         raise self.fault
 
 
-def test_control_characters_are_escaped_and_all_else_stays() -> None:
-    """No text can command the terminal by C0, DEL or C1, or fail to be encoded; tabs and line ends stay."""
+def test_control_characters_are_escaped_and_other_text_is_kept() -> None:
+    """C0, DEL, C1 and surrogates are escaped, while tabs, line ends and other text stay."""
     commands = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\ud83d", "\udc80"]
     left = [letter for letter in commands if escape_control_characters(letter) == letter]
     assert left == ["\t", "\n"]
@@ -36,27 +36,27 @@ def test_control_characters_are_escaped_and_all_else_stays() -> None:
 
 
 def test_a_full_disk_under_standard_output_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`drawloom check > /dev/full` ends with one line, and not with exit code 0."""
-    monkeypatch.setattr(sys, "stdout", Failing(OSError(28, "No space left on device")))
+    """`drawloom check > /dev/full` ends with a user error."""
+    monkeypatch.setattr(sys, "stdout", FailingStream(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="standard output can't be written: No space left on device"):
         print_text("text")
 
 
 def test_a_closed_pipe_is_not_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`drawloom draw | head -1` is no failure."""
-    monkeypatch.setattr(sys, "stdout", Failing(BrokenPipeError(32, "Broken pipe")))
+    """`drawloom draw | head -1` raises BrokenPipeError, which is not a failure."""
+    monkeypatch.setattr(sys, "stdout", FailingStream(BrokenPipeError(32, "Broken pipe")))
     with pytest.raises(BrokenPipeError):
         print_text("text")
 
 
-def test_a_failing_standard_error_hides_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message is lost, and the command ends as it would."""
-    monkeypatch.setattr(sys, "stderr", Failing(OSError(28, "No space left on device")))
+def test_a_failing_standard_error_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that standard error can't take is dropped, so that the exit code stays."""
+    monkeypatch.setattr(sys, "stderr", FailingStream(OSError(28, "No space left on device")))
     print_text("text", "stderr")
 
 
 def test_nothing_is_printed_without_the_filter() -> None:
-    """Every command, message and log line goes through `print_text`."""
+    """Only `print_text` calls print, so that all text is escaped."""
     files = [path for name in ("graph", "components") for path in (ROOT / name).rglob("*.py")]
     printing = [path for path in files if re.search(r"(?<![\w.])print\(", path.read_text("utf-8"))]
     assert printing == [ROOT / "graph/cli/terminal.py"]

@@ -1,4 +1,4 @@
-"""Graphs to draw: a large one, and what is read back from an SVG."""
+"""A large graph to draw."""
 
 import pytest
 
@@ -8,6 +8,6 @@ from drawloom.graph.wiring.graph import Graph
 
 @pytest.fixture(scope="session")
 def first_run() -> Graph:
-    """The wiring of the recipe that people see first, with some forty nodes."""
+    """Return the graph of the recipe `first_run`, with some forty nodes."""
     project = Project.of("drawloom")
     return project.graph(project.load("first_run")).require_valid()

@@ -1,4 +1,4 @@
-"""What there is to draw."""
+"""Boxes and arrows of a graph, and values of a sequence."""
 
 from collections.abc import Callable
 
@@ -26,8 +26,8 @@ use = "stores.memory"
 """
 
 
-def test_every_edge_is_an_arrow_once(shop: Callable[..., Graph]) -> None:
-    """Several fields that lead to one node are one arrow with all their names."""
+def test_edges_between_two_nodes_are_one_arrow(shop: Callable[..., Graph]) -> None:
+    """Several fields with edges to one node are one arrow with all field names."""
     picture = make_wiring_diagram(shop(TWO), "shop", "trainer")
     assert set(picture.arrows) == {
         Arrow("trainer", "page", ("pages", "named")),
@@ -41,14 +41,14 @@ def test_every_edge_is_an_arrow_once(shop: Callable[..., Graph]) -> None:
 
 
 def test_unbuilt_nodes_are_not_drawn(shop: Callable[..., Graph]) -> None:
-    """The boxes are those that the root needs, itself first."""
+    """The boxes are the root and the nodes that it needs, the root first."""
     names = [box.name for box in make_wiring_diagram(shop(TWO), "shop", "trainer").boxes]
     assert names[0] == "trainer" and sorted(names) == sorted(shop(TWO).topological_order(["trainer"]))
     assert "spare" not in names
 
 
 def test_a_focused_diagram_has_needs_and_users_of_the_node(shop: Callable[..., Graph]) -> None:
-    """With a focus, users lead to it alone, and what else they need is left out."""
+    """With a focus, users have arrows to the focused node only, and their other needs are left out."""
     picture = make_wiring_diagram(shop(TWO), "shop", "trainer", "other")
     assert [box.name for box in picture.boxes] == ["page", "trainer", "other", "other.store"]
     assert {(arrow.source, arrow.target) for arrow in picture.arrows} == {
@@ -58,8 +58,8 @@ def test_a_focused_diagram_has_needs_and_users_of_the_node(shop: Callable[..., G
     }
 
 
-def test_all_of_a_large_graph_is_there(first_run: Graph) -> None:
-    """As many boxes as are built, and as many arrows as there are pairs of a node and a need."""
+def test_a_large_graph_is_drawn_completely(first_run: Graph) -> None:
+    """A large graph has one box per built node and one arrow per node and need."""
     picture = make_wiring_diagram(first_run, "first_run", "trainer")
     built = first_run.topological_order(["trainer"])
     assert {box.name for box in picture.boxes} == set(built) and len(picture.boxes) == len(built) > 35
@@ -79,7 +79,7 @@ filters = ["@parse", "@translate", "@look_up"]
 
 
 def test_a_value_lists_its_accesses_by_members(shop: Callable[..., Graph]) -> None:
-    """A value that no member writes has a row, which says so."""
+    """Every value has a row with its accesses, marked if no member writes the value."""
     step = make_sequence_drawing(shop(FILTERS), "shop", "page")
     assert [box.name for box in step.members] == ["parse", "translate", "look_up"]
     assert step.threads == (
@@ -90,13 +90,13 @@ def test_a_value_lists_its_accesses_by_members(shop: Callable[..., Graph]) -> No
 
 
 def test_arrows_start_at_the_last_member_that_wrote_or_changed_a_value(shop: Callable[..., Graph]) -> None:
-    """An arrow to a reader starts at the last member that changed the value."""
+    """An arrow starts at the last member that wrote or changed the value before the reader."""
     picture = make_sequence_drawing(shop(FILTERS), "shop", "page").diagram()
     assert picture.arrows == (Arrow("parse", "translate", ("words",)), Arrow("translate", "look_up", ("words",)))
 
 
 def test_a_large_step_has_every_value(first_run: Graph) -> None:
-    """A step of hundreds of members has every value that they declare."""
+    """A step has an access for every value that its members declare."""
     step = make_sequence_drawing(first_run, "first_run", "trainer")
     flows = [first_run.nodes[box.name].spec.traits.flow for box in step.members]
     declared = sum(len(flow.reads) + len(flow.writes) + len(flow.changes) for flow in flows)

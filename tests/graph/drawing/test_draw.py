@@ -1,4 +1,4 @@
-"""What `draw` prints."""
+"""The output of `draw`."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ filters = ["@cut", "@find"]
 
 
 def test_a_focused_tree_lists_the_users_of_the_node(shop: Callable[..., Graph]) -> None:
-    """The users come first, then what the node needs."""
+    """The focused tree lists the users of a node first and then its needs."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page").splitlines() == [
         "used by [trainer] pages",
         "[page] pages.plain",
@@ -35,7 +35,7 @@ def test_a_focused_tree_lists_the_users_of_the_node(shop: Callable[..., Graph]) 
 
 
 def test_a_step_as_text_lists_reads_changes_and_writes(shop: Callable[..., Graph]) -> None:
-    """Members are numbered, with their values on the lines below."""
+    """A step as text numbers its members and lists their values on the lines below."""
     assert draw(shop(FILTERS), "shop", "trainer", focus="page", step=True).splitlines() == [
         "shop: [page] filters",
         "  1. [cut] pages.parse",
@@ -47,8 +47,10 @@ def test_a_step_as_text_lists_reads_changes_and_writes(shop: Callable[..., Graph
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("step", [False, True])
-def test_every_format_names_all_and_ends_with_a_line(shop: Callable[..., Graph], format: Format, step: bool) -> None:
-    """Text for programs and people alike."""
+def test_every_format_names_all_nodes_and_ends_with_a_line_end(
+    shop: Callable[..., Graph], format: Format, step: bool
+) -> None:
+    """Every format contains all node and component names and ends with a single line end."""
     drawn = draw(shop(FILTERS), "shop", "trainer", format, "page", step=step)
     assert drawn.endswith("\n") and not drawn.endswith("\n\n")
     assert all(name in drawn for name in ("cut", "find", "pages.parse"))
@@ -62,11 +64,11 @@ def test_an_unknown_focus_is_a_user_error(shop: Callable[..., Graph]) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_command_line_takes_all_of_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """Options reach the picture, which is titled by the recipe; an overlay's value does, too."""
+def test_draw_accepts_format_focus_and_step(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options and values of the command line change the picture, which has the recipe's name as title."""
     words = ["draw", "small", "--format", "svg", "--focus", "page", 'page.filters=[{use = "pages.parse"}]']
     assert main(words, project) == 0
-    assert [one.text for one in svg.words(capsys.readouterr().out)][:1] == ["small: [page]"]
+    assert [word.text for word in svg.words(capsys.readouterr().out)][:1] == ["small: [page]"]
     assert main([*words, "--step"], project) == 0
     assert "page.filters[0]" in capsys.readouterr().out
 
@@ -75,7 +77,7 @@ PICTURE = Diagram("t", (Box("end", "a.b"), Box('x"<y>', "a.c")), (Arrow("end", '
 
 
 def test_names_are_escaped_in_every_format() -> None:
-    """Keywords are quoted; quotes and angle brackets become entities."""
+    """Mermaid quotes keywords and writes quotes and angle brackets as entities."""
     assert draw_mermaid(PICTURE).splitlines() == [
         "flowchart LR",
         '  n0["end<br><i>a.b</i>"]',
@@ -86,7 +88,7 @@ def test_names_are_escaped_in_every_format() -> None:
 
 
 def test_mermaid_has_a_line_for_every_node_and_arrow(first_run: Graph) -> None:
-    """One line each, and one for the kind of chart."""
+    """Mermaid has one line per node and arrow, and one line for the kind of chart."""
     picture = make_wiring_diagram(first_run, "first_run", "trainer")
     assert len(draw_mermaid(picture).splitlines()) == 1 + len(picture.boxes) + len(picture.arrows)
 
@@ -95,16 +97,16 @@ QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 def test_quotes_and_backslashes_do_not_end_a_name() -> None:
-    """Every line is closed, and names read back as they were."""
+    """Quotes are closed in every line, and names read back unchanged."""
     name = 'a"b\\'
     drawn = draw_dot(Diagram(name, (Box(name, "x.y"),), (Arrow(name, name, (name,)),)))
-    found = [re.sub(r"\\(.)", r"\1", text) for text in QUOTED.findall(drawn.splitlines()[-2])]
-    assert found == [name, name, name]
+    names = [re.sub(r"\\(.)", r"\1", text) for text in QUOTED.findall(drawn.splitlines()[-2])]
+    assert names == [name, name, name]
     assert all('"' not in QUOTED.sub("", line) for line in drawn.splitlines())
 
 
 def test_dot_has_a_line_for_every_node_and_arrow(first_run: Graph) -> None:
-    """Nodes with both of their names and a colour, arrows between nodes that were named before."""
+    """DOT has a line with name and component per node, a line per arrow, and one thick frame."""
     picture = make_wiring_diagram(first_run, "first_run", "trainer", "stages")
     lines = [line for line in draw_dot(picture).splitlines() if line.startswith('  "')]
     nodes, arrows = [line for line in lines if "->" not in line], [line for line in lines if "->" in line]

@@ -1,4 +1,4 @@
-"""Boxes in columns."""
+"""Layout of boxes in columns."""
 
 from itertools import combinations
 
@@ -13,7 +13,7 @@ PAIRS = st.lists(st.sampled_from(list(combinations(NAMES, 2))), unique=True, max
 
 @given(PAIRS)
 def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[str, str]]) -> None:
-    """A path starts and ends at its boxes with one stop in each column between; each stop is in one column."""
+    """A path has its boxes at both ends and one stop per column between; a stop is in one column."""
     layering = layer_boxes(NAMES, arrows)
     for (source, target), way in layering.ways.items():
         assert way[0].box == source and way[-1].box == target and not way[0].is_bend and not way[-1].is_bend
@@ -25,27 +25,27 @@ def test_every_arrow_leads_to_the_right_by_steps_of_a_column(arrows: list[tuple[
 
 @given(PAIRS)
 def test_the_column_of_a_box_is_its_longest_path(arrows: list[tuple[str, str]]) -> None:
-    """Its column is one more than the greatest among its users, or the first."""
-    found = compute_depths(NAMES, arrows)
+    """A box's column is one more than the greatest column of its users, or 0."""
+    depths = compute_depths(NAMES, arrows)
     for name in NAMES:
-        users = [found[source] for source, target in arrows if target == name]
-        assert found[name] == max(users, default=-1) + 1
+        users = [depths[source] for source, target in arrows if target == name]
+        assert depths[name] == max(users, default=-1) + 1
 
 
 @given(PAIRS)
-def test_crossings_are_counted_like_by_hand(arrows: list[tuple[str, str]]) -> None:
-    """Two pieces of the same gap cross if they end the other way round than they begin."""
+def test_crossings_are_counted_as_pairs_in_opposite_order(arrows: list[tuple[str, str]]) -> None:
+    """Two pieces in a gap cross if their ends are in the opposite order of their starts."""
     layering = layer_boxes(NAMES, arrows)
-    place = {stop: number for column in layering.columns for number, stop in enumerate(column)}
+    index = {stop: number for column in layering.columns for number, stop in enumerate(column)}
     by_hand = sum(
-        one[0].column == other[0].column and (place[one[0]] - place[other[0]]) * (place[one[1]] - place[other[1]]) < 0
+        one[0].column == other[0].column and (index[one[0]] - index[other[0]]) * (index[one[1]] - index[other[1]]) < 0
         for one, other in combinations(layering.pieces, 2)
     )
     assert count_crossings(layering.columns, layering.pieces) == by_hand
 
 
 def test_arrows_that_need_not_cross_do_not() -> None:
-    """Three pairs in the wrong order are put right."""
+    """Three pairs in the wrong order are reordered without crossings."""
     names = ["root", "a", "b", "c", "z", "y", "x"]
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("b", "y"), ("a", "x")]
     layering = layer_boxes(names, arrows)
@@ -53,7 +53,7 @@ def test_arrows_that_need_not_cross_do_not() -> None:
 
 
 def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
-    """Members are drawn from top to bottom in the order of the sequence."""
+    """A sequence's members keep their order from top to bottom."""
     arrows = [("root", "a"), ("root", "b"), ("root", "c"), ("c", "z"), ("z", "y"), ("b", "y"), ("a", "x")]
     layering = layer_boxes(["root", "c", "b", "a", "x", "y", "z"], arrows, [("b", "c", "a")])
     column = [stop.box for stop in layering.columns[1] if not stop.is_bend]
@@ -62,15 +62,15 @@ def test_a_sequence_keeps_its_order_though_arrows_cross() -> None:
 
 @given(st.lists(st.tuples(st.floats(-99, 99), st.floats(1, 50)), max_size=12))
 def test_spread_boxes_do_not_overlap_and_stay_at_their_wishes_if_free(both: list[tuple[float, float]]) -> None:
-    """Neighbours are at least half of both rooms apart; wishes that are far enough apart are granted."""
+    """Neighbours are at least half of both sizes apart, and wishes that are far enough apart are kept."""
     wishes, rooms = [wish for wish, _ in both], [room for _, room in both]
-    found = spread(wishes, rooms)
-    gaps = [(found[i + 1] - found[i], (rooms[i] + rooms[i + 1]) / 2) for i in range(len(both) - 1)]
+    positions = spread(wishes, rooms)
+    gaps = [(positions[i + 1] - positions[i], (rooms[i] + rooms[i + 1]) / 2) for i in range(len(both) - 1)]
     assert all(gap >= least - 1e-6 for gap, least in gaps)
     wide = [60.0 * number for number in range(len(rooms))]
     assert all(abs(one - other) < 1e-6 for one, other in zip(spread(wide, rooms), wide, strict=True))
 
 
 def test_boxes_that_collide_move_by_the_same_amount() -> None:
-    """Two boxes that wish for the same position end on either side of it."""
+    """Two boxes with the same wish are placed on either side of it."""
     assert spread([10.0, 10.0, 90.0], [20.0, 20.0, 20.0]) == [0.0, 20.0, 90.0]

@@ -1,4 +1,4 @@
-"""What differs between two recipes."""
+"""Differences between two recipes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ Shop = Callable[..., Graph]
     ],
 )
 def test_a_difference_names_node_key_and_impact(shop: Shop, project: Project, text: str, expected: list[str]) -> None:
-    """Each difference from an older recipe is listed once, with its impact on a resume."""
+    """Every difference from an older recipe is listed once, with its impact on a resumed run."""
     older = resolve(shop()).text
     assert [str(change) for change in resolve(shop(text)).changes(older)] == expected
 
@@ -61,12 +61,12 @@ workers = 1
 
 
 def lines(project: Project, old: MergedRecipe, new: Graph) -> list[str]:
-    """The differences as text."""
+    """Return the differences as text."""
     return [str(change) for change in diff(old, new)]
 
 
 def test_a_difference_in_writing_is_cosmetic(shop: Shop, project: Project) -> None:
-    """Writing out a default or an edge, and using a variable, are cosmetic."""
+    """A default or an edge that is written out, and a variable that is replaced, are cosmetic."""
     old = project.load("small")
     text = '[store]\nsize = 10\n[page]\nstore = "@store"'
     assert lines(project, old, shop(text)) == [
@@ -77,14 +77,14 @@ def test_a_difference_in_writing_is_cosmetic(shop: Shop, project: Project) -> No
 
 
 def test_the_order_of_tables_is_cosmetic(project: Project) -> None:
-    """The same tables in another order are the same graph."""
+    """The same tables in another order are a cosmetic difference."""
     data = {"store": {"use": "stores.memory"}, "page": {"use": "pages.plain", "title": "x"}}
     graph = project.graph(MergedRecipe.of(dict(reversed(data.items()))), root="")
     assert lines(project, MergedRecipe.of(data), graph) == ["tables: reordered (cosmetic)"]
 
 
 def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) -> None:
-    """Removed components and settings are listed like others; values that defaults fill in are not cosmetic."""
+    """Components and settings that no longer exist are listed, and defaults of today are not."""
     assert lines(project, MergedRecipe.of(tomli.loads(RENAMED)), shop()) == [
         "[store] swapped: stores.of_yesterday -> stores.memory (changes_training)",
         '[page] headline: "gone since" -> absent (changes_training)',
@@ -92,13 +92,13 @@ def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) 
 
 
 def test_inline_nodes_are_compared_key_by_key(shop: Shop, project: Project) -> None:
-    """A changed setting of an inline node is listed under that node."""
+    """A changed setting of an inline node is listed under the node's name."""
     old, new = (f'[trainer]\nstore = "@store"\n[page]\nstore = {{ use = "stores.memory", size = {n} }}' for n in (3, 4))
     assert lines(project, shop(old).recipe, shop(new)) == ["[page.store] size: 3 -> 4 (safe)"]
 
 
 def test_problems_of_either_recipe_are_raised(shop: Shop, project: Project) -> None:
-    """A recipe that is no graph is not compared, but its problems come out."""
+    """A faulty recipe is not compared, and its problems are raised."""
     faulty = shop('[store]\nsize = "x"')
     with pytest.raises(RecipeError, match="size"):
         lines(project, faulty.recipe, shop())
@@ -106,8 +106,8 @@ def test_problems_of_either_recipe_are_raised(shop: Shop, project: Project) -> N
         lines(project, shop().recipe, faulty)
 
 
-def test_true_is_not_one(project: Project) -> None:
-    """Values that Python takes for equal, but TOML does not, are different, as their hashes are."""
+def test_true_and_1_are_different_values(project: Project) -> None:
+    """Values that are equal in Python, but not in TOML, are different."""
     graphs = [
         project.graph(MergedRecipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
         for value in (1, True, 1.0)
@@ -118,11 +118,11 @@ def test_true_is_not_one(project: Project) -> None:
 
 @given(recipes(), recipes())
 def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """`diff` without cosmetic changes equals the changes that a resuming run finds."""
+    """`diff` without cosmetic changes equals the changes of a resumed run, and none means equal hashes."""
     project = Project.of("support.shop")
     graphs = [project.graph(MergedRecipe.of(data), root="") for data in (one, other)]
     resolved = [resolve(graph) for graph in graphs]
-    found = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
-    assert found == resolved[1].changes(resolved[0].text)
-    assert (found == []) == (resolved[0].hash == resolved[1].hash)
+    changes = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
+    assert changes == resolved[1].changes(resolved[0].text)
+    assert (changes == []) == (resolved[0].hash == resolved[1].hash)
     assert resolved[1].changes(resolved[1].text) == []

@@ -36,23 +36,23 @@ OVER = "[room]\ntable = { b = 2.5 }\nwhole = 7"
 
 
 @pytest.fixture
-def explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> Explain:
-    """Return a target's explanation, line by line."""
+def explain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Project) -> Explain:
+    """Return a function that explains a target, line by line."""
     monkeypatch.chdir(tmp_path)
     Path("top.toml").write_text(TOP, "utf-8")
     Path("over.toml").write_text(OVER, "utf-8")
     graph = project.graph(project.load("top.toml", ["over.toml"], ["room.whole=8", "page.store=@store"]))
     small = str(next(layer.source for layer in graph.recipe.layers))
 
-    def tell(target: str) -> list[str]:
+    def explain_target(target: str) -> list[str]:
         return explain(graph, target, "trainer").replace(small, "SMALL").splitlines()
 
-    return tell
+    return explain_target
 
 
-def test_a_key_lists_every_layer_that_set_it(explained: Explain) -> None:
-    """Values from the command line, overlays, recipe and default are listed newest first, each with its place."""
-    assert explained("room.whole") == [
+def test_a_key_lists_every_layer_that_set_it(explain_lines: Explain) -> None:
+    """A key lists its values with their positions, newest first: command line, overlays, recipe, default."""
+    assert explain_lines("room.whole") == [
         "[room] whole = 8  (integer; command line)",
         "  an integer",
         "  impact of another value on a resumed run: changes_training",
@@ -62,8 +62,8 @@ def test_a_key_lists_every_layer_that_set_it(explained: Explain) -> None:
     ]
 
 
-def test_an_edited_list_shows_removed_and_inserted_elements(explained: Explain, project: Project) -> None:
-    """Below the edited list are the edits, each inserted element with its place, and then the list as it was."""
+def test_an_edited_list_shows_removed_and_inserted_elements(explain_lines: Explain, project: Project) -> None:
+    """An edited list is followed by its edits with their positions and by the list before them."""
     Path("edit.toml").write_text(
         '[edit.page.filters]\nremove = "@cut"\nbefore."@find" = "@who"\n[who]\nuse = "pages.parse"'
     )
@@ -79,29 +79,29 @@ def test_an_edited_list_shows_removed_and_inserted_elements(explained: Explain, 
     assert explain(graph, "page.filters[2]", "trainer").splitlines()[1:] == ['  filters: "@find"  top.toml:8:49']
 
 
-def test_a_variable_lists_the_layers_that_set_it(explained: Explain) -> None:
-    """Below a variable are the layers that set it."""
-    assert explained("page.title")[3:] == [
+def test_a_variable_lists_the_layers_that_set_it(explain_lines: Explain) -> None:
+    """A value of a variable is followed by the layers that set the variable."""
+    assert explain_lines("page.title")[3:] == [
         '  "$vars.title"  SMALL:11:1',
         '    "Kiosk"  top.toml:5:1',
         '    "Shop"  SMALL:4:1',
     ]
 
 
-def test_a_part_of_a_value_is_found(explained: Explain) -> None:
-    """Arrays and tables inside a setting are followed, each to its own place."""
-    assert explained("room.shelves[1].width")[-1] == "  shelves: 4  top.toml:18:37"
-    assert explained("room.table")[-3:] == [
+def test_a_part_of_a_value_is_explained(explain_lines: Explain) -> None:
+    """Items of arrays and tables have their own positions."""
+    assert explain_lines("room.shelves[1].width")[-1] == "  shelves: 4  top.toml:18:37"
+    assert explain_lines("room.table")[-3:] == [
         "  1.5  top.toml:19:11",
         "  2.5  over.toml:2:11",
         "  {}  default",
     ]
-    assert explained("room.table.b")[-1] == "  2.5  over.toml:2:11"
+    assert explain_lines("room.table.b")[-1] == "  2.5  over.toml:2:11"
 
 
-def test_a_node_lists_settings_edges_users_and_order(explained: Explain) -> None:
-    """Component, settings and edges with origins and reasons, users, and its place."""
-    assert explained("page") == [
+def test_a_node_lists_settings_edges_users_and_order(explain_lines: Explain) -> None:
+    """A node lists its component, settings and edges with their origins, its users and its build order."""
+    assert explain_lines("page") == [
         "[page] pages.plain, SMALL:10:7",
         "  Answers with what a store holds.",
         "  implements Page, Counted",
@@ -118,39 +118,39 @@ def test_a_node_lists_settings_edges_users_and_order(explained: Explain) -> None
     ]
 
 
-def test_a_member_of_a_sequence_lists_its_dataflow(explained: Explain) -> None:
-    """Each value that a member reads, changes or writes is listed with its writers and readers."""
-    assert explained("page.filters[1]")[-4:] == [
+def test_a_member_of_a_sequence_lists_its_dataflow(explain_lines: Explain) -> None:
+    """A member lists the values that it reads, changes or writes, with their writers and readers."""
+    assert explain_lines("page.filters[1]")[-4:] == [
         "  order",
         "    built 3rd of 6",
         "    2nd of 3 in [page] filters",
         "      changes words, written by [cut]",
     ]
-    assert explained("cut")[-1] == "      writes words, consumed by [page.filters[1]] and [find]"
+    assert explain_lines("cut")[-1] == "      writes words, consumed by [page.filters[1]] and [find]"
 
 
-def test_filled_fields_and_unbuilt_nodes_are_explained(explained: Explain) -> None:
-    """A field that collects all nodes of a port lists them; a node without users is marked as not built."""
-    assert "    counted: every Counted: [page]" in explained("trainer")
-    assert explained("trainer.counted") == ["[trainer] counted is filled by the container"]
-    assert explained("room")[-1] == "    not built: no node that [trainer] needs refers to it"
+def test_filled_fields_and_unbuilt_nodes_are_explained(explain_lines: Explain) -> None:
+    """A field of type Every lists its nodes, and a node without users is marked as not built."""
+    assert "    counted: every Counted: [page]" in explain_lines("trainer")
+    assert explain_lines("trainer.counted") == ["[trainer] counted is filled by the container"]
+    assert explain_lines("room")[-1] == "    not built: no node that [trainer] needs refers to it"
 
 
-def test_without_a_target_the_layers_and_nodes_are_listed(explained: Explain) -> None:
-    """The files in the order in which they are laid, and each node with what it is."""
-    lines = explained("")
+def test_without_a_target_the_layers_and_nodes_are_listed(explain_lines: Explain) -> None:
+    """Without a target, layers are listed from the lowest up, and nodes with their component docs."""
+    lines = explain_lines("")
     assert lines[0] == "SMALL, then top.toml, then over.toml, then command line"
     assert "[cut] pages.parse: Cuts a request into words." in lines
 
 
 @pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])
-def test_an_unknown_target_is_a_user_error(explained: Explain, target: str) -> None:
-    """A missing target ends in a hint or an empty explanation, not in a traceback."""
+def test_an_unknown_target_is_a_user_error(explain_lines: Explain, target: str) -> None:
+    """An unknown target is a user error with exit code 2."""
     if target.startswith("page.title."):
-        assert explained(target)
+        assert explain_lines(target)
         return
     with pytest.raises(UserError, match="there is no") as caught:
-        explained(target)
+        explain_lines(target)
     assert caught.value.exit_code == 2
 
 
@@ -169,5 +169,5 @@ def test_an_unknown_target_is_a_user_error(explained: Explain, target: str) -> N
     ],
 )
 def test_ordinals_have_english_endings(number: int, text: str) -> None:
-    """11, 12 and 13 end in th."""
+    """Ordinals end in st, nd, rd or th, and 11, 12 and 13 in th."""
     assert format_ordinal(number) == text

@@ -32,7 +32,7 @@ store = "@store"
 
 
 def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
-    """Only nodes with a table of their own are named; the others are tables inside."""
+    """Nodes without a table of their own are tables inside their owner."""
     plain = serialize_graph(shop(IN_PLACE))
     assert list(plain) == ["store", "page", "trainer"]
     assert plain["page"]["store"] == {"use": "stores.memory", "size": 3, "name": "memory"}
@@ -40,7 +40,7 @@ def test_inline_nodes_are_serialized_in_their_owner(shop: Shop) -> None:
 
 
 def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
-    """Flattened inline nodes have the names that the graph gives them, and edges refer to those."""
+    """Flattened inline nodes have their names in the graph, and edges refer to these names."""
     graph = shop(IN_PLACE)
     flat = flatten(serialize_graph(graph))
     assert sorted(flat) == sorted(graph.nodes)
@@ -50,7 +50,7 @@ def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
 
 @pytest.mark.parametrize("text", ["@x", "$x", "@@x", "x", "", "a@"])
 def test_escaping_doubles_a_sigil_at_the_front(text: str) -> None:
-    """Text that begins like a reference reads back as text, at any depth."""
+    """Text that begins like a reference is escaped at any depth."""
     escaped = text[0] + text if text[:1] in ("@", "$") else text
     assert serialize_value({"k": [text]}) == {"k": [escaped]}
 
@@ -68,26 +68,26 @@ named = { "a b" = "@page" }
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.toml"))
 
 
-def again(project: Project, resolved: ResolvedRecipe) -> Graph:
-    """The graph of a resolved recipe's text."""
+def read_again(project: Project, resolved: ResolvedRecipe) -> Graph:
+    """Return the graph of a resolved recipe's text."""
     return project.graph(MergedRecipe.of(tomli.loads(resolved.text)), root="")
 
 
-def test_reading_it_again_gives_the_same(shop: Shop, project: Project) -> None:
+def test_resolving_twice_gives_the_same_recipe(shop: Shop, project: Project) -> None:
     """Resolving the resolved text again gives the same graph and hash."""
     once = resolve(shop(AWKWARD))
-    twice = resolve(again(project, once))
+    twice = resolve(read_again(project, once))
     assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
 
 
 @given(recipes())
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
-    """For any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
+    """With any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
     project = Project.of("support.shop")
     graph = project.graph(MergedRecipe.of(data), root="")
     assert graph.errors == []
     once = resolve(graph)
-    other = again(project, once)
+    other = read_again(project, once)
     assert other.errors == []
     assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
@@ -95,27 +95,27 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
 def test_shipped_recipes_come_back_the_same(name: str) -> None:
-    """The same for shipped recipes, with every shipped overlay merged over the complete ones."""
+    """The resolved text of a shipped recipe with all overlays gives the same graph and hash."""
     project = Project.of("drawloom")
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_")]
     graph = project.graph(project.load(name, overlays), root="")
-    if graph.errors:  # a base that says not yet what to learn, or to start from
+    if graph.errors:  # a base without data or without weights to start from
         assert name == "pretrain" or "DL307" in {problem.code for problem in graph.errors}
         return
     once = resolve(graph)
-    other = again(project, once)
+    other = read_again(project, once)
     assert serialize_graph(other) == serialize_graph(graph)
     assert resolve(other).hash == once.hash
 
 
 def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) -> None:
-    """Defaults and autowired edges are written, so that later changes of them do not change an old run."""
+    """Defaults and autowired edges are written out, so later changes do not change an old run."""
     text = resolve(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
 def test_each_line_has_its_provenance(project: Project) -> None:
-    """The provenance is a file, a variable and its position, the command line, a type, or a default."""
+    """A line's provenance is a position, a variable with its position, the command line, a type or a default."""
     graph = project.graph(project.load("small", words=["store.size=12"]))
     lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
     assert lines == {
@@ -141,7 +141,7 @@ def test_provenance_does_not_depend_on_the_current_directory(
 
 
 def test_a_file_name_can_not_end_a_comment(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
-    """A file whose name holds a line break changes nothing but the comment."""
+    """A file name with a line break changes only the comment."""
     monkeypatch.chdir(tmp_path)
     small = (project.recipes / "small.toml").read_text("utf-8")
     Path("evil\n[x].toml").write_text(small, "utf-8")
@@ -150,12 +150,12 @@ def test_a_file_name_can_not_end_a_comment(project: Project, tmp_path: Path, mon
 
 
 def test_the_first_line_is_the_format(shop: Shop, project: Project) -> None:
-    """The format comes first, so that a reader knows at once whether it can read the rest."""
+    """The format is the first line, so that a reader can refuse the rest."""
     assert resolve(shop()).text.startswith("format = 1\n")
 
 
 def test_the_hash_does_not_depend_on_formatting(shop: Shop, project: Project) -> None:
-    """Writing out a default keeps the hash; another value changes it."""
+    """A default that is written out keeps the hash, and another value changes it."""
     same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
     assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash
 
@@ -165,8 +165,8 @@ def test_the_hash_does_not_depend_on_formatting(shop: Shop, project: Project) ->
         st.text(st.characters(codec="ascii"), min_size=1), st.integers() | st.booleans() | st.floats(allow_nan=False)
     )
 )
-def test_the_hash_tells_plain_values_apart(table: dict[str, Any]) -> None:
-    """Nodes have the same hash exactly if they are the same as JSON with sorted keys: true is not 1, 1 is not 1.0."""
+def test_the_hash_distinguishes_plain_values(table: dict[str, Any]) -> None:
+    """Hashes are equal exactly if nodes are equal as JSON with sorted keys: true is not 1, 1 is not 1.0."""
     other = {key: float(part) if type(part) is int else part for key, part in table.items()}
     same = json.dumps(table, sort_keys=True) == json.dumps(other, sort_keys=True)
     assert (recipe_hash({"node": table}) == recipe_hash({"node": other})) == same

@@ -1,4 +1,4 @@
-"""A workspace of the shop, in a folder of its own."""
+"""A workspace of the shop in a temporary folder."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from support.editor import Point, Write
 
 @pytest.fixture
 def workspace(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    """A workspace that has the folder of the test, which is the current one."""
+    """Return a workspace with the test's folder, which becomes the current folder."""
     monkeypatch.chdir(tmp_path)
     return Workspace(project, (tmp_path.resolve(),))
 
 
 @pytest.fixture
 def write(workspace: Workspace) -> Write:
-    """A function that types a text into a document, without saving it; the path of the document."""
+    """Return a function that types a text into a document without saving, and returns the document's path."""
 
     def write(name: str, text: str) -> Path:
         path = workspace.folders[0] / name
@@ -32,7 +32,7 @@ def write(workspace: Workspace) -> Write:
 
 @pytest.fixture
 def point(workspace: Workspace, write: Write) -> Point:
-    """A function that types a text into `mine.toml`, the line with the bar last, and points to the bar."""
+    """Return a function that types a text into `mine.toml`, its line with the bar last, and points to the bar."""
 
     def point(text: str) -> Meaning:
         before, after = text.split("|")

@@ -1,4 +1,4 @@
-"""What is offered at a position."""
+"""Completions at a position."""
 
 import pytest
 
@@ -38,14 +38,14 @@ EDIT = "[edit.trainer.pages]\n"
 def test_completion_offers_fitting_names(workspace: Workspace, point: Point, text: str, offered: list[str]) -> None:
     """Completion offers nodes of the port, keys not set yet, and elements of an edited list."""
     (workspace.folders[0] / "base.toml").write_text("", "utf-8")
-    assert [one.text for one in list_completions(workspace, point(text))] == offered
+    assert [item.text for item in list_completions(workspace, point(text))] == offered
 
 
-def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
-    """Booleans, literals and members of enums, and the default."""
+def test_completion_offers_values_of_finite_types(workspace: Workspace, point: Point) -> None:
+    """Completion offers booleans, literals and enum members, or else the default."""
     text = 'extends = "small"\n[v]\nuse = "stores.varied"\n'
     offered = {
-        key: [one.text for one in list_completions(workspace, point(f"{text}{key} = |\n")) if one.kind == "value"]
+        key: [item.text for item in list_completions(workspace, point(f"{text}{key} = |\n")) if item.kind == "value"]
         for key in ("flag", "choice", "colour", "either", "part", "pair", "moment", "anything")
     }
     assert offered == {
@@ -59,7 +59,9 @@ def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
         "anything": [],
     }
     inside = {"shelf = { | }": ["width", "name", "books"], "named = { a = [{ | }] }": ["width", "name", "books"]}
-    assert {key: [one.text for one in list_completions(workspace, point(f"{text}{key}\n"))] for key in inside} == inside
+    assert {
+        key: [item.text for item in list_completions(workspace, point(f"{text}{key}\n"))] for key in inside
+    } == inside
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,10 @@ def test_values_of_types_with_few(workspace: Workspace, point: Point) -> None:
     ],
 )
 def test_components_that_fit_come_first(workspace: Workspace, point: Point, text: str) -> None:
-    """All are offered, at a node with any name; stores are preferred where a store is needed."""
-    found = [*list_completions(workspace, point(f'extends = "small"\n{text}'))]
-    assert {one.text.strip('"') for one in found} == set(workspace.project.registry.names())
-    preferred = {one.text for one in found if one.preferred}
+    """Completion of `use` offers all components and prefers stores if a store is needed."""
+    items = [*list_completions(workspace, point(f'extends = "small"\n{text}'))]
+    assert {item.text.strip('"') for item in items} == set(workspace.project.registry.names())
+    preferred = {item.text for item in items if item.preferred}
     assert '"stores.memory"' in preferred and not [use for use in preferred if not use.startswith('"stores.')]
 
 
@@ -99,7 +101,7 @@ def test_completion_replaces_the_token(point: Point, text: str, rest: str) -> No
     assert f"{plain[start:offset]}|{plain[offset:end]}" == rest
 
 
-def test_a_component_outside_of_any_table(workspace: Workspace, point: Point) -> None:
-    """All are offered: it is not known yet what the node will be."""
-    offered = [one.text.strip('"') for one in list_completions(workspace, point("use = |\n"))]
+def test_all_components_are_offered_outside_of_tables(workspace: Workspace, point: Point) -> None:
+    """Completion offers all components for a `use` outside of tables."""
+    offered = [item.text.strip('"') for item in list_completions(workspace, point("use = |\n"))]
     assert offered == workspace.project.registry.names()

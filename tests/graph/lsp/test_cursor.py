@@ -1,4 +1,4 @@
-"""What a position of a text is."""
+"""Cursors at positions of a text."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ size = 0.5
 """
 
 
-def at(text: str) -> Cursor | None:
-    """The cursor where the bar is."""
+def cursor_at(text: str) -> Cursor | None:
+    """Return the cursor at the bar."""
     before, after = text.split("|")
     return Cursor.at(before + after, len(before))
 
@@ -53,16 +53,18 @@ def at(text: str) -> Cursor | None:
         ("workers =| 12", None, (), ""),
     ],
 )
-def test_a_position_in_a_recipe(where: str, kind: str | None, path: tuple[str | int, ...], written: str) -> None:
+def test_a_position_in_a_recipe_has_kind_path_and_text(
+    where: str, kind: str | None, path: tuple[str | int, ...], written: str
+) -> None:
     """Keys, values and parts of headers have their paths; comments and signs have none."""
     before, after = where.split("|")
     assert RECIPE.count(before + after) == 1
-    found = at(RECIPE.replace(before + after, where))
+    cursor = cursor_at(RECIPE.replace(before + after, where))
     if kind is None:
-        assert found is None or not found.written
+        assert cursor is None or not cursor.written
     else:
-        assert found is not None
-        assert (found.kind, found.path, found.written) == (kind, path, written)
+        assert cursor is not None
+        assert (cursor.kind, cursor.path, cursor.written) == (kind, path, written)
 
 
 @pytest.mark.parametrize(
@@ -76,22 +78,24 @@ def test_a_position_in_a_recipe(where: str, kind: str | None, path: tuple[str | 
         ('[a]\nx = ["@b", "@|', "value", ("a", "x", 1), "@"),
         ("[a]\nx = { y = 1, |", "key", ("a", "x", ""), ""),
         ('[a]\nx = "$vars.|"\n', "value", ("a", "x"), "$vars."),
-        ("[a]\nx\ny = 1\ny = 2\nz = tr|", "value", ("a", "z"), "tr"),  # what is above may not be TOML either
+        ("[a]\nx\ny = 1\ny = 2\nz = tr|", "value", ("a", "z"), "tr"),  # lines above need not be TOML
         ('[a]\nx = "open\nz|', "key", ("a", "z"), "z"),
         ('x = "a" |', None, (), ""),
         ('x = """\n a|', None, (), ""),
     ],
 )
-def test_a_position_in_half_typed_text(text: str, kind: str | None, path: tuple[str | int, ...], written: str) -> None:
+def test_a_position_in_half_typed_text_has_kind_path_and_text(
+    text: str, kind: str | None, path: tuple[str | int, ...], written: str
+) -> None:
     """The cursor needs neither the text behind the position, nor valid TOML in the lines above."""
-    found = at(text)
-    assert (found and (found.kind, found.path, found.written)) == (kind and (kind, path, written))
+    cursor = cursor_at(text)
+    assert (cursor and (cursor.kind, cursor.path, cursor.written)) == (kind and (kind, path, written))
 
 
-def test_every_position_of_every_shipped_recipe_is_read() -> None:
-    """Each key and value is found again at its own range, in a text of all kinds of tables."""
+def test_the_token_at_every_position_of_a_shipped_recipe_is_in_its_range() -> None:
+    """A cursor's text is contained in the range of its key or value, in a recipe with all kinds of tables."""
     text = (Path(__file__).parents[3] / "recipes" / "pretrain.toml").read_text("utf-8")
-    found = {Cursor.at(text, offset) for offset in range(0, len(text), 7)} - {None}
-    assert len(found) > 200
-    for cursor in found:
+    cursors = {Cursor.at(text, offset) for offset in range(0, len(text), 7)} - {None}
+    assert len(cursors) > 200
+    for cursor in cursors:
         assert cursor and cursor.written in text[cursor.start : cursor.end]

@@ -1,4 +1,4 @@
-"""Where something is defined."""
+"""Definitions of nodes, settings, variables and components."""
 
 from pathlib import Path
 
@@ -33,19 +33,21 @@ BASE = (
         ("[store]\nno|ne = 3\n", []),
     ],
 )
-def test_where_it_is_defined(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
-    """In the recipe below that has it, or in the source of the component; several places for a group."""
+def test_a_definition_is_in_a_lower_recipe_or_in_the_source(
+    workspace: Workspace, point: Point, text: str, lines: list[str]
+) -> None:
+    """Definitions lead to a lower recipe or to the component's source, and a group has several."""
     Path("base.toml").write_text(BASE, "utf-8")
-    found = [*find_definitions(workspace, point(f'extends = "base.toml"\n{text}'))]
+    positions = [*find_definitions(workspace, point(f'extends = "base.toml"\n{text}'))]
     shown = []
-    for position in found:
+    for position in positions:
         path = Path(position.source)
         shown.append(f"{path.name}: {path.read_text('utf-8').splitlines()[position.line - 1]}")
     assert [line.split(" = setting(")[0] for line in lines] == [line.split(" = setting(")[0] for line in shown]
 
 
-def test_bases_are_files(workspace: Workspace, point: Point) -> None:
-    """Shipped ones by name, others beside the recipe."""
+def test_definitions_of_bases_are_files(workspace: Workspace, point: Point) -> None:
+    """A base leads to the shipped recipe or to the file beside the recipe."""
     Path("base.toml").write_text(BASE, "utf-8")
     assert [Path(p.source).name for p in find_definitions(workspace, point('extends = ["sm|all", "base.toml"]\n'))] == [
         "small.toml"

@@ -16,14 +16,15 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "faulty"
 @pytest.mark.parametrize("name", ["shop", "drawloom"])
 def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    Of the golden recipes, in the same words; each mark begins where `check` says, or at `extends`. What the machine
-    lacks is not marked: no files are read while a recipe is typed.
+    Golden recipes have marks with the texts and positions of `check`, or at `extends`.
+
+    Problems of the machine are not marked, because no files are read while a recipe is typed.
     """
     monkeypatch.chdir(GOLDEN)
     workspace, compared = Workspace(Project.of("support.shop" if name == "shop" else "drawloom")), set[str]()
     for path in sorted(GOLDEN.resolve().glob("*.toml")):
         head, golden = path.read_bytes(), path.with_suffix(".txt").read_text("utf-8").splitlines()[1:]
-        # Others are given values as on the command line, or are not text.
+        # Other recipes have values of the command line, or are not text.
         if head.startswith(b"# project: shop") != (name == "shop") or b"# arguments" in head or not head.isascii():
             continue
         text = head.decode()
@@ -54,13 +55,13 @@ def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_diagnostics_cover_the_faulty_token(workspace: Workspace, write: Write, text: str, marked: list[str]) -> None:
-    """A key, a header or a value up to the end of its line, and no more."""
+    """A mark covers a key, a header or a value up to the end of its line."""
     path = write("mine.toml", text)
-    assert [text[one.start : one.end] for one in diagnose(workspace, path)] == marked
+    assert [text[mark.start : mark.end] for mark in diagnose(workspace, path)] == marked
 
 
 def test_a_problem_of_a_base_is_marked_at_extends(workspace: Workspace, write: Write) -> None:
-    """It has the place in the base, and is not repeated when the base itself is shown."""
+    """The mark names the position in the base, and the base itself has its own mark."""
     base = write("base.toml", 'extends = "small"\n[store]\nsize = 0\n')
     text = '# A recipe\nextends = "base.toml" # and more\n'
     (mark,) = diagnose(workspace, write("mine.toml", text))
@@ -71,5 +72,5 @@ def test_a_problem_of_a_base_is_marked_at_extends(workspace: Workspace, write: W
 
 
 def test_a_position_beyond_the_text_becomes_its_end(workspace: Workspace) -> None:
-    """A position beyond a text that has become shorter is mapped to the end."""
+    """A position beyond a shortened text is mapped to its end."""
     assert find_offset("a\nb", Position("x", 9, 9)) == 3 and find_offset("a\nb", Position("x", 2, 1)) == 2

@@ -24,13 +24,13 @@ from support.editor import Point, Write
     ],
 )
 def test_hover_explains_the_token(workspace: Workspace, point: Point, text: str, lines: list[str]) -> None:
-    """Values with type, documentation, default and origin; nodes and edges; components; variables; valid or not."""
+    """A hover has type, documentation, default and origin of values, nodes, edges, components and variables."""
     shown = describe_token(workspace, point(f'extends = "small"\n{text}'))
     assert all(line in shown for line in lines), shown
 
 
-def test_groups_and_overlays(workspace: Workspace, point: Point) -> None:
-    """A group lists its members; a node of an overlay has the documentation of its usual component."""
+def test_hover_explains_groups_and_overlays(workspace: Workspace, point: Point) -> None:
+    """A group lists its members, and an overlay's node has the documentation of its usual component."""
     group = 'extends = "small"\n[a.x]\nuse = "pages.plain"\ntitle = ""\n[trainer]\npages = ["@a|.*"]\n'
     assert describe_token(workspace, point(group)).endswith("[a.x] pages.plain: Answers with what a store holds.")
     assert (
@@ -42,7 +42,7 @@ def test_groups_and_overlays(workspace: Workspace, point: Point) -> None:
 
 
 def test_half_typed_text_is_explained_by_the_last_analysis(workspace: Workspace, write: Write, point: Point) -> None:
-    """A line that is not TOML does not end the help with the others."""
+    """A line that is not TOML leaves the help for other lines intact."""
     point('extends = "small"\n|[page]\ntitle = "A"\n')
-    found = point('extends = "small"\n[page]\ncoun\nti|tle = "A"\n')
-    assert describe_token(workspace, found).startswith('[page] title = "A"  (string; mine.toml:3:1)')
+    meaning = point('extends = "small"\n[page]\ncoun\nti|tle = "A"\n')
+    assert describe_token(workspace, meaning).startswith('[page] title = "A"  (string; mine.toml:3:1)')

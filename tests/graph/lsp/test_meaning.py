@@ -1,4 +1,4 @@
-"""What keys and values mean."""
+"""Meanings of keys and values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,22 +27,22 @@ GROUP = '[shelf.a]\nuse = "stores.memory"\n'
         ("[nowhere]\nx|y = 3\n", {"node": "", "path": ("nowhere", "xy"), "field": None}),
     ],
 )
-def test_meaning_of_a_position(point: Point, text: str, expected: Mapping[str, Any]) -> None:
-    """The node and the key, also of groups, inline nodes and edits; references and variables as they are written."""
-    found = point(f'extends = "small"\n{text}')
-    values = {name: getattr(found, name) for name in expected}
+def test_a_position_has_a_meaning(point: Point, text: str, expected: Mapping[str, Any]) -> None:
+    """A meaning names node, key, reference, variable or component, also in groups, inline nodes and edits."""
+    meaning = point(f'extends = "small"\n{text}')
+    values = {name: getattr(meaning, name) for name in expected}
     if values.get("field"):
         values["field"] = values["field"].name
     assert values == expected
 
 
 def test_meaning_names_the_extended_base(point: Point) -> None:
-    """The meaning of a string in `extends`, alone or in an array, is the base."""
+    """A string in `extends`, alone or in an array, means a base."""
     assert point('extends = "sm|all"\n').base == point('extends = ["sm|all"]\n').base == "small"
 
 
 def test_an_overlay_has_the_usual_components(point: Point) -> None:
-    """A node without `use` is taken for what it is in the shipped recipes."""
-    found = point("[page]\nti|tle = 'x'\n")
-    assert found.analysis.is_overlay and found.spec and found.spec.use == "pages.plain"
-    assert found.field and found.field.name == "title"
+    """A node without `use` has the component of the shipped recipes."""
+    meaning = point("[page]\nti|tle = 'x'\n")
+    assert meaning.analysis.is_overlay and meaning.spec and meaning.spec.use == "pages.plain"
+    assert meaning.field and meaning.field.name == "title"

@@ -1,4 +1,4 @@
-"""Where nodes are named, and their new names."""
+"""References to nodes and variables, and renames."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ APART = 'extends = "small"\n[page2]\nuse = "pages.plain"\ntitle = "another"\n'
 
 @pytest.fixture
 def shelf(workspace: Workspace) -> Workspace:
-    """A base, a recipe on top of it, one on top of that without the node, and one that is apart, all on disk."""
+    """Write a base, two recipes on top without the node in the last, and a separate recipe."""
     texts = {
         "base": BASE,
         "top": ON_TOP,
@@ -49,22 +49,22 @@ def shelf(workspace: Workspace) -> Workspace:
     return workspace
 
 
-def lines(workspace: Workspace, found: References) -> dict[str, list[int]]:
-    """The lines, from 1, of all references by file."""
+def lines_by_file(workspace: Workspace, references: References) -> dict[str, list[int]]:
+    """Return the lines, from 1, of all references by file name."""
     return {
-        path.name: [workspace.text(path).count("\n", 0, at.start) + 1 for at in places]
-        for path, places in found.files.items()
+        path.name: [workspace.text(path).count("\n", 0, at.start) + 1 for at in ranges]
+        for path, ranges in references.files.items()
     }
 
 
 def test_references_cover_recipes_that_are_merged(shelf: Workspace) -> None:
-    """Headers, keys, references, edits and `unset`; no comments, titles, longer names, nor recipes that are apart."""
+    """References cover headers, keys, edits and `unset` of merged recipes, not comments, titles or longer names."""
     here = shelf.folders[0]
     expected = {"base.toml": [3, 7], "top.toml": [3, 4, 6, 7, 7, 8, 9, 12]}
     for name in ("base", "top"):
-        assert lines(shelf, References.of(shelf, here / f"{name}.toml", ("page2",))) == expected
-    assert lines(shelf, References.of(shelf, here / "apart.toml", ("page2",))) == {"apart.toml": [2]}
-    shipped = lines(shelf, References.of(shelf, here / "base.toml", ("page",)))
+        assert lines_by_file(shelf, References.of(shelf, here / f"{name}.toml", ("page2",))) == expected
+    assert lines_by_file(shelf, References.of(shelf, here / "apart.toml", ("page2",))) == {"apart.toml": [2]}
+    shipped = lines_by_file(shelf, References.of(shelf, here / "base.toml", ("page",)))
     assert shipped.keys() == {"small.toml", "base.toml"}
 
 
@@ -88,14 +88,14 @@ def test_only_nodes_and_variables_can_be_renamed(point: Point, text: str, symbol
     assert find_symbol(point(whole), whole.index("|")) == symbol
 
 
-def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
-    """The recipes of the family are checked with the new name as with the old one, whose problems had the old name."""
+def test_a_rename_keeps_recipes_valid(shelf: Workspace) -> None:
+    """After a rename, the recipes have as many problems as before, and the new node."""
     paths = [shelf.folders[0] / f"{name}.toml" for name in ("base", "top", "last")]
     before = [[str(problem) for problem in shelf.check(path)] for path in paths]
-    found = rename(shelf, paths[1], ("page2",), "kiosk")
-    for path, places in found.items():
+    renames = rename(shelf, paths[1], ("page2",), "kiosk")
+    for path, ranges in renames.items():
         text = shelf.text(path)
-        for at in reversed(places):
+        for at in reversed(ranges):
             text = text[: at.start] + "kiosk" + text[at.end :]
         shelf.texts[path] = text
     assert shelf.text(paths[0]) == BASE.replace("[page2]", "[kiosk]").replace("@page2", "@kiosk")
@@ -106,7 +106,7 @@ def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("symbol", "new", "why"),
+    ("symbol", "new", "reason"),
     [
         (("page2",), "new", r"last.toml already has 'new'"),
         (("page2",), "store", r"already has 'store'"),
@@ -117,14 +117,14 @@ def test_a_renamed_recipe_is_the_same(shelf: Workspace) -> None:
         (("trainer",), "runner", "a run starts from the node with this name"),
     ],
 )
-def test_names_that_would_break_a_recipe_are_refused(shelf: Workspace, symbol: Symbol, new: str, why: str) -> None:
-    """Names that some recipe of the family has, or that none may have, and nodes of shipped recipes."""
-    with pytest.raises(UserError, match=why):
+def test_names_that_would_break_a_recipe_are_refused(shelf: Workspace, symbol: Symbol, new: str, reason: str) -> None:
+    """A rename refuses taken and invalid names, and nodes of shipped recipes."""
+    with pytest.raises(UserError, match=reason):
         rename(shelf, shelf.folders[0] / "base.toml", symbol, new)
 
 
-def test_a_recipe_that_cannot_be_read_may_have_the_name(shelf: Workspace, write: Write) -> None:
-    """Nothing is renamed then; files in folders of others are not touched either."""
+def test_an_unreadable_recipe_prevents_a_rename(shelf: Workspace, write: Write) -> None:
+    """Nothing is renamed if a recipe is unreadable, and files of other folders are not touched."""
     write("broken.toml", 'extends = "base.toml"\n[page2]\nx =\n')
     with pytest.raises(UserError, match=r"broken.toml can't be read"):
         rename(shelf, shelf.folders[0] / "base.toml", ("page2",), "kiosk")
@@ -133,8 +133,8 @@ def test_a_recipe_that_cannot_be_read_may_have_the_name(shelf: Workspace, write:
     assert not shelf.owns(here.parent / "a.toml")
 
 
-def test_a_variable_is_found_and_renamed(workspace: Workspace, write: Write) -> None:
-    """Where it is set, and where it is used."""
+def test_a_variable_is_renamed_in_definition_and_uses(workspace: Workspace, write: Write) -> None:
+    """A variable is renamed in its definition and in all uses."""
     text = '[vars]\nn = 1\nm = 2\n[s]\nuse = "stores.memory"\nsize = "$vars.n"\nname = "n"\n'
     path = write("mine.toml", text)
     workspace.check(path)

@@ -1,4 +1,4 @@
-"""Open recipes, and what is known of them."""
+"""Analyses of open recipes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from support.editor import Write
 
 
 def test_unsaved_text_is_checked_over_an_unsaved_base(workspace: Workspace, write: Write) -> None:
-    """Unsaved texts for a recipe and its bases take precedence over files on disk."""
+    """Unsaved texts of a recipe and its bases take precedence over files on disk."""
     Path("base.toml").write_text('extends = "small"\n[store]\nsize = 1\n', "utf-8")
     mine = write("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n')
     assert [problem.text for problem in workspace.check(mine)] == ["3 workers can't share 1 values"]
@@ -21,7 +21,7 @@ def test_unsaved_text_is_checked_over_an_unsaved_base(workspace: Workspace, writ
 
 
 def test_half_typed_text_keeps_the_last_analysis(workspace: Workspace, write: Write) -> None:
-    """A syntax error is the one problem, and what was known before is kept; also if the base is half-typed."""
+    """A syntax error is the only problem, and the last analysis is kept."""
     mine = write("mine.toml", 'extends = "small"\n[page]\ntitle = "A"\n')
     workspace.check(mine)
     known = workspace.analyses[mine]
@@ -30,8 +30,8 @@ def test_half_typed_text_keeps_the_last_analysis(workspace: Workspace, write: Wr
     assert workspace.analyses[mine] is known and known.graph.nodes["page"].settings["title"] == "A"
 
 
-def test_a_change_concerns_the_documents_that_extend_it(workspace: Workspace, write: Write) -> None:
-    """Directly or not, and those that could not be read yet."""
+def test_dependents_are_the_documents_that_extend_a_document(workspace: Workspace, write: Write) -> None:
+    """Dependents extend a document directly or indirectly, or could not be read yet."""
     base = write("base.toml", 'extends = "small"\n')
     middle = write("middle.toml", 'extends = "base.toml"\n')
     top = write("top.toml", 'extends = "middle.toml"\n')
@@ -61,12 +61,12 @@ def test_a_change_concerns_the_documents_that_extend_it(workspace: Workspace, wr
 def test_recipes_are_distinguished_from_other_toml(
     workspace: Workspace, write: Write, text: str, is_recipe: bool
 ) -> None:
-    """By what a recipe has, since nothing in its name says so."""
+    """Recipes are recognized by their content, because their names have no mark."""
     assert workspace.is_recipe(write("file.toml", text)) == is_recipe
 
 
 def test_an_overlay_has_no_problems_that_its_base_may_solve(workspace: Workspace, write: Write) -> None:
-    """A missing node, `use` or variable may be in the recipe that it is merged over; a wrong value is wrong always."""
+    """An overlay's missing node, `use` or variable is not a problem, and a wrong value is."""
     text = 'unset = ["spare"]\n[page]\ntitle = "$vars.name"\nstore = "@store"\n'
     text += '[other]\nuse = "stores.memory"\nsize = "x"\n'
     assert [problem.code for problem in workspace.check(write("overlay.toml", text))] == ["DL303"]
@@ -76,7 +76,7 @@ def test_an_overlay_has_no_problems_that_its_base_may_solve(workspace: Workspace
 
 
 def test_a_workspace_lists_recipes_written_by_users(workspace: Workspace, write: Write) -> None:
-    """On disk or open only; no lock files of runs, nothing in hidden folders, no other TOML."""
+    """A workspace lists saved and open recipes, without lock files, hidden folders and other TOML files."""
     recipe = 'extends = "small"\n'
     for name in ("a.toml", "sub/b.toml", f"runs/x/{LOCK}", ".hidden/c.toml", "node_modules/d.toml"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Edits of lists."""
+"""Edits of lists in recipes."""
 
 from pathlib import Path
 
@@ -13,30 +13,30 @@ BASE = '[a]\nuse = "x.y"\nlist = ["@one", "@two", "@three"]\nnumbers = [1, 2.0, 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a recipe that has lists."""
+    """Return the current directory, with a recipe that has lists."""
     monkeypatch.chdir(tmp_path)
     Path("base.toml").write_text(BASE, "utf-8")
     return tmp_path
 
 
 def load(text: str, *words: str) -> MergedRecipe:
-    """The recipe of a text that extends the base, and of overrides."""
+    """Load a text that extends the base, with overrides."""
     Path("top.toml").write_text(f'extends = "base.toml"\n{text}', "utf-8")
     return Project.of("support.shop").load("top.toml", words=words)
 
 
-def edited(text: str, *words: str, key: str = "list") -> list[object]:
-    """The list after the edits, of which none has a problem."""
+def edit_list(text: str, *words: str, key: str = "list") -> list[object]:
+    """Return the list after edits without problems."""
     recipe = load(text, *words)
     assert recipe.problems == []
     return list(leaf(recipe, key).value)
 
 
 def leaf(recipe: MergedRecipe, key: str = "list") -> Leaf:
-    """A list with its history."""
-    found = recipe.nodes["a"].items[key]
-    assert isinstance(found, Leaf)
-    return found
+    """Return a list with its history."""
+    item = recipe.nodes["a"].items[key]
+    assert isinstance(item, Leaf)
+    return item
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def leaf(recipe: MergedRecipe, key: str = "list") -> Leaf:
     ],
 )
 def test_elements_are_removed_and_inserted_at_their_anchors(edit: str, result: str) -> None:
-    """An edit refers to the list as it was, so that removing an anchor and inserting at it replaces the anchor."""
-    assert edited(f"[edit.a.list]\n{edit}") == [f"@{name}" for name in result.split()]
+    """Edits refer to the list before them, so an anchor is replaced by removing it and inserting at it."""
+    assert edit_list(f"[edit.a.list]\n{edit}") == [f"@{name}" for name in result.split()]
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_elements_are_removed_and_inserted_at_their_anchors(edit: str, result: s
     ],
 )
 def test_elements_that_equal_one_another_only_in_python_are_distinct(edit: str, result: list[object]) -> None:
-    """1, 1.0 and true are different elements; an anchor that is no string is named by its TOML text."""
-    assert edited(f"[edit.a.numbers]\n{edit}", key="numbers") == result
+    """1, 1.0 and true are different elements, and anchors other than strings are named by their TOML text."""
+    assert edit_list(f"[edit.a.numbers]\n{edit}", key="numbers") == result
     assert load("[edit.a.numbers]\nremove = 2").problems[0].code == "DL119"
 
 
 def test_an_edit_applies_to_lists_from_lower_layers_and_its_own_layer() -> None:
     """Layers merge in order: an edit sees earlier edits and its own layer's list, and a later list discards it."""
-    assert edited('[edit.a.list]\nremove = "@one"', "edit.a.list.remove=@two") == ["@three"]
-    assert edited('[a]\nlist = ["@x", "@y"]\n[edit.a.list]\nremove = "@x"') == ["@y"]
-    assert edited('[edit.a.list]\nremove = "@one"', 'a.list=["@z"]') == ["@z"]
+    assert edit_list('[edit.a.list]\nremove = "@one"', "edit.a.list.remove=@two") == ["@three"]
+    assert edit_list('[a]\nlist = ["@x", "@y"]\n[edit.a.list]\nremove = "@x"') == ["@y"]
+    assert edit_list('[edit.a.list]\nremove = "@one"', 'a.list=["@z"]') == ["@z"]
 
 
 @pytest.mark.parametrize(
@@ -89,37 +89,37 @@ def test_an_edit_applies_to_lists_from_lower_layers_and_its_own_layer() -> None:
     ],
 )
 def test_lists_are_edited_on_the_command_line(words: list[str]) -> None:
-    """An edit is written on the command line by the same keys as in a file."""
+    """Edits on the command line use the keys of a file."""
     from drawloom.graph.cli.main import split_words
 
-    assert edited("", *split_words(words)[1]) == ["@two", "@new", "@three"]
+    assert edit_list("", *split_words(words)[1]) == ["@two", "@new", "@three"]
 
 
 def test_the_anchor_of_a_group_or_its_member_keeps_its_dots_on_the_command_line() -> None:
-    """From the "@" on, a key of the command line is the name of one node."""
+    """On the command line, a key after "@" is one node name, with its dots."""
     text = '[a]\nlist = ["@g.one", "@g.*"]'
     words = ["edit.a.list.after.@g.one=@x", "edit.a.list.before.@g.*=@y"]
-    assert edited(text, *words) == ["@g.one", "@x", "@y", "@g.*"]
+    assert edit_list(text, *words) == ["@g.one", "@x", "@y", "@g.*"]
 
 
 def test_every_element_keeps_the_position_where_it_is_written() -> None:
-    """A problem with an element leads to the file and line of that element, also after several edits."""
+    """Every element of an edited list has the file and line where it is written."""
     recipe = load('[edit.a.list]\nbefore."@one" = ["@new"]', "edit.a.list.after.@new=@last")
     table = recipe.nodes["a"]
     assert isinstance(table, Table)
-    places = [str(locate(table, ("list", number))) for number in range(5)]
-    assert places == ["top.toml:3:18", "command line", "base.toml:3:9", "base.toml:3:17", "base.toml:3:25"]
+    positions = [str(locate(table, ("list", number))) for number in range(5)]
+    assert positions == ["top.toml:3:18", "command line", "base.toml:3:9", "base.toml:3:17", "base.toml:3:25"]
     assert leaf(recipe).label == "base.toml:3:1 and top.toml:2:9 and command line"
 
 
 def test_an_edit_with_a_problem_leaves_the_list_as_it_was() -> None:
-    """The list is not edited by halves, so that no further problems follow from the first."""
+    """A list with a faulty edit is not edited at all, so that no further problems follow."""
     recipe = load('[edit.a.list]\nremove = ["@one", "@missing"]')
     assert [problem.code for problem in recipe.problems] == ["DL119"]
     assert leaf(recipe).value == ["@one", "@two", "@three"]
 
 
 def test_a_node_that_may_be_called_like_an_operation_is_edited() -> None:
-    """Keys are operations only where the recipe has a list."""
+    """A node called `remove` with a list called `after` is edited like others."""
     text = '[remove]\nuse = "x.y"\nafter = ["@one"]\n[edit.remove.after]\nremove = "@one"'
     assert load(text).problems == []

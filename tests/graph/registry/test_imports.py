@@ -1,4 +1,4 @@
-"""What `--import` may name."""
+"""Files, folders and packages for `--import`."""
 
 import sys
 from pathlib import Path
@@ -19,9 +19,9 @@ class Small:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, which is not on Python's path, with a component in a file and in a folder."""
+    """Return the current folder, outside of Python's path, with a component in a file and in a folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     (tmp_path / "sub" / "lab_of_imports").mkdir(parents=True)
     for path in ("file_of_imports.py", "sub/lab_of_imports/small.py"):
         (tmp_path / path).write_text(STORE, "utf-8")
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use: str) -> None:
-    """By its path or, in the current folder, by its name; Python's path need not have it."""
+    """A file or folder outside of Python's path is imported by path, or by name in the current folder."""
     project = Project.of("support.shop").with_imports([given.format(here=here)])
     assert project.graph(MergedRecipe.of({"store": {"use": use}}), root="").errors == []
     assert use in project.registry.names()
@@ -59,7 +59,7 @@ def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use:
     ],
 )
 def test_an_invalid_import_is_refused(here: Path, given: str, message: str) -> None:
-    """Each with what to do; a file that Python would not import by its name is none of the components."""
+    """Every invalid import is refused with a remedy, also a file that Python would import from elsewhere."""
     for name in ("Upper.py", "plain.py"):
         (here / name).touch()
     (here / "argparse.py").write_text(STORE, "utf-8")
@@ -68,7 +68,7 @@ def test_an_invalid_import_is_refused(here: Path, given: str, message: str) -> N
 
 
 def test_two_components_in_a_file_are_a_problem(here: Path) -> None:
-    """A name is of one component: both classes are named."""
+    """Two components in a file are a problem that names both classes."""
     (here / "two_of_imports.py").write_text(STORE + STORE.partition("\n")[2].replace("Small", "Large"), "utf-8")
     project = Project.of("support.shop").with_imports(["two_of_imports.py"])
     [problem] = project.graph(MergedRecipe.of({"store": {"use": "two_of_imports"}}), root="").errors

@@ -1,4 +1,4 @@
-"""Where components come from."""
+"""The registry of components."""
 
 import sys
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ HOSTILE = [
 
 
 @pytest.fixture
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Record imports, executions and files opened for writing; a secret module lies on the import path."""
+def audit_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Record imports and executions, with a secret module on the import path."""
     (tmp_path / "secret.py").write_text(SECRET, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -86,14 +86,16 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
         elif event.startswith(("os.system", "os.exec", "os.posix_spawn", "subprocess", "socket", "shutil")):
             seen.append(event)
 
-    Project.of("support.shop").graph(MergedRecipe.of({"a": {"use": "nobody.knows"}}))  # what is imported in any case
+    Project.of("support.shop").graph(
+        MergedRecipe.of({"a": {"use": "nobody.knows"}})
+    )  # imports the modules of any recipe
     sys.addaudithook(listen)
     yield seen
     active[0] = False
 
 
-def everywhere(text: str) -> list[dict[str, Any]]:
-    """Recipes that hold a text in every place that takes one."""
+def recipes_with(text: str) -> list[dict[str, Any]]:
+    """Return recipes with a text at every position that accepts one."""
     shop: dict[str, Any] = {"use": "stores.memory"}
     return [
         {"a": {"use": text}},
@@ -112,24 +114,24 @@ def everywhere(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
-def test_a_recipe_imports_nothing_but_components(text: str, watched: list[str]) -> None:
-    """No string in any part of a recipe imports or runs anything but a shipped component."""
+def test_a_recipe_imports_nothing_but_components(text: str, audit_events: list[str]) -> None:
+    """No string in a recipe imports or runs anything but a shipped component."""
     project = Project.of("support.shop")
-    for data in everywhere(text):
+    for data in recipes_with(text):
         project.graph(MergedRecipe.of(data), root="")
-    strange = [name for name in watched if not name.startswith("support.shop.")]
+    strange = [name for name in audit_events if not name.startswith("support.shop.")]
     assert strange == []
-    assert not [name for name in watched if name.startswith("support.shop.secret")]
+    assert not [name for name in audit_events if name.startswith("support.shop.secret")]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_no_hostile_name_is_found(text: str) -> None:
-    """A name is looked up among files before anything is imported."""
+    """A hostile name has no candidates, because names are looked up among files before any import."""
     assert PackageSource.of("support.shop.components").candidates(text) == []
 
 
-def test_each_name_leads_to_the_module_of_its_path() -> None:
-    """Each component of a folder is found under the name that the folder lists."""
+def test_a_name_leads_to_the_module_of_its_path() -> None:
+    """A folder lists its components by dotted path, and each name loads its class."""
     folder = PackageSource.of("support.shop.components")
     assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
     assert all(NAME.fullmatch(name) for name in folder.names())
@@ -138,7 +140,7 @@ def test_each_name_leads_to_the_module_of_its_path() -> None:
 
 
 def declare(folder: Path, distribution: str, **entries: str) -> None:
-    """Put what an installed distribution with entry points leaves behind into a folder."""
+    """Write the metadata of an installed distribution with entry points into a folder."""
     info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n", "utf-8")
@@ -162,13 +164,13 @@ class Shed:
 
 
 class Plain:
-    """No component."""
+    """Not a component."""
 '''
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of installed packages with a module of a third party."""
+    """Return a folder on Python's path with a third-party module."""
     (tmp_path / "third_party.py").write_text(STORE, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "third_party", raising=False)
@@ -195,9 +197,9 @@ def problems(data: dict[str, Any]) -> list[str]:
     ],
 )
 def test_names_in_a_folder_are_compared_by_their_last_words(use: str, hint: str) -> None:
-    """Not by the folder, which all share: where no last word is near, the hint says what the folder has."""
-    found = Project.of("drawloom").registry.find(use)
-    assert isinstance(found, Problem) and found.hint == hint
+    """Names in a folder are compared by their last words; if none is near, the hint lists the folder."""
+    problem = Project.of("drawloom").registry.find(use)
+    assert isinstance(problem, Problem) and problem.hint == hint
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
@@ -211,7 +213,7 @@ def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
 
 
 def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> None:
-    """Listing names, and checking recipes that use others, leaves a third party's module alone."""
+    """Listing names and checking recipes without a third-party component do not import its module."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
     assert "garden.shed" in Project.of("support.shop").registry.names()
     assert problems({"store": {"use": "stores.memory"}}) == []
@@ -219,7 +221,7 @@ def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> Non
 
 
 def test_a_name_in_two_distributions_is_a_problem_that_names_both(elsewhere: Path) -> None:
-    """A name of two distributions, or of one and a shipped component, is a problem whatever their order."""
+    """A name of two distributions, or of a distribution and a shipped component, is a problem."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
     declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
     (clash,) = problems({"store": {"use": "garden.shed"}})
@@ -245,7 +247,7 @@ def test_a_bad_entry_point_is_a_problem(elsewhere: Path, value: str, text: str) 
 
 
 def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
-    """An entry point without a subject is no component's name."""
+    """An entry point without a subject is not a component's name."""
     declare(elsewhere, "acme-sheds", shed="third_party:Shed")
     assert EntryPointSource("support.shop.components").names() == []
 
@@ -259,13 +261,13 @@ def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
     ],
 )
 def test_the_path_of_a_class_elsewhere_names_the_component_like_it(use: str, hint: str) -> None:
-    """A folder and a name as in the path of another package are ours; without them the package is to be imported."""
+    """A class path with a known folder and name suggests the component, and another path suggests --import."""
     [error] = Project.of("support.shop").graph(MergedRecipe.of({"store": {"use": use}}), root="").errors
     assert error.hint.startswith(hint)
 
 
 def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
-    """`--import PACKAGE` offers the components below a package by their dotted path; without it there are none."""
+    """Components below a package have their dotted paths as names with `--import PACKAGE` only."""
     (elsewhere / "my_sheds").mkdir()
     (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")
     (elsewhere / "my_sheds" / "small.py").write_text(STORE, "utf-8")

@@ -1,4 +1,4 @@
-"""Living objects."""
+"""Containers of built and opened objects."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -43,20 +43,20 @@ pages = ["@page", "@other"]
 """
 
 
-def disks(first: str = "", second: str = "") -> str:
-    """Two stores on disk, that may fail at a stage."""
+def disk_recipe(first: str = "", second: str = "") -> str:
+    """Return a recipe with two disk stores that fail at a stage."""
     fails = [f'fails = "{stage}"' if stage else "" for stage in (first, second)]
     return DISKS.format(first=fails[0], second=fails[1])
 
 
 def test_one_table_is_one_object(shop: Shop, project: Project) -> None:
-    """However many nodes refer to a table, they hold the same object."""
+    """All nodes that refer to a table have the same object."""
     with project.container(shop()) as objects:
         assert objects["page"].store is objects["trainer"].store is objects["store"]
 
 
 def test_only_dependencies_of_the_root_are_built(shop: Shop, project: Project) -> None:
-    """A node that nothing leads to is not constructed."""
+    """A node that the root does not need is not built."""
     graph = shop('[spare]\nuse = "pages.plain"\ntitle = "Spare"')
     with project.container(graph) as objects:
         assert set(objects) == {"store", "page", "trainer"}
@@ -65,13 +65,13 @@ def test_only_dependencies_of_the_root_are_built(shop: Shop, project: Project) -
 
 
 def test_every_built_node_of_a_kind_is_filled_in(shop: Shop, project: Project) -> None:
-    """A field of type Every holds the built nodes that fit its port, by name."""
+    """A field of type Every has the built nodes that implement its port, by name."""
     with project.container(shop()) as objects:
         assert dict(objects["trainer"].counted) == {"page": objects["page"]}
 
 
 def test_the_resolved_recipe_is_filled_in(shop: Shop, project: Project) -> None:
-    """A field of that type holds the recipe's text and hash."""
+    """A field of type ResolvedRecipe has the recipe's text and hash."""
     with project.container(shop()) as objects:
         recipe = objects["trainer"].recipe
     assert '[page]\nuse = "pages.plain"' in recipe.text and len(recipe.hash) == 64
@@ -80,7 +80,7 @@ def test_the_resolved_recipe_is_filled_in(shop: Shop, project: Project) -> None:
 def test_opening_and_closing_go_in_opposite_orders(shop: Shop, project: Project) -> None:
     """Nodes are closed once, in reverse opening order."""
     order: list[str] = []
-    container = project.container(shop(disks()))
+    container = project.container(shop(disk_recipe()))
     container.build()
     with container as objects:
         for name in ("store", "second"):
@@ -89,7 +89,7 @@ def test_opening_and_closing_go_in_opposite_orders(shop: Shop, project: Project)
 
 
 class Journal(list[str]):
-    """Tells a common list as well."""
+    """A list that appends to a common list instead."""
 
     def __init__(self, name: str, order: list[str]) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class Journal(list[str]):
 
 
 def test_a_failure_while_opening_closes_open_nodes(shop: Shop, project: Project) -> None:
-    """When a node can't open, it and those before it are closed, and its own error comes out."""
-    container = project.container(shop(disks(second="open")))
+    """If a node fails to open, it and the nodes opened before are closed, and its error is raised."""
+    container = project.container(shop(disk_recipe(second="open")))
     with pytest.raises(RuntimeError, match="second can't open"), container:
         pass
     assert container["store"].journal == container["second"].journal == ["open", "close"]
@@ -110,7 +110,7 @@ def test_a_failure_while_opening_closes_open_nodes(shop: Shop, project: Project)
 def test_nodes_are_opened_and_closed_in_the_contexts_of_all_others(
     shop: Shop, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node watches those that are opened before it and after it, and does not watch itself."""
+    """A node's stage context surrounds opening and closing of all other nodes, and not its own."""
     happened: list[str] = []
 
     @contextmanager
@@ -120,7 +120,7 @@ def test_nodes_are_opened_and_closed_in_the_contexts_of_all_others(
         happened.append(f"{disk.folder} saw {node} {stage}")
 
     monkeypatch.setattr(Disk, "stage_context", watch, raising=False)
-    with project.container(shop(disks())):
+    with project.container(shop(disk_recipe())):
         happened.append("open")
     seen = [text for text in happened if "sees" in text or text == "open"]
     assert seen == [
@@ -137,51 +137,53 @@ def test_nodes_are_opened_and_closed_in_the_contexts_of_all_others(
 
 def test_a_user_error_while_opening_names_node_and_position(shop: Shop, project: Project, monkeypatch: Any) -> None:
     """A UserError's message starts with the node and its position in the recipe."""
-    graph = shop(disks())
+    graph = shop(disk_recipe())
     monkeypatch.setattr(graph.nodes["second"].spec.cls, "open", _refuse)
     with pytest.raises(UserError, match=r"^override: \[s[a-z]+\] there is no such folder$"), project.container(graph):
         pass
 
 
-def _watching(container: Any, instead: BaseException | None = None) -> list[str]:
-    """Let both stores hear of failures, and the first of them give an exception to raise; what happens to both."""
+def _record_failures(container: Any, replacement: BaseException | None = None) -> list[str]:
+    """Register failure handlers, one of which returns an exception; return the list of later events."""
     container.build()
     happened: list[str] = []
     kind = type(container["store"])
 
-    def hear(disk: Any, error: BaseException) -> BaseException | None:
+    def record_failure(disk: Any, error: BaseException) -> BaseException | None:
         name = "store" if disk.folder == Path("first") else "second"
         happened.append(f"{name} hears {error}")
         disk.journal = Journal(name, happened)
-        return instead if name == "second" else None
+        return replacement if name == "second" else None
 
-    kind.on_failure = hear
+    kind.on_failure = record_failure
     return happened
 
 
 @pytest.fixture
-def deaf() -> Iterator[None]:
-    """Stores hear of failures no more after the test."""
+def reset_stores() -> Iterator[None]:
+    """Remove failure handlers from stores after the test."""
     yield
     kind: Any = Disk
     if "on_failure" in vars(kind):
         del kind.on_failure
 
 
-def test_failure_handlers_run_before_anything_is_closed(deaf: None, shop: Shop, project: Project) -> None:
-    """Handlers run last opened first; an exception that one returns is raised instead, with the error as its cause."""
-    container = project.container(shop(disks()))
-    happened = _watching(container, SystemExit(3))
+def test_failure_handlers_run_before_anything_is_closed(reset_stores: None, shop: Shop, project: Project) -> None:
+    """Handlers run in reverse opening order, and an exception that one returns replaces the error."""
+    container = project.container(shop(disk_recipe()))
+    happened = _record_failures(container, SystemExit(3))
     with pytest.raises(SystemExit) as caught, container:
         raise ValueError("the cause")
     assert happened == ["second hears the cause", "store hears 3", "second close", "store close"]
     assert caught.value.code == 3 and isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_failure_while_opening_calls_the_handlers_of_open_objects(deaf: None, shop: Shop, project: Project) -> None:
-    """Also the handler of the object that fails to open; its error is raised unless a handler returns another."""
-    container = project.container(shop(disks(second="open")))
-    happened = _watching(container)
+def test_a_failure_while_opening_calls_the_handlers_of_open_objects(
+    reset_stores: None, shop: Shop, project: Project
+) -> None:
+    """Handlers of open objects and of the failing object are called, and its error is raised."""
+    container = project.container(shop(disk_recipe(second="open")))
+    happened = _record_failures(container)
     with pytest.raises(RuntimeError, match="second can't open"), container:
         pass
     assert happened == [
@@ -192,10 +194,10 @@ def test_a_failure_while_opening_calls_the_handlers_of_open_objects(deaf: None, 
     ]
 
 
-def test_without_a_failure_no_handler_is_called(deaf: None, shop: Shop, project: Project) -> None:
-    """An orderly end calls no failure handler."""
-    container = project.container(shop(disks()))
-    happened = _watching(container)
+def test_without_a_failure_no_handler_is_called(reset_stores: None, shop: Shop, project: Project) -> None:
+    """A container that closes without an error calls no failure handler."""
+    container = project.container(shop(disk_recipe()))
+    happened = _record_failures(container)
     with container:
         pass
     assert happened == []
@@ -205,23 +207,23 @@ def _refuse(_disk: Any) -> None:
     raise UserError("there is no such folder")
 
 
-def test_the_body_wins_and_failures_of_closing_are_notes(shop: Shop, project: Project) -> None:
-    """The exception of the body comes out as itself; every closer runs, and what they raise is noted on it."""
-    container = project.container(shop(disks(first="close", second="close")))
+def test_the_body_error_is_raised_with_closing_failures_as_notes(shop: Shop, project: Project) -> None:
+    """The body's exception is raised, every closer runs, and their exceptions are notes."""
+    container = project.container(shop(disk_recipe(first="close", second="close")))
     with pytest.raises(KeyboardInterrupt) as caught, container:
         raise KeyboardInterrupt
     assert ["second" in note or "store" in note for note in caught.value.__notes__] == [True, True]
 
 
 def test_closing_that_fails_after_a_clean_body_is_a_group(shop: Shop, project: Project) -> None:
-    """When only closing fails, all of its failures come out together."""
-    with pytest.raises(ExceptionGroup) as caught, project.container(shop(disks(first="close", second="close"))):
+    """If only closing fails, an ExceptionGroup has all failures."""
+    with pytest.raises(ExceptionGroup) as caught, project.container(shop(disk_recipe(first="close", second="close"))):
         pass
     assert len(caught.value.exceptions) == 2
 
 
 def test_a_constructor_that_fails_names_its_node(shop: Shop, project: Project, monkeypatch: Any) -> None:
-    """A note on an exception from a constructor has the node that was being built, and its place."""
+    """A note on a constructor's exception names the node and its position."""
     graph = shop()
     monkeypatch.setattr(graph.nodes["page"].spec.cls, "__attrs_post_init__", _fail, raising=False)
     cls = graph.nodes["page"].spec.cls
@@ -236,15 +238,15 @@ def _fail(_page: Any) -> None:
 
 
 def test_two_containers_share_nothing(shop: Shop, project: Project) -> None:
-    """Objects of two containers are different, also when they are made from one graph."""
+    """Two containers of one graph have different objects."""
     graph = shop()
     with project.container(graph) as one, project.container(graph) as other:
         assert not {id(item) for item in one.values()} & {id(item) for item in other.values()}
 
 
 def test_two_containers_of_one_graph_share_no_setting(shop: Shop, project: Project) -> None:
-    """An object may change the lists that it was given; neither another container nor the graph sees it."""
-    graph = shop(disks())
+    """An object that changes its list settings changes neither the graph nor other containers."""
+    graph = shop(disk_recipe())
     with project.container(graph) as one:
         assert one["store"].journal == ["open"]
         with project.container(graph) as other:
@@ -253,7 +255,7 @@ def test_two_containers_of_one_graph_share_no_setting(shop: Shop, project: Proje
 
 
 def test_a_graph_does_not_change(shop: Shop) -> None:
-    """Nodes, settings and edges are read-only; other values make another graph."""
+    """Nodes, settings and edges are read-only, and `with_values` returns another graph."""
     graph = shop()
     for change in (
         lambda: setattr(graph, "nodes", {}),
@@ -269,7 +271,7 @@ def test_a_graph_does_not_change(shop: Shop) -> None:
 
 
 class Till:
-    """A store that a test made."""
+    """A store for replacements."""
 
     def get(self, key: str) -> Any:
         return key
@@ -277,20 +279,20 @@ class Till:
     def put(self, key: str, value: Any) -> None: ...
 
     def close(self) -> None:
-        raise AssertionError("what is given is not closed")
+        raise AssertionError("a replacement must not be closed")
 
 
 def test_a_replacement_is_used_in_place_of_a_node(shop: Shop, project: Project) -> None:
-    """Nothing is built that only the replaced node needs, and what is given is neither opened nor closed."""
+    """Nodes that only the replaced node needs are not built, and the replacement is not opened or closed."""
     till = Till()
-    graph = shop(disks())
+    graph = shop(disk_recipe())
     with project.container(graph, "page", replacements={"store": till}) as objects:
         assert objects["page"].store is till
         assert set(objects) == {"page", "store"}
 
 
 def test_a_replacement_must_implement_the_ports(shop: Shop, project: Project) -> None:
-    """It is checked against the ports of the edges that lead to it, and its name against the nodes."""
+    """A replacement is checked against the ports of its edges, and its name against the nodes."""
     with pytest.raises(
         TypeError, match=r"replacement for \[store\] does not implement the port of \[page\] store: it has no get\(\)"
     ):
@@ -300,7 +302,7 @@ def test_a_replacement_must_implement_the_ports(shop: Shop, project: Project) ->
 
 
 def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, project: Project) -> None:
-    """Given as None it is neither built nor opened; where an edge is required, None is refused as any other object."""
+    """None replaces a node with optional edges only, and is refused for a required edge."""
     graph = shop('[other]\nuse = "pages.plain"\ntitle = "Other"\n[page]\nfallback = "@other"')
     with project.container(graph, "page", replacements={"other": None}) as objects:
         assert objects["page"].fallback is None and objects["other"] is None
@@ -309,23 +311,23 @@ def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, pro
 
 
 def test_a_replacement_need_not_fit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
-    """For a part of a graph it is enough to implement the ports that this part takes."""
+    """A replacement need only implement the ports of edges in the built part of the graph."""
     graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')
-    till = Till()  # [menu] takes a page or a store, and [trainer] pages only
+    till = Till()  # [menu] accepts a page or a store, and [trainer] pages only
     with project.container(graph, "menu", replacements={"page": till}) as objects:
         assert objects["menu"].backup is till
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_is_raised_as_itself(shop: Shop, project: Project, stop: type[BaseException]) -> None:
-    """KeyboardInterrupt is not wrapped in an ExceptionGroup, also if closing fails."""
-    with pytest.raises(stop), project.container(shop(disks(second="close"))):
+    """KeyboardInterrupt and SystemExit are not wrapped in an ExceptionGroup, even if closing fails."""
+    with pytest.raises(stop), project.container(shop(disk_recipe(second="close"))):
         raise stop
 
 
 def test_every_node_is_timed(shop: Shop, project: Project) -> None:
-    """Each built node has a span for building, and for opening and closing if it can be opened and closed."""
-    with project.container(shop(disks())) as objects:
+    """A built node has a timing for building, and for opening and closing if it has these methods."""
+    with project.container(shop(disk_recipe())) as objects:
         pass
     stages = [(timing.node, timing.stage) for timing in objects.timings]
     assert [name for name, stage in stages if stage == "build"] == list(objects)
@@ -336,8 +338,8 @@ def test_every_node_is_timed(shop: Shop, project: Project) -> None:
 FAILURES: list[type[BaseException] | None] = [None, ValueError, KeyboardInterrupt, SystemExit]
 
 
-def opened(failures: list[type[BaseException] | None], closed: list[int]) -> NamedExitStack:
-    """Closers that record when they are called, and then raise."""
+def make_stack(failures: list[type[BaseException] | None], closed: list[int]) -> NamedExitStack:
+    """Return a stack of closers that record their calls and then raise."""
     stack = NamedExitStack()
     for number, failure in enumerate(failures):
 
@@ -354,10 +356,10 @@ def opened(failures: list[type[BaseException] | None], closed: list[int]) -> Nam
 def test_every_closer_runs_and_nothing_is_lost(
     failures: list[type[BaseException] | None], cause: type[BaseException] | None
 ) -> None:
-    """Closing is last in, first out whatever fails; every failure is raised or is a note on what is raised."""
+    """Closers run last in, first out, and every failure is raised or is a note on the raised exception."""
     closed: list[int] = []
     body = cause("body") if cause else None
-    stack = opened(failures, closed)
+    stack = make_stack(failures, closed)
     raised: BaseException | None = None
     try:
         stack.close_all(body)
@@ -380,20 +382,20 @@ def test_every_closer_runs_and_nothing_is_lost(
 
 
 def other_failures(error: BaseException | None) -> list[str]:
-    """The other failures in the notes of an exception."""
+    """List the other failures in an exception's notes."""
     notes = getattr(error, "__notes__", [])
     return [note.split(": ")[2].split(" (")[0] for note in notes if note.startswith("then: ")]
 
 
 def test_a_failure_names_the_node_that_was_closing() -> None:
-    """Each exception of a group names its node."""
+    """A note on every exception of a group names the node."""
     with pytest.raises(ExceptionGroup) as caught:
-        opened([ValueError], []).close_all(None)
+        make_stack([ValueError], []).close_all(None)
     assert caught.value.exceptions[0].__notes__ == ["while closing [thing0]"]
 
 
 def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
-    """Nodes by the time they took in all, those below a millisecond together, and the sum."""
+    """The table lists nodes by total time, all nodes below a millisecond in one line, and the sum."""
     timings = [
         NodeTiming("model", "build", 0.0, 0.25),
         NodeTiming("data", "open", 0.3, 1.5),
@@ -411,7 +413,7 @@ def test_the_timing_table_sums_fast_nodes_in_one_line() -> None:
 
 
 def test_a_stage_that_fails_is_timed() -> None:
-    """The time until a failure is recorded."""
+    """A failed stage has a timing."""
     timings: list[NodeTiming] = []
     with pytest.raises(ValueError, match="no"), StageTimer(timings, "x", "open"):
         raise ValueError("no")

@@ -1,4 +1,4 @@
-"""What a machine lacks for a recipe, as `check` and a run find it."""
+"""Requirements of a recipe that the machine lacks, in `check` and in runs."""
 
 from pathlib import Path
 from typing import NoReturn
@@ -12,25 +12,25 @@ from support.shop.components.pages.plain import Plain
 from support.shop.components.servers.loop import Loop
 from support.shop.components.stores.memory import Memory
 
-opened: list[str] = []
+opened_stores: list[str] = []
 
 
-def lack(reason: str) -> NoReturn:
+def raise_lack(reason: str) -> NoReturn:
     """Raise a UserError."""
     raise UserError(reason)
 
 
 @pytest.fixture
 def needy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store has no disk, the page asks the store before it looks for its template, and nothing may be opened."""
-    opened.clear()
-    monkeypatch.setattr(Memory, "check_machine", lambda self: lack("name: there is no disk"), raising=False)
-    monkeypatch.setattr(Memory, "open", lambda self: opened.append(self.name), raising=False)
-    monkeypatch.setattr(Loop, "check_machine", lambda self: lack("there is no network"), raising=False)
+    """Make the store lack a disk and the trainer a network, and record opened stores."""
+    opened_stores.clear()
+    monkeypatch.setattr(Memory, "check_machine", lambda self: raise_lack("name: there is no disk"), raising=False)
+    monkeypatch.setattr(Memory, "open", lambda self: opened_stores.append(self.name), raising=False)
+    monkeypatch.setattr(Loop, "check_machine", lambda self: raise_lack("there is no network"), raising=False)
 
 
 def problems(recipe: Recipe, *, elsewhere: bool = False) -> list[str]:
-    """All problems of a recipe."""
+    """List all problems of a recipe."""
     try:
         return [str(problem) for problem in recipe.check(elsewhere=elsewhere)]
     except RecipeError as error:
@@ -39,7 +39,7 @@ def problems(recipe: Recipe, *, elsewhere: bool = False) -> list[str]:
 
 @pytest.mark.usefixtures("needy")
 def test_check_reports_missing_devices_along_with_recipe_errors(project: Project, tmp_path: Path) -> None:
-    """All at once, each at the setting or variable that its message names; nodes with errors are left out."""
+    """Missing devices are reported at the setting or variable that the message names, with recipe errors."""
     path = tmp_path / "mine.toml"
     path.write_text('extends = "small"\n[vars]\nname = "disk"\n[store]\nname = "$vars.name"\n', "utf-8")
     recipe = Recipe.load(path, project=project)
@@ -55,19 +55,19 @@ def test_check_reports_missing_devices_along_with_recipe_errors(project: Project
 
 @pytest.mark.usefixtures("needy")
 def test_a_run_is_refused_before_anything_is_opened(project: Project) -> None:
-    """By the same problems as `check`, and only by those of what is opened."""
+    """A run is refused with the problems that `check` prints for the opened nodes."""
     recipe = Recipe.load("small", project=project)
     with pytest.raises(RecipeError) as caught, recipe.open():
         pass
     assert [str(problem) for problem in caught.value.problems] == problems(recipe)
     with pytest.raises(RecipeError, match=r"^\[store\] name: there is no disk \(DL403\)$"), recipe.open("store"):
         pass
-    assert opened == []
+    assert opened_stores == []
 
 
 def test_a_problem_is_reported_by_the_node_that_has_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that reads from a store without a disk adds nothing; a bug of its own is raised."""
-    monkeypatch.setattr(Memory, "check_machine", lambda self: lack("there is no disk"), raising=False)
+    """A page that reads from a faulty store adds no problem, and its own bug is raised."""
+    monkeypatch.setattr(Memory, "check_machine", lambda self: raise_lack("there is no disk"), raising=False)
     recipe = Recipe.load("small", project=project)
     for reads in (lambda self: self.store.check_machine(), lambda self: self.store.get("what was not read")):
         monkeypatch.setattr(Plain, "check_machine", reads, raising=False)
@@ -78,10 +78,8 @@ def test_a_problem_is_reported_by_the_node_that_has_it(project: Project, monkeyp
 
 
 @pytest.mark.usefixtures("needy")
-def test_the_command_leaves_the_machine_out_for_recipes_that_run_elsewhere(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also as JSON; other commands never ask."""
+def test_check_elsewhere_ignores_the_machine(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check --elsewhere` ignores the machine in both formats, and other commands do not check it."""
     assert main(["check", "small"], project) == 2 and "there is no disk" in capsys.readouterr().err
     assert main(["check", "small", "--format", "json"], project) == 2 and '"DL403"' in capsys.readouterr().out
     assert main(["check", "small", "--elsewhere"], project) == 0

@@ -1,4 +1,4 @@
-"""Where exceptions come from."""
+"""Origins of exceptions."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ title = "Kiosk"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe in the current directory; a page reads from its store when it opens."""
+    """Write a recipe in the current directory, and let pages read from their store when they open."""
     monkeypatch.chdir(tmp_path)
     Path("kiosk.toml").write_text(RECIPE, "utf-8")
     monkeypatch.setattr(Plain, "open", lambda page: page.store.get("home"), raising=False)
 
 
-def _fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def _make_get_fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def get(self: Memory, key: str) -> Any:
         raise error
 
@@ -47,20 +47,20 @@ def _fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def test_an_error_is_placed_where_the_wrong_value_is_written(
     project: Project, monkeypatch: pytest.MonkeyPatch, message: str, words: list[str], printed: str
 ) -> None:
-    """In the node that raised it, though another was opened, at the setting that it names; not in a shipped recipe."""
-    _fails(monkeypatch, UserError(message))
+    """An error names the raising node and the position of the setting, unless a shipped recipe has it."""
+    _make_get_fail(monkeypatch, UserError(message))
     with pytest.raises(UserError) as caught, Recipe.load("kiosk.toml", *words, project=project).open():
         pass
     assert str(caught.value) == printed
 
 
 def test_a_bug_in_a_component_names_its_node(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening or running; an exception outside of all nodes has no note."""
+    """A bug has a note with the node that raised it, and an exception outside of nodes has none."""
     recipe = Recipe.load("kiosk.toml", project=project)
     with pytest.raises(ZeroDivisionError) as outside, recipe.open(only="store"):
         _ = 1 / 0
     assert not hasattr(outside.value, "__notes__")
-    _fails(monkeypatch, RuntimeError("a bug"))
+    _make_get_fail(monkeypatch, RuntimeError("a bug"))
     with pytest.raises(RuntimeError) as caught, recipe.open():
         pass
     (note,) = caught.value.__notes__

@@ -1,4 +1,4 @@
-"""One component alone."""
+"""Single components, built without a recipe."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ SHOP = {"package": "support.shop"}
 
 
 def test_build_accepts_python_values_and_recipe_values() -> None:
-    """Both are checked as a recipe's are, and become the same."""
+    """Python values and recipe values are checked and converted to the same values."""
     python = build("stores.varied", path=Path("x"), colour=Colour.BLUE, shelf=Shelf(3), pair=(1, 2), text="@x", **SHOP)
     written = build("stores.varied", path="x", colour="blue", shelf={"width": 3}, pair=[1, 2], text="@x", **SHOP)
     assert attrs.asdict(python) == attrs.asdict(written)
@@ -36,7 +36,7 @@ def test_build_accepts_python_values_and_recipe_values() -> None:
         ("stores.momery", {}, ["no component is called 'stores.momery'"]),
     ],
 )
-def test_every_problem_comes_out_at_once(component: str, values: dict[str, Any], texts: list[str]) -> None:
+def test_build_raises_all_problems_at_once(component: str, values: dict[str, Any], texts: list[str]) -> None:
     """`build` raises the problems that `check` would print for a recipe."""
     with pytest.raises(RecipeError) as caught:
         build(component, **values, **SHOP)
@@ -46,7 +46,7 @@ def test_every_problem_comes_out_at_once(component: str, values: dict[str, Any],
 
 
 def test_build_accepts_a_class_and_fakes_for_its_edges() -> None:
-    """Edges of every shape are taken; what the container would fill in is empty unless it is given."""
+    """Edges of every shape accept objects, and fields that a container fills in are empty by default."""
     page = fake(Page)
     loop = build(Loop, pages=[page], store=fake(Store), named={"home": page})
     assert loop.pages == [page] and loop.named == {"home": page}
@@ -54,11 +54,11 @@ def test_build_accepts_a_class_and_fakes_for_its_edges() -> None:
     assert dict(build(Loop, pages=[], store=fake(Store), counted={"a": page}).counted) == {"a": page}
 
 
-def test_constraints_that_look_at_neighbours_are_not_asked() -> None:
-    """An object has no settings; a component's own settings are still held together."""
+def test_constraints_with_neighbours_are_not_checked() -> None:
+    """Constraints between a component and its edges are not checked, because objects have no settings."""
     assert build(Loop, pages=[], store=fake(Store), workers=99).workers == 99
 
 
-def test_it_is_not_opened(tmp_path: Path) -> None:
-    """Opening and closing is the test's own business."""
+def test_build_does_not_open_the_component(tmp_path: Path) -> None:
+    """A built component is not opened."""
     assert build("stores.disk", folder=tmp_path, **SHOP).journal == []

@@ -1,4 +1,4 @@
-"""Attributes that resemble an optional member."""
+"""Attributes with names similar to an optional member."""
 
 import attrs
 import pytest
@@ -12,20 +12,20 @@ from support.shop.ports import Store
 
 
 class Unclosed(Memory):
-    """A store whose author wrote another name for `close`."""
+    """A store with a misspelt `close`."""
 
     def closes(self) -> None:
         raise NotImplementedError
 
 
 def test_check_port_fails_for_a_name_like_that_of_an_optional_method() -> None:
-    """The container would never call the method: the message names both spellings."""
+    """A method with a name similar to an optional method fails, and the message names both."""
     with pytest.raises(BrokenContractError, match="Unclosed has closes, which no port declares; did you mean close"):
         check_port(lambda: Unclosed(), Store)
 
 
 def test_settings_and_declared_members_are_not_misspelt() -> None:
-    """A setting may have any name, as a private attribute, while a field that no recipe sets is an attribute."""
+    """Settings and private attributes may have any name, and a field without a setting may not."""
 
     @component
     class Shelf:

@@ -1,4 +1,4 @@
-"""Fakes of ports."""
+"""Fakes of ports, and contracts of ports."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from support.shop.ports import Counted, Page, Store
 
 @port
 class Rich(Protocol):
-    """Promises things of many types."""
+    """Port with members of many types."""
 
     name: str
     choice: Literal["a", "b"]
@@ -38,19 +38,19 @@ class Rich(Protocol):
 @port
 @runtime_checkable
 class Flushes(Protocol):
-    """A capability that some objects have."""
+    """Port of objects with a `flush` method."""
 
     def flush(self) -> None: ...
 
 
 class Log:
-    """An object that fits it without naming it."""
+    """Implementation of Flushes that does not inherit from it."""
 
     def flush(self) -> None: ...
 
 
 def test_a_port_may_be_checked_at_run_time() -> None:
-    """The mark of a port is none of its members: instances and classes with the methods alone are recognized."""
+    """isinstance and issubclass look at a port's members only, not at the mark of a port."""
     assert isinstance(Log(), Flushes) and issubclass(Log, Flushes)
     assert not isinstance(object(), Flushes) and not issubclass(Path, Flushes)
 
@@ -62,7 +62,7 @@ def test_a_fake_fits_its_port(kind: type) -> None:
 
 
 def test_a_fake_fits_several_ports() -> None:
-    """One object may keep the promises of more than one port."""
+    """One fake implements several ports."""
     both = fake(Page, Counted, count=3)
     assert find_mismatches(type(both), Page) == find_mismatches(type(both), Counted) == [] and both.count == 3
 
@@ -83,7 +83,7 @@ def test_answers_are_values_or_functions() -> None:
 
 
 def test_a_method_without_an_answer_returns_an_empty_value() -> None:
-    """Zero, no text, an empty list, the first of a choice, a fake of another port."""
+    """A method without an answer returns zero, an empty text or list, the first choice, or a fake."""
     rich = fake(Rich)
     assert (rich.name, rich.choice, rich.texts(), rich.either(), rich.maybe(), list(rich.items())) == (
         "",
@@ -97,7 +97,7 @@ def test_a_method_without_an_answer_returns_an_empty_value() -> None:
 
 
 def test_names_and_calls_that_the_port_lacks_are_refused() -> None:
-    """Neither a call nor an answer that the port does not have goes through."""
+    """A call or an answer that the port does not declare is a TypeError."""
     with pytest.raises(TypeError, match="too many positional arguments"):
         fake(Store).get("a", "b")
     with pytest.raises(TypeError, match="Store has no fetch; available: get, put"):
@@ -105,7 +105,7 @@ def test_names_and_calls_that_the_port_lacks_are_refused() -> None:
 
 
 class Forgetful:
-    """A third party's store that keeps nothing."""
+    """A store that forgets every value."""
 
     def get(self, key: str) -> Any:
         return None
@@ -114,7 +114,7 @@ class Forgetful:
 
 
 class Common(Memory):
-    """A store that shares what it keeps with all others."""
+    """A store with values shared by all instances."""
 
     shared: ClassVar[dict[str, Any]] = {}
 
@@ -126,7 +126,7 @@ class Common(Memory):
 
 
 def test_a_good_implementation_passes(tmp_path: Path) -> None:
-    """A component by name, by class, and any function that makes an instance."""
+    """A contract accepts a component by name or class, or a function that returns an instance."""
     check_port("stores.memory", Store, package="support.shop")
     check_port(Memory, Store, size=3)
     check_port(lambda: Memory(), Store)
@@ -143,41 +143,41 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
 def test_a_broken_implementation_fails_and_the_error_names_the_property(
     implementation: Any, text: str, note: str
 ) -> None:
-    """The message states what was observed, the note names the property."""
+    """The message states the observation, and the note names the property."""
     with pytest.raises(BrokenContractError, match=text.replace("(", r"\(").replace(")", r"\)")) as caught:
         check_port(implementation, Store)
     assert not note or caught.value.__notes__ == [f"Store: {note}"]
 
 
 def test_instances_are_opened_and_closed(tmp_path: Path) -> None:
-    """Each property sees open instances of its own, and leaves them closed."""
-    made: list[Disk] = []
+    """Every property gets its own open instances, which are closed afterwards."""
+    disks: list[Disk] = []
 
     def make() -> Disk:
-        folder = tmp_path / str(len(made))
+        folder = tmp_path / str(len(disks))
         folder.mkdir()
-        made.append(Disk(folder=folder))
-        return made[-1]
+        disks.append(Disk(folder=folder))
+        return disks[-1]
 
     check_port(make, Store)
-    assert len(made) == 3 and all(disk.journal == ["open", "close"] for disk in made)
+    assert len(disks) == 3 and all(disk.journal == ["open", "close"] for disk in disks)
 
 
 def test_an_instance_may_come_from_a_context_manager() -> None:
-    """A part of a recipe that is open is put to a contract, too."""
-    left: list[bool] = []
+    """A contract accepts a context manager, such as an open recipe, and closes it per property."""
+    exits: list[bool] = []
 
     @contextmanager
-    def around() -> Iterator[Memory]:
+    def open_memory() -> Iterator[Memory]:
         yield Memory()
-        left.append(True)
+        exits.append(True)
 
-    check_port(around, Store)
-    assert left == [True] * 3
+    check_port(open_memory, Store)
+    assert exits == [True] * 3
 
 
 def test_a_port_without_a_contract_is_a_lookup_error() -> None:
-    """A port without properties must not pass."""
+    """A port without properties raises LookupError instead of passing."""
     with pytest.raises(LookupError, match=r"Page has no contract: support\.shop\.contracts has no"):
         check_port("pages.plain", Page, package="support.shop")
     assert [holds.__name__ for holds in load_contract(Store)] == ["what_is_put_is_there", "stores_share_nothing"]

@@ -27,10 +27,10 @@ def test_open_nodes_are_closed():
 
 
 def test_the_plugin_offers_the_testing_api_as_fixtures(tmp_path: Path) -> None:
-    """A test elsewhere has `drawloom_build` and the others by loading the plugin."""
+    """Tests of other projects have `drawloom_build` and the other fixtures after loading the plugin."""
     (tmp_path / "test_it.py").write_text(TEST, "utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "."]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    alone = {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # it may be installed, too
+    alone = {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugin may be installed
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr

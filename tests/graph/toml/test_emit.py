@@ -1,4 +1,4 @@
-"""drawloom.graph.toml.emit"""
+"""TOML values and keys as text."""
 
 import re
 from datetime import UTC, datetime, time, timedelta, timezone
@@ -30,19 +30,19 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(T
 @example("".join(map(chr, range(256))) + "\u2028\ufeff\U0010ffff")
 @example({"": {}, "a b": [], "é": -0.0})
 def test_tomli_reads_a_written_value_back(value: Any) -> None:
-    """To the type, the sign of zero and the order of keys."""
+    """tomli reads a written value back with its types, the sign of zero and the order of keys."""
     assert repr(tomli.loads(f"x = {emit.dumps(value)}")) == repr({"x": value})
 
 
 @given(VALUES)
 def test_a_value_is_one_printable_line(value: Any) -> None:
-    """TOML 1.0 allows no newline in an inline table, and no control character of ASCII; U+009B commands a terminal."""
+    """A written value has no control characters: TOML 1.0 forbids ASCII's, and U+009B controls a terminal."""
     assert not re.search(r"[\x00-\x1f\x7f-\x9f]", emit.dumps(value))
 
 
 @given(TEXTS)
 def test_tomli_reads_a_written_key_back(name: str) -> None:
-    """Any text can be a key, the empty one too."""
+    """Any text can be a key, even an empty text."""
     assert tomli.loads(f"{emit.dump_key(name)} = 0") == {name: 0}
 
 
@@ -62,7 +62,7 @@ def test_tomli_reads_a_written_key_back(name: str) -> None:
     ],
 )
 def test_values_look_as_a_person_would_write_them(value: Any, text: str) -> None:
-    """Short escapes, spaces inside braces, quotes only where they are needed."""
+    """Values have short escapes, spaces inside braces, and quotes only if needed."""
     assert emit.dumps(value) == text
 
 
@@ -89,12 +89,12 @@ def test_a_type_that_toml_lacks_is_a_type_error(value: Any) -> None:
     ],
 )
 def test_a_value_that_toml_cannot_express_is_a_value_error(value: Any) -> None:
-    """Rather than a text that tomli would refuse, or would read as something else."""
+    """A value that tomli would refuse or read differently raises ValueError."""
     with pytest.raises(ValueError, match="TOML can't express"):
         emit.dumps(value)
 
 
 def test_the_deepest_value_that_tomli_reads_is_written() -> None:
-    """400 levels, without running out of stack."""
+    """A value of 400 levels is written without a RecursionError."""
     text = "[{ b = " * 200 + "1" + " }]" * 200
     assert emit.dumps(tomli.loads(f"x = {text}")["x"]) == text

@@ -55,7 +55,7 @@ def test_pathological_text_is_read_or_refused_within_two_seconds(text: str) -> N
     ],
 )
 def test_an_exceeded_limit_is_reported_where_it_is_exceeded(text: str, line: int, column: int, reason: str) -> None:
-    """The position is that of the first bracket, digit or key beyond the limit."""
+    """The problem has the position of the first bracket, digit or key beyond the limit."""
     with pytest.raises(RecipeError) as caught:
         parse(text, "a.toml")
     (problem,) = caught.value.problems
@@ -77,12 +77,12 @@ def test_an_exceeded_limit_is_reported_where_it_is_exceeded(text: str, line: int
     ],
 )
 def test_text_within_the_limits_is_parsed_as_tomli_parses_it(text: str) -> None:
-    """The limits refuse nothing else: dots, brackets and digits inside strings do not count."""
+    """Dots, brackets and digits inside strings and comments do not count for the limits."""
     assert parse(text) == tomli.loads(text)
 
 
 def test_a_byte_order_mark_is_left_out_of_the_text() -> None:
-    """Bytes with and without a mark give the same text; line ends stay as they are."""
+    """Bytes with and without a byte order mark give the same text, with unchanged line ends."""
     assert decode(b"\xef\xbb\xbfa = 1\r\n") == decode(b"a = 1\r\n") == "a = 1\r\n"
 
 
@@ -90,7 +90,7 @@ def test_a_byte_order_mark_is_left_out_of_the_text() -> None:
     ("content", "line", "column"), [(b"\xff\xfea\x00", 1, 1), (b"a = 1\nb = '\xc3'", 2, 6), (b"\xef\xbb\xbf\xff", 1, 1)]
 )
 def test_invalid_utf_8_is_reported_at_its_first_byte(content: bytes, line: int, column: int) -> None:
-    """The message has line and column of the first byte that is not UTF-8."""
+    """The message names line and column of the first invalid byte."""
     with pytest.raises(ValueError, match=f"line {line}, column {column} is not UTF-8"):
         decode(content)
 
@@ -137,7 +137,7 @@ CYRILLIC = "'\\u0430' is CYRILLIC SMALL LETTER A; put quotes around text that co
     ],
 )
 def test_a_syntax_error_is_reported_where_it_began(text: str, at: str, reason: str, hint: str) -> None:
-    """The offset is that of the second key, of the opening quotes, or of the invalid word."""
+    """A syntax error has the offset of the second key, the opening quotes or the invalid word."""
     with pytest.raises(tomli.TOMLDecodeError) as caught:
         tomli.loads(text)
     assert diagnose(text, caught.value) == (reason, text.rindex(at), hint)

@@ -1,4 +1,4 @@
-"""drawloom.graph.toml.positions"""
+"""Positions of keys and values in TOML text."""
 
 import gc
 import re
@@ -17,8 +17,8 @@ from drawloom.graph.toml.positions import SourceMap, SourceRange
 
 T = TypeVar("T")
 
-# Random documents: a tree of values is drawn first and then written down with a choice at every turn, so that the text
-# is valid by construction and as odd as TOML allows.
+# Random documents: a random tree of values is written with a random choice of syntax at every step, so that the text is
+# valid by construction and as odd as TOML allows.
 
 ODD_KEYS = ["a", "b", "c", "0", "-_", "1e5", "true", "ä", "a.b", "", " ", '"', "'", "[x]", "#", "=", "\\", "😀"]
 ODD_STRINGS = [
@@ -51,7 +51,7 @@ TREES = st.recursive(
 
 
 class Writer:
-    """Writes a tree down as TOML text, in one of the many ways there are."""
+    """Writer of a tree as TOML text with randomly chosen syntax."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
@@ -73,7 +73,7 @@ class Writer:
             forms.append(f"'{key}'")
         return self.pick(*forms)
 
-    def dotted(self, keys: KeyPath) -> str:
+    def write_dotted_key(self, keys: KeyPath) -> str:
         return (self.space() + "." + self.space()).join(self.key(str(key)) for key in keys)
 
     def value(self, value: Any) -> str:
@@ -102,19 +102,19 @@ class Writer:
         return self.pick(*forms)
 
     def basic(self, text: str) -> str:
-        return '"' + "".join(map(self.escaped, text)) + '"'
+        return '"' + "".join(map(self.escape, text)) + '"'
 
     def multi_line(self, text: str) -> str:
-        """With free line ends, folds, and up to two free quotes in a row, at the end too."""
+        """Write a multi-line string with unescaped line ends, folds, and up to two unescaped quotes in a row."""
         body, quotes = "" if text[:1] != "\n" and self.pick(True, False) else "\n", 0
         for c in text:
             quotes = quotes + 1 if c == '"' and quotes < 2 and self.pick(True, False) else 0
             if c not in " \t\n" and not quotes:
                 body += self.pick("", "", "", "\\\n", "\\ \n\n\t")
-            body += c if quotes or c in "\t\n" else self.escaped(c)
+            body += c if quotes or c in "\t\n" else self.escape(c)
         return f'"""{body}"""'
 
-    def escaped(self, c: str) -> str:
+    def escape(self, c: str) -> str:
         short = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", "\x1b": "e", '"': '"', "\\": "\\"}
         if c in short:
             return "\\" + short[c]
@@ -127,14 +127,16 @@ class Writer:
         return text + self.gap() + (self.pick("", ",") + self.gap() if written else "")
 
     def pairs(self, prefix: KeyPath, table: dict[str, Any]) -> list[str]:
-        """Each `key = value` of a table, in any order, some of its tables as dotted keys."""
-        made = []
+        """Return the `key = value` pairs of a table in any order, some inner tables as dotted keys."""
+        pairs = []
         for name, value in table.items():
             if isinstance(value, dict) and value and self.pick(True, False):
-                made += self.pairs((*prefix, name), value)
+                pairs += self.pairs((*prefix, name), value)
             else:
-                made.append(f"{self.dotted((*prefix, name))}{self.space()}={self.space()}{self.value(value)}")
-        return self.draw(st.permutations(made))
+                pairs.append(
+                    f"{self.write_dotted_key((*prefix, name))}{self.space()}={self.space()}{self.value(value)}"
+                )
+        return self.draw(st.permutations(pairs))
 
     def document(self, tree: dict[str, Any]) -> str:
         pairs, below = self.section((), tree)
@@ -142,10 +144,10 @@ class Writer:
         return text.replace("\n", "\r\n") if self.pick(True, False, False) else text
 
     def section(self, path: KeyPath, table: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """The lines below one header: its pairs, and the sections of tables inside it."""
-        headed = [name for name, value in table.items() if has_headers(value) and self.pick(True, True, False)]
-        pairs = self.pairs((), {name: value for name, value in table.items() if name not in headed})
-        below = [line for name in headed for line in self.sections((*path, name), table[name])]
+        """Return the lines below a header: its pairs, and the sections of inner tables."""
+        with_header = [name for name, value in table.items() if has_headers(value) and self.pick(True, True, False)]
+        pairs = self.pairs((), {name: value for name, value in table.items() if name not in with_header})
+        below = [line for name in with_header for line in self.sections((*path, name), table[name])]
         return [self.line(pair) for pair in pairs], below
 
     def sections(self, path: KeyPath, value: Any) -> list[str]:
@@ -159,7 +161,7 @@ class Writer:
         return self.pick(own + below, below + own)
 
     def header(self, path: KeyPath, left: str, right: str) -> str:
-        return self.line(left + self.space() + self.dotted(path) + self.space() + right)
+        return self.line(left + self.space() + self.write_dotted_key(path) + self.space() + right)
 
     def line(self, text: str) -> str:
         return self.space() + text + self.space() + self.pick("\n", "# a = 1\n", "\n\n", "\n  # [x]\n")
@@ -179,22 +181,22 @@ def documents(draw: st.DrawFn) -> str:
     return Writer(draw).document(draw(TREES))
 
 
-def everything(value: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
-    """Every path of a document, with what it leads to."""
+def list_paths(value: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
+    """List all paths of a document with their values."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [(path, value)] + [pair for name, item in inside for pair in everything(item, (*path, name))]
+    return [(path, value)] + [pair for name, item in inside for pair in list_paths(item, (*path, name))]
 
 
 def is_written_as(text: str, value: Any) -> bool:
-    """Whether a text is that value and nothing more, to the type and the sign of zero."""
+    """Return whether a text is exactly this value, with its type and sign of zero."""
     try:
         return repr(tomli.loads(f"x = [{text}]")) == repr({"x": [value]}) and text == text.strip()
     except tomli.TOMLDecodeError:
         return False
 
 
-def headed_path(header: str) -> KeyPath:
-    """The keys in a header."""
+def parse_header(header: str) -> KeyPath:
+    """Return the keys of a header."""
     keys: KeyPath = ()
     inside: Any = tomli.loads(header)
     while inside not in ({}, [{}]):
@@ -210,24 +212,24 @@ def cut(text: str, span: SourceRange | None) -> str:
 
 @given(documents())
 def test_the_text_of_each_value_range_parses_to_the_value(text: str) -> None:
-    """The range of a value is its text; for a table without braces its header, or the key that implies it."""
+    """A value's range is its text, or the header or implying key of a table without braces."""
     source_map = SourceMap(text)
-    for path, value in everything(tomli.loads(text))[1:]:
+    for path, value in list_paths(tomli.loads(text))[1:]:
         piece = cut(text, source_map.value(path))
         names = tuple(step for step in path if isinstance(step, str))
         if not is_written_as(piece, value):
             assert isinstance(value, (dict, list))
             if piece[0] == "[":
-                assert headed_path(piece) == names
+                assert parse_header(piece) == names
             else:
                 assert source_map.value(path) == source_map.key(path)
 
 
 @given(documents())
 def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
-    """The range of a key is its text, followed only by `=` and the value; items of arrays have no key."""
+    """A key's range is its text before `=` and the value, and array items have no key."""
     source_map = SourceMap(text)
-    for path, value in everything(tomli.loads(text))[1:]:
+    for path, value in list_paths(tomli.loads(text))[1:]:
         key, end = source_map.key(path), source_map.value(path)
         assert end is not None
         if isinstance(path[-1], int):
@@ -241,8 +243,8 @@ def test_the_text_of_each_key_range_parses_to_the_key(text: str) -> None:
 
 @given(documents())
 def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
-    """Ranges of scalars never overlap; the content of an array item is between it and the next item."""
-    source_map, pairs = SourceMap(text), everything(tomli.loads(text))[1:]
+    """Scalar ranges never overlap, and an array item's content starts before the next item."""
+    source_map, pairs = SourceMap(text), list_paths(tomli.loads(text))[1:]
     starts = {path: span.start for path, _ in pairs if (span := source_map.value(path))}
     scalars = sorted(
         source_map.value(path) or SourceRange(0, 0) for path, value in pairs if not isinstance(value, (dict, list))
@@ -258,9 +260,9 @@ def test_value_ranges_do_not_overlap_and_items_are_in_order(text: str) -> None:
 @settings(max_examples=30)
 @given(documents(), st.data())
 def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.DataObject) -> None:
-    """Steps that lead nowhere are dropped from the end, at worst all of them."""
+    """`nearest` drops unknown steps from the end of a path until a value is known."""
     source_map = SourceMap(text)
-    path, value = data.draw(st.sampled_from(everything(tomli.loads(text))))
+    path, value = data.draw(st.sampled_from(list_paths(tomli.loads(text))))
     stray = ("nowhere", 0) if not isinstance(value, list) else (len(value), "x")
     assert source_map.value(path) == source_map.nearest(path) == source_map.nearest((*path, *stray))
     assert source_map.value((*path, *stray)) is source_map.key((*path, *stray)) is None
@@ -268,7 +270,7 @@ def test_nearest_is_the_value_of_the_longest_known_part(text: str, data: st.Data
 
 @given(st.text(st.sampled_from("a\n\r\u2028ä😀")), st.data())
 def test_positions_count_lines_by_newline_and_columns_by_code_point(text: str, data: st.DataObject) -> None:
-    """Only a newline ends a line, and the end of the text has a position too."""
+    """Only a newline ends a line, and the end of the text has a position."""
     offset = data.draw(st.integers(0, len(text)))
     before = text[:offset].split("\n")
     assert SourceMap(text).position(offset) == (len(before), len(before[-1]) + 1)
@@ -334,12 +336,12 @@ def test_awkward_documents_have_their_exact_lines_and_columns(path: KeyPath, end
     source_map = SourceMap(text)
     key, value = source_map.key(path), source_map.value(path)
     assert value is not None
-    found = (
+    ranges = (
         key and source_map.position(key.start),
         source_map.position(value.start),
         cut(text, value).replace(ends, "\n"),
     )
-    assert found == EXPECTED[path]
+    assert ranges == EXPECTED[path]
 
 
 ODD_VALUES = [
@@ -370,10 +372,10 @@ ODD_VALUES = [
     "around", ["x={}#", "x= {} \n\n", "x=[{},{}]", "x=[9\n,{}#\n]", "x={{a.b={}}}", "x={{a={} ,}}"]
 )
 def test_a_value_range_ends_with_the_value(value: str, around: str) -> None:
-    """Each form of a scalar, with and without something that follows at once, has exactly its own text."""
+    """A scalar's range has exactly its own text in all forms, whatever follows."""
     text = around.format(value, value)
     source_map = SourceMap(text)
-    leaves = [path for path, leaf in everything(tomli.loads(text)) if not isinstance(leaf, (dict, list)) and leaf != 9]
+    leaves = [path for path, leaf in list_paths(tomli.loads(text)) if not isinstance(leaf, (dict, list)) and leaf != 9]
     assert leaves
     assert {cut(text, source_map.value(path)) for path in leaves} == {value}
 
@@ -382,19 +384,19 @@ def test_a_value_range_ends_with_the_value(value: str, around: str) -> None:
     "text", ["", "\n", "# only a comment", "[a]", "a=1", "a=[]", "a={}", "a.b='x' #", "[[a]]\n[[a]]"]
 )
 def test_a_text_may_end_anywhere(text: str) -> None:
-    """No newline is needed behind the last statement, nor any statement at all."""
+    """A text needs neither a newline after the last statement nor a statement."""
     source_map = SourceMap(text)
-    for path, _ in everything(tomli.loads(text)):
+    for path, _ in list_paths(tomli.loads(text)):
         assert cut(text, source_map.value(path)) in text
     assert source_map.nearest(("nowhere",)) == (0, len(text))
 
 
 def test_the_text_is_indexed_at_the_first_lookup() -> None:
-    """Even a text that is no TOML makes an object, whose lines can be counted."""
+    """A text that is not TOML has line positions, because only lookups parse it."""
     assert SourceMap("a =\nb").position(4) == (2, 1)
 
 
-def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
+def test_the_deepest_text_that_tomli_accepts_is_indexed() -> None:
     """A key of a thousand parts and values nested 400 deep need no recursion."""
     dotted = ".".join(["k"] * 1000)
     text = f"{dotted} = 1\n[{dotted.replace('k', 'h')}]\na = {'[{b=' * 200}2{'}]' * 200}\n"
@@ -405,10 +407,10 @@ def test_the_deepest_text_that_tomli_takes_is_indexed() -> None:
 
 
 def test_a_file_of_5000_lines_is_indexed_quickly() -> None:
-    """About 10 ms of processor time; the bound leaves room for slow machines and finds anything quadratic."""
+    """5000 lines take about 10 ms of processor time, and the bound of 200 ms finds quadratic work."""
     node = '[node_{0}]\nuse = "a.b"\nlr = 1e-5\ndim = {0}\npaths = ["a", "b"]\nof = "@n{0}"  # x\n\n'
     source_map = SourceMap("".join(node.format(i) for i in range(715)))
-    gc.disable()  # a collection looks at all that other tests have imported
+    gc.disable()  # a collection looks at all objects of other tests
     try:
         start = time.process_time()
         assert source_map.value(("node_714", "dim")) is not None

@@ -13,11 +13,11 @@ Metres = NewType("Metres", float)
 
 
 class Pairs(Mapping[K, V], Generic[V, K]):
-    """Its type parameters are in reverse order."""
+    """Mapping with reversed type parameters."""
 
 
 class Named(Pairs[int, str]):
-    """Text to numbers."""
+    """Mapping of text to numbers."""
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ class Named(Pairs[int, str]):
     ],
 )
 def test_assignability_of_annotated_types(given: Any, promised: Any, fine: bool) -> None:
-    """As type checkers have it, and in doubt yes."""
+    """Types are assignable like in type checkers, and in doubt assignable."""
     assert is_assignable(given, promised) is fine
 
 
 def test_type_arguments_are_followed_up_to_a_base() -> None:
-    """Type arguments are found in any order in which classes pass them on."""
+    """Type arguments are followed in any order in which classes pass them to bases."""
     assert find_type_arguments(Named, Mapping) == {0: str, 1: int}
     assert list(find_type_arguments(Named, Pairs).values()) == [int, str]
     assert substitute(Iterator[K], {K: int}) == Iterator[int]  # type: ignore[valid-type]

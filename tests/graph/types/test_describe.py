@@ -1,4 +1,4 @@
-"""drawloom.graph.types.describe"""
+"""Descriptions of types and values in terms of TOML."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
@@ -64,7 +64,7 @@ class Window:
     ],
 )
 def test_types_are_named_in_terms_of_toml(kind: Any, text: str) -> None:
-    """Choices as they are written, what is repeated in the plural; None is no word of TOML."""
+    """Choices are written as in TOML, item types in the plural, and None is left out."""
     assert describe.describe_type(kind) == text
 
 
@@ -76,8 +76,8 @@ def test_types_are_named_in_terms_of_toml(kind: Any, text: str) -> None:
         (Literal["x"], 'expected "x"'),
     ],
 )
-def test_each_alternative_has_its_article(kind: Any, text: str) -> None:
-    """But for choices, which are written out."""
+def test_alternatives_have_articles(kind: Any, text: str) -> None:
+    """Alternatives have articles, except choices, which are listed."""
     assert describe.describe_expected(kind) == text
 
 
@@ -97,7 +97,7 @@ def test_each_alternative_has_its_article(kind: Any, text: str) -> None:
     ],
 )
 def test_values_are_named_by_their_type_and_text(value: Any, text: str) -> None:
-    """A value without a TOML type has no noun, and is shown as in Python."""
+    """A value has a noun and its TOML text, or its Python text without a noun."""
     assert describe.describe(value) == text
 
 

@@ -1,4 +1,4 @@
-"""Whether a class keeps a port's promises."""
+"""Mismatches of classes and ports."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Reads(Protocol):
-    """Reads."""
+    """Port with members of several kinds."""
 
     name: str
 
@@ -27,25 +27,25 @@ class Reads(Protocol):
 
 
 class Source(Protocol[T_co]):
-    """Gives items."""
+    """Port of iterators with a type parameter."""
 
     def items(self) -> Iterator[T_co]: ...
 
 
 class Linked(Protocol):
-    """Knows the next of its kind."""
+    """Port that refers to itself."""
 
     def next(self) -> "Linked | None": ...
 
 
 class Reader(Protocol):
-    """Makes what reads."""
+    """Port that returns another port."""
 
     def make(self) -> Reads: ...
 
 
 class Good:
-    """Fits by its members alone."""
+    """Implementation of Reads that does not inherit from it."""
 
     name: str = "good"
     size: int = 3
@@ -56,7 +56,7 @@ class Good:
 
 @attrs.define
 class WithField:
-    """A field is a member; a value of a callable type is a method."""
+    """Implementation with a field for an attribute and a callable value for a method."""
 
     name: str
     size: bool
@@ -64,14 +64,14 @@ class WithField:
 
 
 class Looser(Good):
-    """Its parameters are wider and its return type is narrower than the port's."""
+    """Implementation with wider parameters and a narrower return type."""
 
     def read(self, key: str | int, **rest: Any) -> bytes:
         return b""
 
 
 class NoSize:
-    """Lacks a member."""
+    """Class without a member."""
 
     name = "x"
 
@@ -80,20 +80,20 @@ class NoSize:
 
 
 class WrongSize(Good):
-    """Has a member of another type."""
+    """Class with a member of another type."""
 
     size: str  # type: ignore[assignment]
 
 
 class MethodForValue(Good):
-    """Has a method where the port has an attribute."""
+    """Class with a method in place of an attribute."""
 
     def size(self) -> int:  # type: ignore[override]
         return 3
 
 
 class ValueForMethod(Good):
-    """Has a value where a method is promised."""
+    """Class with a value in place of a method."""
 
     @property
     def read(self) -> bytes:  # type: ignore[override]
@@ -101,67 +101,67 @@ class ValueForMethod(Good):
 
 
 class WrongReturn(Good):
-    """Gives something else."""
+    """Class with another return type."""
 
     def read(self, key: str, *, times: int = 1) -> str:  # type: ignore[override]
         return ""
 
 
 class WrongParameter(Good):
-    """Takes something else."""
+    """Class with another parameter type."""
 
     def read(self, key: int, *, times: int = 1) -> bytes:  # type: ignore[override]
         return b""
 
 
 class WrongCall(Good):
-    """Can't be called so."""
+    """Class with a method that rejects a call of the port."""
 
     def read(self, key: str, times: int) -> bytes:  # type: ignore[override]
         return b""
 
 
 class Words:
-    """A source of text, by its members."""
+    """Source of text that does not inherit from the port."""
 
     def items(self) -> Iterator[str]:
         return iter(())
 
 
 class Numbers(Source[int]):
-    """A source of numbers, by name."""
+    """Source of numbers that inherits from the port."""
 
     def items(self) -> Iterator[int]:
         return iter(())
 
 
 class Chain:
-    """One of a chain, whose next is a chain again."""
+    """Implementation of Linked that refers to itself."""
 
     def next(self) -> "Chain | None":
         return None
 
 
 class MakesGood:
-    """Makes what fits."""
+    """Implementation of Reader that returns a fitting class."""
 
     def make(self) -> Good:
         return Good()
 
 
 class MakesBad:
-    """Makes what does not fit."""
+    """Class that returns a class that does not fit."""
 
     def make(self) -> NoSize:
         return NoSize()
 
 
 class Box(Generic[T]):
-    """A class, not a Protocol, with a parameter."""
+    """Generic class that is not a Protocol."""
 
 
 class TextBox(Box[str]):
-    """Fills it in."""
+    """Subclass that fills in the type parameter."""
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ class TextBox(Box[str]):
     ],
 )
 def test_every_mismatch_with_a_port_is_reported(cls: type, port: Any, reasons: list[str]) -> None:
-    """Members, their types, and the ways in which methods can be called, through generics and other ports."""
+    """Mismatches cover members, their types and calls of methods, also through generics and other ports."""
     assert find_mismatches(cls, port) == reasons
 
 
 def test_members_include_all_base_protocols() -> None:
-    """In the order in which they are written, without what Protocols bring along themselves."""
+    """Members are listed in source order, without those of Protocol itself."""
 
     class More(Reads, Protocol):
         more: int
@@ -212,14 +212,14 @@ KINDS = ("", "=0")
 
 @st.composite
 def functions(draw: st.DrawFn) -> Callable[..., Any]:
-    """A method with any mixture of parameters."""
+    """Draw a method with a random mixture of parameters."""
     before = [f"{name}" for name in draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))]
-    only_places = draw(st.integers(0, len(before)))
-    plain = draw(st.integers(only_places, len(before)))
+    positional_only = draw(st.integers(0, len(before)))
+    plain = draw(st.integers(positional_only, len(before)))
     optional = draw(st.integers(0, plain))
     words = [f"{name}=0" if number >= optional else name for number, name in enumerate(before[:plain])]
-    if only_places:
-        words.insert(only_places, "/")
+    if positional_only:
+        words.insert(positional_only, "/")
     star = draw(st.booleans())
     names = [name + draw(st.sampled_from(KINDS)) for name in before[plain:]]
     words += ["*rest"] if star else ["*"] if names else []
@@ -230,21 +230,21 @@ def functions(draw: st.DrawFn) -> Callable[..., Any]:
     return function
 
 
-def shown(function: Callable[..., Any]) -> str:
-    """For the report of a failure."""
+def format_signature(function: Callable[..., Any]) -> str:
+    """Return the signature as text."""
     return str(inspect.signature(function))
 
 
-def calls() -> list[tuple[tuple[int, ...], dict[str, int]]]:
-    """All ways to call with up to four places, and any of the names and one more."""
+def list_calls() -> list[tuple[tuple[int, ...], dict[str, int]]]:
+    """List calls with up to four positional arguments and several sets of keywords."""
     named: list[dict[str, int]] = [{}]
     named += [dict.fromkeys(NAMES[:n], 1) for n in (1, 2, 3)] + [{n: 1} for n in "bcx"] + [{"a": 1, "c": 1}]
     named += [{"b": 1, "c": 1}, {"a": 1, "x": 1}]
-    return [((0,) * places, names) for places in range(5) for names in named]
+    return [((0,) * count, keywords) for count in range(5) for keywords in named]
 
 
 def allows(function: Callable[..., Any], call: tuple[tuple[int, ...], dict[str, int]]) -> bool:
-    """Whether a call is accepted."""
+    """Return whether a function accepts a call."""
     try:
         function(None, *call[0], **call[1])
     except TypeError:
@@ -256,23 +256,25 @@ def allows(function: Callable[..., Any], call: tuple[tuple[int, ...], dict[str, 
 def test_a_class_that_implements_a_port_accepts_every_call_of_it(
     given: Callable[..., Any], promised: Callable[..., Any]
 ) -> None:
-    """If nothing is wrong, every call that the promise allows is taken; if something is, some call is not."""
-    assume("**more" not in shown(promised))  # whose names may be those of our parameters, and be given twice
-    broken = [call for call in calls() if allows(promised, call) and not allows(given, call)]
+    """Without a mismatch every call of the port is accepted, and with one some call is not."""
+    assume("**more" not in format_signature(promised))  # keywords could repeat names of our parameters
+    broken = [call for call in list_calls() if allows(promised, call) and not allows(given, call)]
     if not find_call_mismatch(given, promised):
-        assert not broken, f"{shown(given)} for {shown(promised)}"
+        assert not broken, f"{format_signature(given)} for {format_signature(promised)}"
     else:
         others = [name for name in inspect.signature(given).parameters if name not in NAMES]
-        assert broken or others or _differs_by_place(given, promised), f"{shown(given)} for {shown(promised)}"
+        assert broken or others or _differs_by_position(given, promised), (
+            f"{format_signature(given)} for {format_signature(promised)}"
+        )
 
 
-def _differs_by_place(given: Callable[..., Any], promised: Callable[..., Any]) -> bool:
-    """The same number of parameters at other places: every call binds, but to the wrong ones."""
+def _differs_by_position(given: Callable[..., Any], promised: Callable[..., Any]) -> bool:
+    """Return whether parameters have other positions, so that calls bind to the wrong parameters."""
     return list(inspect.signature(given).parameters) != list(inspect.signature(promised).parameters)
 
 
 def test_a_coroutine_does_not_implement_a_plain_method() -> None:
-    """A coroutine can't replace a plain method, nor the other way round."""
+    """Neither a coroutine implements a plain method nor a plain method a coroutine."""
 
     async def later(self: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""drawloom.graph.types.structure"""
+"""Conversion of recipe values to settings, and back."""
 
 import functools
 import math
@@ -58,10 +58,10 @@ class Plan:
             raise ValueError("a plan must not begin so fast")
 
 
-def faults(value: Any, kind: Any, **more: Any) -> list[Problem]:
-    result, found = Values().structure(value, kind, **more)
-    assert (result is None) or not found
-    return found
+def find_problems(value: Any, kind: Any, **more: Any) -> list[Problem]:
+    result, problems = Values().structure(value, kind, **more)
+    assert (result is None) or not problems
+    return problems
 
 
 def problem(path: KeyPath, text: str, hint: str = "") -> Problem:
@@ -69,25 +69,25 @@ def problem(path: KeyPath, text: str, hint: str = "") -> Problem:
 
 
 def plain(value: Any) -> Any:
-    """A value of a setting as tomli reads it from a recipe, with escapes removed."""
-    return _unescaped(serialize_value(value))
+    """Return a setting's value as tomli reads it from a recipe, without escapes."""
+    return _unescape(serialize_value(value))
 
 
-def _unescaped(value: Any) -> Any:
+def _unescape(value: Any) -> Any:
     if isinstance(value, str):
         return value[1:] if value[:2] in ("@@", "$$") else value
     if isinstance(value, list):
-        return [_unescaped(item) for item in value]
-    return {key: _unescaped(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_unescape(item) for item in value]
+    return {key: _unescape(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def accepted(value: Any, kind: Any) -> Any:
-    result, found = Values().structure(value, kind)
-    assert found == []
+def convert(value: Any, kind: Any) -> Any:
+    result, problems = Values().structure(value, kind)
+    assert problems == []
     return result
 
 
-# -- what is taken ------------------------------------------------------------------------------------------------
+# -- accepted values ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def accepted(value: Any, kind: Any) -> Any:
     ],
 )
 def test_a_value_of_the_right_type_is_accepted(value: Any, kind: Any, result: Any) -> None:
-    """With its exact Python type, all the way down."""
-    assert repr(accepted(value, kind)) == repr(result)
+    """An accepted value has its exact Python type at every depth."""
+    assert repr(convert(value, kind)) == repr(result)
 
 
 # -- what is said -------------------------------------------------------------------------------------------------
@@ -200,17 +200,17 @@ def test_a_value_of_the_right_type_is_accepted(value: Any, kind: Any, result: An
 )
 def test_a_message_names_the_expected_type_and_the_value(value: Any, kind: Any, text: str, hint: str) -> None:
     """The message uses TOML's names of types, and suggests a correction if one is likely."""
-    assert faults(value, kind) == [problem((), text, hint)]
+    assert find_problems(value, kind) == [problem((), text, hint)]
 
 
-def test_all_problems_of_a_value_are_reported_at_once_each_with_its_path() -> None:
-    """Unknown and missing keys, wrong types, failed checks, wherever they are."""
+def test_all_problems_of_a_value_are_reported_with_their_paths() -> None:
+    """Unknown and missing keys, wrong types and failed checks are reported at once, at any depth."""
     value = {
         "first": {"rat": 1, "shape": "cosin", "steps": 0},
         "others": [{"rate": 1}, {"rate": "1"}, 3],
         "deeper": {"first": {"rate": 1, "derived": 3}, "nonsense": 1},
     }
-    assert faults(value, Plan) == [
+    assert find_problems(value, Plan) == [
         problem(("first", "rate"), "missing, expected a number", "write rate = ..."),
         problem(("first", "shape"), 'expected "linear" or "cosine", got the string "cosin"', 'did you mean "cosine"?'),
         problem(("first", "steps"), "0 is less than 1"),
@@ -235,21 +235,21 @@ def test_all_problems_of_a_value_are_reported_at_once_each_with_its_path() -> No
     ],
 )
 def test_the_path_of_a_problem_leads_to_the_wrong_part(value: Any, kind: Any, path: tuple[str | int, ...]) -> None:
-    """Through arrays, tables and the one member of a union that has the value's shape."""
-    assert [fault.path for fault in faults(value, kind)] == [path]
+    """A path leads through arrays, tables and the union member with the value's shape."""
+    assert [fault.path for fault in find_problems(value, kind)] == [path]
 
 
 def test_a_check_of_several_fields_is_a_problem_of_the_table() -> None:
-    """An error that the constructor of an attrs class raises is a problem of the recipe."""
-    assert faults({"first": {"rate": 9.0}}, Plan) == [problem((), "a plan must not begin so fast")]
+    """A ValueError of an attrs class's constructor is a problem of the table."""
+    assert find_problems({"first": {"rate": 9.0}}, Plan) == [problem((), "a plan must not begin so fast")]
 
 
 def test_a_check_comes_after_the_type_and_may_refuse() -> None:
-    """It sees the structured value; its reason is the text."""
-    assert faults(3, float, check=lambda value: f"{value!r} is odd") == [problem((), "3.0 is odd")]
-    assert faults(0, int, check=at_least(1)) == [problem((), "0 is less than 1")]
-    assert faults(3, float, check=at_least(1)) == []
-    assert faults("3", int, check=at_least(9))[0].text == 'expected an integer, got the string "3"'
+    """A check gets the converted value, and its reason is the problem's text."""
+    assert find_problems(3, float, check=lambda value: f"{value!r} is odd") == [problem((), "3.0 is odd")]
+    assert find_problems(0, int, check=at_least(1)) == [problem((), "0 is less than 1")]
+    assert find_problems(3, float, check=at_least(1)) == []
+    assert find_problems("3", int, check=at_least(9))[0].text == 'expected an integer, got the string "3"'
 
 
 @pytest.mark.parametrize("mistake", [TypeError, KeyError, ValueError, RuntimeError])
@@ -271,17 +271,17 @@ def test_a_bug_in_a_check_is_raised_and_not_reported_as_a_problem(mistake: type[
 
 @pytest.mark.parametrize("kind", [set[int], bytes, complex, list[set[int]], int | bytes, Callable, dict[str, bytes]])
 def test_a_setting_type_that_toml_lacks_is_a_type_error(kind: Any) -> None:
-    """Nothing is ever converted by a rule that is not written down here."""
+    """A setting of a type that TOML lacks raises TypeError instead of being converted."""
     with pytest.raises(TypeError, match="can't be of type"):
         Values().structure({"a": "x"} if kind == dict[str, bytes] else ["x"], kind)
 
 
-def test_classes_may_hold_themselves() -> None:
-    """Recursive attrs classes are converted at any depth, and problems are found at the bottom."""
+def test_classes_may_contain_themselves() -> None:
+    """Recursive attrs classes are converted and checked at any depth."""
     value: dict[str, Any] = {"first": {"rate": 1}, "deeper": {"first": {"rate": 2}, "deeper": {"first": {"rate": "3"}}}}
-    assert [fault.path for fault in faults(value, Plan)] == [("deeper", "deeper", "first", "rate")]
+    assert [fault.path for fault in find_problems(value, Plan)] == [("deeper", "deeper", "first", "rate")]
     value["deeper"]["deeper"] = {"first": {"rate": 3}}
-    plan = accepted(value, Plan)
+    plan = convert(value, Plan)
     assert plan.deeper.deeper == Plan(first=Curve(3.0))
 
 
@@ -323,7 +323,7 @@ VALUES = st.recursive(
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a type takes a value: the rules, written down a second time and without cattrs."""
+    """Return whether a type accepts a value, by a second implementation without cattrs."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is float:
         return (type(value) is float and math.isfinite(value)) or (fits(value, int) and value == float(value))
@@ -358,8 +358,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 @st.composite
-def fitting(draw: st.DrawFn, kind: Any) -> Any:
-    """A Python value of a type, as a component would hold it."""
+def fitting_values(draw: st.DrawFn, kind: Any) -> Any:
+    """Draw a Python value of a type."""
     origin, inner = get_origin(kind), get_args(kind)
     plain: dict[Any, st.SearchStrategy[Any]] = {
         str: TEXTS,
@@ -381,28 +381,28 @@ def fitting(draw: st.DrawFn, kind: Any) -> Any:
     if kind is Curve:
         return Curve(draw(plain[float]), draw(st.sampled_from(["linear", "cosine"])), draw(st.integers(1, 9)))
     if origin is list or inner[1:] == (...,):
-        items = draw(st.lists(fitting(inner[0]), max_size=3))
+        items = draw(st.lists(fitting_values(inner[0]), max_size=3))
         return items if origin is list else tuple(items)
     if origin is tuple:
-        return tuple(draw(fitting(item)) for item in inner)
+        return tuple(draw(fitting_values(item)) for item in inner)
     if origin is dict:
-        return draw(st.dictionaries(TEXTS, fitting(inner[1]), max_size=3))
-    return draw(fitting(draw(st.sampled_from(inner))))
+        return draw(st.dictionaries(TEXTS, fitting_values(inner[1]), max_size=3))
+    return draw(fitting_values(draw(st.sampled_from(inner))))
 
 
 @given(st.data(), KINDS)
-def test_a_type_takes_exactly_the_values_that_fit_it(data: st.DataObject, kind: Any) -> None:
-    """Nothing is converted in silence but an integer to the number that equals it."""
-    value = data.draw(VALUES | fitting(kind).map(plain))
-    assert (faults(value, kind) == []) == fits(value, kind)
+def test_a_type_accepts_exactly_the_values_that_fit_it(data: st.DataObject, kind: Any) -> None:
+    """A value is accepted exactly if it fits, and only an integer may become an equal float."""
+    value = data.draw(VALUES | fitting_values(kind).map(plain))
+    assert (find_problems(value, kind) == []) == fits(value, kind)
 
 
 @given(st.data(), KINDS)
 def test_unstructuring_and_structuring_returns_an_equal_value(data: st.DataObject, kind: Any) -> None:
-    """And of the same type; unions may choose another member that takes the same TOML, so they are left out."""
-    value = data.draw(fitting(kind))
+    """A value without unions, which may choose another member for the same TOML, keeps its type."""
+    value = data.draw(fitting_values(kind))
     written = plain(value)
-    again = accepted(written, kind)
+    again = convert(written, kind)
     assert plain(again) == written
     if not any(sign in str(kind) for sign in ("|", "Union", "Optional")):
         assert again == value
@@ -411,18 +411,18 @@ def test_unstructuring_and_structuring_returns_an_equal_value(data: st.DataObjec
 
 @given(KINDS, VALUES)
 def test_every_problem_has_a_path_inside_the_value(kind: Any, value: Any) -> None:
-    """Each path leads to a part of the value; that of a missing key is one step longer."""
-    for fault in faults(value, kind):
+    """A problem's path leads to a part of the value, or one step further to a missing key."""
+    for fault in find_problems(value, kind):
         missing = fault.text.startswith("missing")
         here = functools.reduce(operator.getitem, fault.path[:-1] if missing else fault.path, value)
         assert not missing or fault.path[-1] not in here
 
 
-# -- and back -----------------------------------------------------------------------------------------------------
+# -- back to TOML -----------------------------------------------------------------------------------------------------
 
 
 def test_unstructured_values_are_plain() -> None:
-    """Classes become tables without what is None, paths strings, members of an Enum their values, tuples lists."""
+    """Classes become tables without None, paths strings, enum members their values, and tuples lists."""
     plan = Plan(first=Curve(1.0, hidden=True), deeper=None)
     assert plain(plan) == {
         "first": {"rate": 1.0, "shape": "linear", "steps": 1, "hidden": True},
@@ -433,11 +433,11 @@ def test_unstructured_values_are_plain() -> None:
     assert plain(None) is None
 
 
-# -- and in no time -----------------------------------------------------------------------------------------------
+# -- speed -----------------------------------------------------------------------------------------------
 
 
-def test_thousands_of_plain_settings_cost_next_to_nothing() -> None:
-    """1.5 ms of processor time for 4000 of them; the bound leaves room for slow machines."""
+def test_thousands_of_plain_settings_are_converted_quickly() -> None:
+    """4000 settings take 1.5 ms of processor time, and the bound leaves room for slow machines."""
     values, pairs = Values(), [(3, int), (1.5, float), ("x", str), (True, bool)] * 1000
     start = time.process_time()
     for value, kind in pairs:

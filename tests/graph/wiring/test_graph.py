@@ -1,4 +1,4 @@
-"""The graph of a recipe."""
+"""Graphs of recipes."""
 
 import time
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from drawloom.graph.wiring.graph import Graph
 Shop = Callable[..., Graph]
 
 
-def faults(graph: Graph) -> list[str]:
-    """The problems of a graph as text."""
+def problem_texts(graph: Graph) -> list[str]:
+    """Return a graph's problems as text."""
     return [f"[{problem.node}] {problem.text}" for problem in graph.errors]
 
 
 def test_a_dependency_cycle_is_reported_node_by_node(shop: Shop) -> None:
-    """Nodes that need one another are a problem that shows the way round."""
+    """Nodes that need one another are a problem with the whole cycle."""
     graph = shop('[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"')
-    assert faults(graph) == ["[page] dependency cycle: page -> other -> page"]
+    assert problem_texts(graph) == ["[page] dependency cycle: page -> other -> page"]
 
 
 def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project) -> None:
-    """An editor explains such a recipe, too: the order has each node once; a part of it can't be opened."""
+    """A graph with a cycle has an order with all nodes, for editors, but can't be opened."""
     graph = shop('[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"')
     assert sorted(graph.topological_order(["trainer"])) == ["other", "page", "store", "trainer"]
     assert "of 4, after [store], [other]" in explain(graph, "page", "trainer")
@@ -37,7 +37,7 @@ def test_a_dependency_cycle_is_ordered_and_refused(shop: Shop, project: Project)
 
 
 def test_a_wrong_component_under_the_expected_name_is_reported(shop: Shop, project: Project) -> None:
-    """Where no node implements a port: that with the edge's name, which may have been changed, and what it lacks."""
+    """If no node implements a port, the problem says what the node with the edge's name lacks."""
     graph = shop('[store]\nuse = "servers.loop"\npages = ["@page"]')
     [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
     assert problem.text == (
@@ -53,17 +53,17 @@ def test_a_wrong_component_under_the_expected_name_is_reported(shop: Shop, proje
 def test_a_node_can_not_need_itself(shop: Shop) -> None:
     """A node with an edge to itself is a dependency cycle."""
     graph = shop('[page]\nfallback = "@page"')
-    assert faults(graph) == ["[page] dependency cycle: page -> page"]
+    assert problem_texts(graph) == ["[page] dependency cycle: page -> page"]
 
 
 def test_constraints_see_settings_of_neighbours(shop: Shop) -> None:
     """Constraints of a component see settings with defaults before anything is built."""
-    assert faults(shop("[trainer]\nworkers = 11")) == ["[trainer] 11 workers can't share 10 values"]
-    assert faults(shop("[trainer]\nworkers = 11\n[store]\nsize = 11")) == []
+    assert problem_texts(shop("[trainer]\nworkers = 11")) == ["[trainer] 11 workers can't share 10 values"]
+    assert problem_texts(shop("[trainer]\nworkers = 11\n[store]\nsize = 11")) == []
 
 
 def test_neighbour_returns_a_node_only_if_the_edge_leads_to_one(shop: Shop) -> None:
-    """A view returns the node of an edge, None for an edge that is left out, and raises if there are several nodes."""
+    """A view returns the node of an edge, None for a missing edge, and raises for several nodes."""
     graph = shop('[trainer]\npages = ["@page", "@other"]\n[other]\nuse = "pages.plain"\ntitle = "Other"')
     trainer = graph.view("trainer")
     store = trainer.neighbour("store")
@@ -74,23 +74,23 @@ def test_neighbour_returns_a_node_only_if_the_edge_leads_to_one(shop: Shop) -> N
 
 
 def test_reachable_nodes_come_once(shop: Shop) -> None:
-    """A view yields its own node and all that its edges lead to, directly or through others, in a circle as well."""
+    """A view yields its node and all nodes that it needs once, even in a cycle."""
     circle = '[page]\nfallback = "@other"\n[other]\nuse = "pages.plain"\ntitle = "Other"\nfallback = "@page"'
     for text, names in (("", ["trainer", "page", "store"]), (circle, ["trainer", "page", "store", "other"])):
         graph = shop(text)
-        found = [view.name for view in graph.view("trainer").reachable()]
-        assert found[0] == "trainer" and sorted(found) == sorted(names)
+        reachable = [view.name for view in graph.view("trainer").reachable()]
+        assert reachable[0] == "trainer" and sorted(reachable) == sorted(names)
 
 
 def test_constraints_are_skipped_while_settings_are_invalid(shop: Shop) -> None:
-    """While a node or neighbour has a problem, constraints that would fail because of it are not run."""
-    assert faults(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [
+    """Constraints are not run while the node or a neighbour has a problem."""
+    assert problem_texts(shop('[trainer]\nworkers = 11\n[store]\nsize = "ten"')) == [
         '[store] size: expected an integer, got the string "ten"'
     ]
 
 
 def test_closure_puts_needs_first(shop: Shop) -> None:
-    """Everything that a node needs comes before it, once."""
+    """All needs of a node come before it, once."""
     graph = shop()
     assert (
         graph.topological_order(["trainer"]) == ["page", "store", "trainer"]
@@ -102,7 +102,7 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
 
 
 def test_a_long_chain_needs_no_recursion(project: Project) -> None:
-    """Five thousand nodes in a row are wired, ordered and built."""
+    """A chain of five thousand nodes is wired, ordered and built without a RecursionError."""
     graph = project.graph(MergedRecipe.of(chain(5000)))
     assert graph.errors == []
     with project.container(graph) as objects:
@@ -110,7 +110,7 @@ def test_a_long_chain_needs_no_recursion(project: Project) -> None:
 
 
 def chain(length: int) -> dict[str, Any]:
-    """Pages that fall back on one another."""
+    """Return a chain of pages that have the previous page as fallback."""
     pages: dict[str, Any] = {"page0": {"use": "pages.plain", "title": "0", "store": "@store"}}
     for number in range(1, length):
         fallback = f"@page{number - 1}"
@@ -141,7 +141,7 @@ def test_a_node_that_nothing_needs_is_a_warning(shop: Shop) -> None:
 
 
 def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> None:
-    """An edit leaves the removed node in the recipe on purpose, so that no warning is due."""
+    """A node that an edit removes from a list is not reported as unused."""
     text = '[first]\nuse = "pages.parse"\n[second]\nuse = "pages.parse"\n[page]\nfilters = ["@first", "@second"]'
     assert shop(text).problems == ()
     recipe = shop(text).recipe.with_values({"edit": {"page": {"filters": {"remove": "@first"}}}})
@@ -149,38 +149,40 @@ def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> 
     assert graph.problems == () and graph.nodes["page"].edges["filters"].targets == ("second",)
 
 
-def unused(*words: str, text: str = "", folder: Path) -> list[str]:
-    """The nodes of a recipe over `first_run` that are reported as unused."""
+def list_unused(*words: str, text: str = "", folder: Path) -> list[str]:
+    """List the nodes reported as unused in a recipe that extends `first_run`."""
     (folder / "mine.toml").write_text(f'extends = "first_run"\n{text}', "utf-8")
     problems = Recipe.load(folder / "mine.toml", *words).graph.problems
     return [problem.node for problem in problems if problem.code == "DL322"]
 
 
 def test_a_node_left_out_by_another_choice_is_not_a_warning(tmp_path: Path) -> None:
-    """Nodes of the recipe that is extended, a list that is emptied, and a component without an edge that it had."""
-    assert unused(text="[trainer]\non_finish = []\n", folder=tmp_path) == []
-    assert unused("trainer.on_finish=[]", "tokens.use=data.tokenized", "tokens.path=store", folder=tmp_path) == []
+    """Nodes of a base are not reported if the recipe empties their list or replaces their component."""
+    assert list_unused(text="[trainer]\non_finish = []\n", folder=tmp_path) == []
+    assert list_unused("trainer.on_finish=[]", "tokens.use=data.tokenized", "tokens.path=store", folder=tmp_path) == []
     spare = '[trainer]\non_finish = ["@sample", "@html_report"]\n[report_of_mine]\nuse = "metrics.fill_rate"\n'
-    assert unused("trainer.on_finish=[]", text=spare, folder=tmp_path) == ["report_of_mine"]
+    assert list_unused("trainer.on_finish=[]", text=spare, folder=tmp_path) == ["report_of_mine"]
     task = '[mine]\nuse = "sampling.sample"\nprompt = "a"\n[trainer]\non_finish = ["@mine"]\n'
-    assert unused(text=task, folder=tmp_path) == unused("trainer.on_finish=[]", text=task, folder=tmp_path) == []
+    assert (
+        list_unused(text=task, folder=tmp_path) == list_unused("trainer.on_finish=[]", text=task, folder=tmp_path) == []
+    )
 
 
 def test_a_setting_of_a_node_that_is_left_out_is_a_warning(tmp_path: Path) -> None:
-    """The recipe that empties the list also sets what the node would do: one of both is a mistake."""
+    """A recipe that sets an unused node's value gets a warning, because one of both is a mistake."""
     text = "[trainer]\non_finish = []\n[export]\nmax_shard = 7\n"
-    assert unused(text=text, folder=tmp_path) == ["export"]
-    assert unused("trainer.on_finish=[]", "export.max_shard=7", folder=tmp_path) == ["export"]
+    assert list_unused(text=text, folder=tmp_path) == ["export"]
+    assert list_unused("trainer.on_finish=[]", "export.max_shard=7", folder=tmp_path) == ["export"]
 
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: int) -> None:
-    """One store is taken without a word; two are a problem that names both and the lines to write."""
+    """One fitting node is wired by type, and two are a problem with both names and the lines to write."""
     graph = shop("" if members == 1 else '[second]\nuse = "stores.memory"')
     if members == 1:
         assert graph.nodes["page"].edges["store"].targets == ("store",)
         return
-    assert faults(graph) == [
+    assert problem_texts(graph) == [
         f"[{node}] 'store' needs one Store, but [store] and [second] both implement it" for node in ("page", "trainer")
     ]
     assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
@@ -189,16 +191,16 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
 def test_an_inline_node_is_built_for_its_owner_alone(shop: Shop, project: Project) -> None:
     """A table with `use` inside an edge is built once, for its owner alone."""
     graph = shop('[trainer]\npages = ["@page"]\nnamed = { home = "@page" }\n[page]\nstore = { use = "stores.memory" }')
-    assert faults(graph) == []
+    assert problem_texts(graph) == []
     with project.container(graph) as objects:
         assert objects["page"].store is not objects["store"]
         assert objects["trainer"].named == {"home": objects["page"]}
 
 
 def test_a_node_whose_name_is_saved_can_not_be_inline(shop: Shop) -> None:
-    """A node that is known by its name needs a table of its own."""
+    """A node whose state is saved by name needs its own table."""
     graph = shop('[trainer]\npages = [{ use = "pages.plain", title = "x", store = "@store" }]')
-    assert faults(graph) == [
+    assert problem_texts(graph) == [
         "[trainer.pages[0]] 'pages.plain' is a Counted, "
         "whose name is saved with its state, so it can't be written inline"
     ]
@@ -236,7 +238,7 @@ def texts(shop: Callable[..., Graph], *names: str) -> list[str]:
     ],
 )
 def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph], names: tuple[str, ...]) -> None:
-    """A sequence is valid if values are written before they are read; optional reads need no writer."""
+    """A sequence is valid if required values are written before they are read."""
     assert texts(shop, *names) == []
 
 
@@ -265,12 +267,12 @@ def test_valid_orders_of_a_sequence_have_no_problems(shop: Callable[..., Graph],
 def test_an_invalid_order_of_a_sequence_is_a_problem_with_a_remedy(
     shop: Callable[..., Graph], names: tuple[str, ...], expected: str
 ) -> None:
-    """Reading too early, changing too late and reading an unwritten value are problems with the line to move or add."""
+    """Early reads, late changes and unwritten values are problems with the line to move or add."""
     assert texts(shop, *names) == [expected]
 
 
 def test_a_sequence_that_names_its_members_a_thousand_times_is_checked_once() -> None:
-    """Duplicates are problems, and the order is that of the first of each: work grows with the length alone."""
+    """Duplicates in a sequence are problems, and checking them takes linear time."""
     recipe = Recipe.load("first_run")
     phases = [f"@{name}" for name in recipe.graph.nodes["trainer"].edges["phases"].targets]
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""AdamW in Triton is bitwise that of the eager implementation."""
+"""AdamW in Triton against the eager implementation, bit by bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,27 +21,27 @@ kinds = st.tuples(st.integers(0, 1500), st.sampled_from([WIDE, NARROW]), st.samp
 def twins(
     shapes: list[tuple[Any, torch.dtype, torch.dtype]], amsgrad: bool = False
 ) -> tuple[list[ParamState], list[ParamState]]:
-    """Two equal lists of weights with their optimizer state."""
+    """Return two equal lists of weights with their optimizer state."""
 
-    def made() -> list[ParamState]:
+    def make_states() -> list[ParamState]:
         torch.manual_seed(1)
         weights = [torch.randn(shape).to(DEVICE, dtype) for shape, dtype, _ in shapes]
-        kept = [[torch.rand(shape).to(DEVICE, of_kept) for _ in "msg"] for shape, _, of_kept in shapes]
+        kept = [[torch.rand(shape).to(DEVICE, state_dtype) for _ in "msg"] for shape, _, state_dtype in shapes]
         return [
             ParamState(
-                *(weight, mean, square, 0.1 * (place % 2), 2**60 + place, 2 * place),
+                *(weight, mean, square, 0.1 * (index % 2), 2**60 + index, 2 * index),
                 max_exp_avg_sq=greatest if amsgrad else None,
             )
-            for place, (weight, (mean, square, greatest)) in enumerate(zip(weights, kept, strict=True))
+            for index, (weight, (mean, square, greatest)) in enumerate(zip(weights, kept, strict=True))
         ]
 
-    return made(), made()
+    return make_states(), make_states()
 
 
 def assert_same_bits(ours: list[ParamState], theirs: list[ParamState]) -> None:
-    for mine, their in zip(ours, theirs, strict=True):
-        assert len(mine.tensors) == len(their.tensors)
-        for number, pair in enumerate(zip(mine.tensors, their.tensors, strict=True)):
+    for our_state, their_state in zip(ours, theirs, strict=True):
+        assert len(our_state.tensors) == len(their_state.tensors)
+        for number, pair in enumerate(zip(our_state.tensors, their_state.tensors, strict=True)):
             assert torch.equal(*pair), number
 
 
@@ -53,11 +53,11 @@ def step_both(
     maximize: bool = False,
 ) -> None:
     triton, eager = AdamwTriton(ours, maximize), AdamwEager(theirs, maximize)
-    for step, of_step in enumerate(gradients, 1):
+    for step, step_gradients in enumerate(gradients, 1):
         numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         counter = None if noise is None else step + noise
-        triton.step(of_step, numbers, counter)
-        eager.step(of_step, numbers, counter)
+        triton.step(step_gradients, numbers, counter)
+        eager.step(step_gradients, numbers, counter)
 
 
 @few
@@ -92,7 +92,7 @@ def test_same_bits_at_boundaries(number: int) -> None:
     """Keys, counters and first indices around 2^32 and 2^63 give the bits of the eager step."""
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
         ours, theirs = twins([((700,), NARROW, NARROW)])
-        ours, theirs = ([replace(of[0], key=key, first=first)] for of in (ours, theirs))
+        ours, theirs = ([replace(states[0], key=key, first=first)] for states in (ours, theirs))
         gradients, numbers = [torch.randn(700).to(DEVICE)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         AdamwTriton(ours).step(gradients, numbers, counter)
         AdamwEager(theirs).step(gradients, numbers, counter)
@@ -101,7 +101,7 @@ def test_same_bits_at_boundaries(number: int) -> None:
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_the_device_can_skip_a_step(found_inf: float) -> None:
-    """A number on the device says whether anything changes; gradients that are not finite leave no trace then."""
+    """A flag on the device skips the step, and gradients that are not finite then change nothing."""
     ours, theirs = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
     before, _ = twins([((700,), NARROW, NARROW), ((3, 5), WIDE, WIDE)])
     gradients = [torch.full(t.weight.shape, torch.inf if found_inf else 0.1).to(DEVICE) for t in ours]
@@ -112,24 +112,24 @@ def test_the_device_can_skip_a_step(found_inf: float) -> None:
     assert all(torch.equal(a.weight, b.weight) == bool(found_inf) for a, b in zip(ours, before, strict=True))
 
 
-def test_several_programs_for_a_weight() -> None:
-    """A weight of several programs' parts, the last one incomplete, changes as by the eager step."""
+def test_a_weight_of_several_programs_equals_eager() -> None:
+    """A weight divided among several programs, the last part incomplete, changes like in the eager step."""
     ours, theirs = twins([((2, PART // 2 + 700), NARROW, NARROW), ((3,), NARROW, NARROW)])
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours]])
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("place", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
-def test_parts_of_a_parameter(place: tuple[int, ...]) -> None:
-    """Rows of any width and distance, some of them behind 2^33 elements, have the noise of the eager step."""
+@pytest.mark.parametrize("layout", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
+def test_parts_of_a_parameter_equal_eager(layout: tuple[int, ...]) -> None:
+    """Rows of any width and stride, also behind 2^33 elements, have the noise of the eager step."""
     ours, theirs = twins([((700,), NARROW, NARROW), ((30, 25), NARROW, WIDE)])
-    ours, theirs = ([ParamState(*_fields(each), *place) for each in of] for of in (ours, theirs))
+    ours, theirs = ([ParamState(*_fields(state), *layout) for state in states] for states in (ours, theirs))
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"])
     assert_same_bits(ours, theirs)
 
 
-def _fields(of: ParamState) -> tuple[Any, ...]:
-    return of.weight, of.exp_avg, of.exp_avg_sq, of.weight_decay, of.key
+def _fields(state: ParamState) -> tuple[Any, ...]:
+    return state.weight, state.exp_avg, state.exp_avg_sq, state.weight_decay, state.key
 
 
 @pytest.mark.parametrize("noise", [2**40, None])

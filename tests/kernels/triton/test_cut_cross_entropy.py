@@ -216,11 +216,11 @@ def test_the_padding_of_the_gradients_of_logits_reaches_no_gradient(monkeypatch:
     """NaN in unwritten memory reaches no gradient; torch's bfloat16 matmul on a CPU reads beyond the end of a row."""
     new_empty: Any = Tensor.new_empty
 
-    def poisoned(self: Tensor, *size: Any, **options: Any) -> Any:
+    def new_empty_with_nan(self: Tensor, *size: Any, **options: Any) -> Any:
         memory = new_empty(self, *size, **options)
         return memory.fill_(float("nan")) if memory.is_floating_point() else memory
 
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(Tensor, "new_empty", new_empty_with_nan)
     hidden = draw_tensor("contiguous", 17, 24, dtype=torch.bfloat16)
     weight = draw_tensor("contiguous", 33, 24, dtype=torch.bfloat16)
     actual = cut_cross_entropy_triton(hidden, weight, random_targets((17,), 33))

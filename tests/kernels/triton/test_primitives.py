@@ -88,14 +88,14 @@ def test_kernels_compile_without_breaks(compute: Callable[[Tensor, Tensor], Tens
 def test_a_copy_compiles() -> None:
     """An operation that writes to its argument is traced, too."""
 
-    def rounded(source: Tensor) -> Tensor:
+    def copy_rounded(source: Tensor) -> Tensor:
         target = torch.empty_like(source, dtype=torch.bfloat16)
         stochastic_copy_triton(target, source * 2, 1, 2)
         return target
 
     source = torch.randn(20, device=DEVICE)
-    compiled: Any = torch.compile(rounded, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(source), rounded(source))
+    compiled: Any = torch.compile(copy_rounded, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(source), copy_rounded(source))
 
 
 ROUTES = moe_routes_eager(EXPERTS_OF, 3)
@@ -103,7 +103,7 @@ ANGLES = rope_angles(torch.arange(4, device=DEVICE)[None], 16, 1e4)
 CUT = LogitCut(filter_eps=1e-6, tile=(16, 16))
 
 
-def grouped(x: Tensor, weight: Tensor) -> Tensor:
+def multiply_groups(x: Tensor, weight: Tensor) -> Tensor:
     return grouped_gemm_triton(x, weight, torch.tensor([1, 4]).to(DEVICE, torch.int32))
 
 
@@ -122,7 +122,7 @@ STRIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "cut_cross_entropy, filtered": (lambda x, w: cut_cross_entropy_triton(x, w, TARGETS, CUT), [(4, 16), (8, 16)]),
     "moe_permute": (lambda x, p: moe_permute_triton(x, p, ROUTES), [(4, 16), (4, 2)]),
     "moe_unpermute": (lambda x, p: moe_unpermute_triton(x, ROUTES, p), [(8, 16), (4, 2)]),
-    "grouped_gemm": (grouped, [(4, 16), (2, 16, 3)]),
+    "grouped_gemm": (multiply_groups, [(4, 16), (2, 16, 3)]),
 }
 """Every kernel that takes strides: a function of a few tensors, and their shapes."""
 

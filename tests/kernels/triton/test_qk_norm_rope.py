@@ -47,7 +47,7 @@ def test_triton_equals_eager(
     assert_all_close(result, torch.autograd.grad(expected, wide, [grad.double() for grad in grads]), 8)
 
 
-def cubed(results: tuple[Tensor, Tensor]) -> Tensor:
+def sum_cubes(results: tuple[Tensor, Tensor]) -> Tensor:
     """Return a number whose gradients differ by element."""
     return torch.stack([(x * x * x).sum() for x in results]).sum()
 
@@ -59,11 +59,11 @@ def test_programs_process_many_tiles() -> None:
     cos, sin = rope_angles(torch.randint(0, 5000, (2, 60), device=DEVICE), 64, 1e4)
     q, k, q_weight, k_weight = wide = exact(*inputs)
     expected = qk_norm_rope_eager(q, k, q_weight, k_weight, 1e-6, cos.double(), sin.double())
-    exact_grads = torch.autograd.grad(cubed(expected), wide)
+    exact_grads = torch.autograd.grad(sum_cubes(expected), wide)
     runs = []
     for _ in range(2):
         actual = qk_norm_rope_triton(inputs[0], inputs[1], inputs[2], inputs[3], 1e-6, cos, sin)
-        runs.append(torch.autograd.grad(cubed(actual), inputs))
+        runs.append(torch.autograd.grad(sum_cubes(actual), inputs))
     assert_all_close(actual, expected, 4)
     assert_all_close(runs[0], exact_grads, 16)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
