@@ -22,7 +22,7 @@ def test_a_user_error_is_printed_once_with_rank_and_location(folder: Path, ranks
 
 
 def test_a_rank_that_hangs_while_closing_does_not_delay_the_others(folder: Path) -> None:
-    """Other ranks end without waiting for its connections to break, and the launcher kills it."""
+    """Other ranks end without waiting for its connections to break, and it ends with the error's exit code."""
     failures, outcomes, seconds = run_with_fault(folder, 2, "refuse and hang")
     assert failures == dict.fromkeys(failures, "died with exit code 2") and 1 in failures
     assert seconds < 5

@@ -151,7 +151,7 @@ def test_other_base_weights_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_adapters_of_sharded_weights_have_the_losses_of_one_process(folder: Path, tensor: int) -> None:
-    """Ranks that shard frozen weights, and ranks that also shard factors, have the export of one process."""
+    """Adapters on data shards and tensor ranks have the losses, adapter and export of one process."""
     name = f"shared-{tensor}"
     train(folder, name, f"mesh.tensor={tensor}", "mesh.data_shard=2", ranks=2 * tensor)
     assert_close(folder / "runs/one", folder / "runs" / name, rel=1e-5)

@@ -11,7 +11,7 @@ def read_exported_step(run: Path) -> int:
     return int(json.loads((run / "export" / "trainer_state.json").read_text())["global_step"])
 
 
-def test_results_of_a_continued_run_are_of_its_last_step(folder: Path) -> None:
+def test_a_continued_run_writes_its_results_again(folder: Path) -> None:
     """After more steps, export and sample are written again and equal an uninterrupted run's."""
     run, straight = folder / "runs/tiny", folder / "runs/straight"
     constant = ["lr.phases=[{ to = 1.0 }]", "lr.start=1.0"]  # or the rate of each step depends on the number of steps

@@ -1,4 +1,4 @@
-"""Free space that a run asks for before its first step."""
+"""Free disk space that a run requires before its first step."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ STOCHASTIC = '[optimizer]\nuse = "optim.stochastic_adamw"\nlr = 0.01\n'
 
 
 def _record_forecast(folder: Path, words: Sequence[str]) -> Outcome:
-    """Run a command in a process that writes the forecast of its first checkpoint into the file `forecast`."""
+    """Run a command, and write its forecast of the first checkpoint's size into the file `forecast`."""
 
     def record(checkpoints: Path, expected: int, likely: int) -> None:
         (folder / "forecast").write_text(json.dumps(expected), "utf-8")
@@ -34,10 +34,10 @@ def _record_forecast(folder: Path, words: Sequence[str]) -> Outcome:
     ],
     ids=["muon sharded with masters", "stochastic adamw", "average with replicas"],
 )
-def test_the_space_asked_for_is_that_of_the_checkpoint_after_a_step(
+def test_the_forecast_equals_the_checkpoint_size_after_a_step(
     tmp_path: Path, tables: str, ranks: int, settings: Sequence[str]
 ) -> None:
-    """On any mesh the forecast counts moments, averages and masters once: it is within 5 % of the files."""
+    """On any mesh the forecast, with moments, averages and master weights, is within 5 % of the files."""
     write_corpus(tmp_path)
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(recipe.read_text("utf-8") + tables, "utf-8")

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluate_prints_the_validation_loss_of_the_run(folder: Path) -> None:
-    """`evaluate --step` prints each checkpoint's validation loss, and `--best` takes the lowest."""
+    """`evaluate --step` prints each checkpoint's validation loss, and `--best` picks the lowest."""
     losses = {row["step"]: row["validation_loss"] for row in rows(folder / "runs/tiny") if "validation_loss" in row}
     for step, loss in losses.items():
         (outcome,) = drawloom(folder, "evaluate", "runs/tiny", "--step", str(step))

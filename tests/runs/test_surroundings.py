@@ -191,7 +191,7 @@ def _run_with_few_threads(folder: Path, arguments: Sequence[str], group: Path) -
 
 @pytest.mark.skipif(not cgroups.is_possible("pids"), reason="no control group of its own may be made here")
 def test_a_thread_limit_is_reported(folder: Path) -> None:
-    """A control group with three threads ends the run in words, without a traceback."""
+    """A control group with room for three more threads ends the run in words, without a traceback."""
     with cgroups.group("pids", max=3) as group:
         [outcome] = run_ranks(_run_with_few_threads, 1, folder, TINY, group, variables=False)
     assert outcome.code == 1 and "no more threads can be started" in outcome.text, outcome

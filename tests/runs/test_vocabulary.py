@@ -20,7 +20,7 @@ on_finish = []
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    """A vocabulary smaller than the token store's tokenizer is refused before the first step."""
+    """A model with a smaller vocabulary than its tokenizer is refused before the first step."""
     write_corpus(tmp_path)
     (tmp_path / "small.toml").write_text(WITHOUT_TOKENIZER, "utf-8")
     [refused] = drawloom(tmp_path, "run", "small.toml", "trainer.steps=1")

@@ -145,7 +145,7 @@ def test_without_a_target_the_layers_and_nodes_are_listed(explain_lines: Explain
 
 @pytest.mark.parametrize("target", ["pag", "page.titel", "page.title.deep[", "vars.title"])
 def test_an_unknown_target_is_a_user_error(explain_lines: Explain, target: str) -> None:
-    """An unknown target is a user error with exit code 2."""
+    """An unknown target is a user error, and a malformed path is explained as far as it is known."""
     if target.startswith("page.title."):
         assert explain_lines(target)
         return

@@ -48,7 +48,7 @@ WORKSPACE = Workspace(Project.of("support.shop"))
 
 @given(POSITION, st.integers(0, 9), st.sampled_from(TYPED), st.lists(POSITION, min_size=1, max_size=20))
 def test_every_question_is_answered(start: int, removed: int, typed: str, positions: list[int]) -> None:
-    """All questions at all positions of a damaged recipe with a cycle are answered without an error."""
+    """All questions at any position of a damaged recipe are answered, and a symbol's ranges include its own."""
     text, path = RECIPE[:start] + typed + RECIPE[start + removed :], Path("mine.toml").resolve()
     WORKSPACE.texts = {path: text}
     assert all(0 <= mark.start <= mark.end <= len(text) for mark in diagnose(WORKSPACE, path))
