@@ -101,7 +101,7 @@ def test_noise_depends_on_key_counter_and_index() -> None:
 )
 @pytest.mark.parametrize("columns", [11, 12])
 def test_a_box_is_rounded_like_within_the_whole(part: tuple[slice, slice], columns: int) -> None:
-    """A box of rows and columns has the bits of the whole weight, even if it splits a draw of noise."""
+    """A box of rows and columns has the whole weight's bits, even if it splits a noise draw."""
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(7, columns, generator=generator) for _ in range(2))
 

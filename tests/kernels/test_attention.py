@@ -20,7 +20,7 @@ def by_token(
     options: AttentionOptions = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute the softmax of each token over exactly the tokens that it may see."""
+    """Compute every token's softmax over exactly the tokens that it may see."""
     rows, length, heads, width = q.shape
     scale = width**-0.5 if options.scale is None else options.scale
     result = q.new_zeros(rows, length, heads, v.shape[-1])
@@ -100,7 +100,7 @@ def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
 
 
 def test_strided_inputs_give_the_same_result() -> None:
-    """Views whose last dimension is not contiguous give the results of their copies."""
+    """Views with a last dimension that is not contiguous give the same results as copies."""
     q, k, v, document_ids = random_case(2, 6, 4, 2, torch.float64)
     actual = attention_eager(restride(q), restride(k), restride(v), causal_document_mask(restride(document_ids)))
     torch.testing.assert_close(actual, attention_eager(q, k, v, causal_document_mask(document_ids)))

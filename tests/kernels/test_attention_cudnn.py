@@ -1,4 +1,4 @@
-"""Attention of rows of one document each, against eager attention with a dense mask."""
+"""Attention over rows with one document, against eager attention with a dense mask."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ HALF = DEVICE.type == "cuda"
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (4, 2, 128), (3, 1, 8)])
 def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Results and gradients equal those of the mask, for any grouping of heads."""
+    """Results and gradients equal attention with a dense mask, for any grouping of heads."""
     dtype, tolerance = (torch.bfloat16, 0.03) if HALF else (torch.float32, 1e-5)
     documents = torch.full((2, 300), 7, device=DEVICE)
     q, k, v = (

@@ -107,7 +107,7 @@ def test_heads_too_small_for_torch_are_computed() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_compiled_gradients_equal_eager(kv_heads: int) -> None:
-    """Compiled results and gradients equal those of the dense mask."""
+    """Compiled results and gradients equal attention with a dense mask."""
     document_ids = (torch.rand(2, 300) < 0.02).cumsum(1).cuda()
     q = torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True)
     k, v = (torch.randn(2, 300, kv_heads, 64, device="cuda", requires_grad=True) for _ in "kv")

@@ -1,4 +1,4 @@
-"""The table in docs/kernels.md that says how attention is computed, against the implementations."""
+"""The table of attention implementations in docs/kernels.md, against the code."""
 
 import re
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_heads_above_256_are_refused_by_varlen() -> None:
 
 
 def test_packed_rows_go_to_flex() -> None:
-    """The second column of every case is flex_attention, to which `cudnn` passes packed rows."""
+    """Packed rows use flex_attention in every case, also with `cudnn`."""
     assert {packed for _, packed, _ in read_table().values()} == {"flex"}
     assert CUDNN.mask is FLEX.mask
 

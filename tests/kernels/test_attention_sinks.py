@@ -1,4 +1,4 @@
-"""Sinks by corrected statistics of a kernel, against attention over all scores."""
+"""Sinks by corrected kernel statistics, against attention over all scores."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class CpuFlash:
-    """Flash attention of torch for CPUs, which computes in float64."""
+    """torch's flash attention for CPUs, which computes in float64."""
 
     def __init__(self, scale: float | None) -> None:
         self.scale = scale

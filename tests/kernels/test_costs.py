@@ -1,4 +1,4 @@
-"""FLOPs and scratch memory that operations register for plans."""
+"""FLOPs and scratch memory registered by operations for plans."""
 
 import pkgutil
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ NUMBERS = count()
 
 
 def kernel_operations() -> Iterator[Any]:
-    """Return all operations that the modules of kernels/ register with torch."""
+    """Return all operations registered with torch by modules of kernels/."""
     for module in pkgutil.walk_packages(drawloom.kernels.__path__, "drawloom.kernels."):
         import_module(module.name)
     for name in torch._C._dispatch_get_all_op_names():
@@ -38,7 +38,7 @@ def kernel_operations() -> Iterator[Any]:
 
 
 def test_every_operation_of_kernels_registers_its_costs() -> None:
-    """A new kernel cannot leave plans without its FLOPs and scratch memory; a pointwise one says that it has none."""
+    """Every kernel registers FLOPs and scratch memory for plans, also if it has none."""
     operations = list(kernel_operations())
     assert len(operations) >= 20
     assert [str(operation) for operation in operations if not has_costs(operation)] == []
@@ -84,7 +84,7 @@ def test_arguments_have_the_names_of_the_schema() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_torch_products_have_the_flops_that_torch_counts(wide: bool) -> None:
-    """A product of matrices, with or without a sum, has two operations for each pair of factors in any overload."""
+    """A matrix product, with or without a sum, has two FLOPs per pair of factors in every overload."""
     a, b = (torch.empty(shape, device=META, dtype=torch.bfloat16) for shape in ((3, 4), (4, 5)))
     result = torch.empty(3, 5, device=META, dtype=torch.float32 if wide else torch.bfloat16)
     kwargs: dict[str, Any] = {"out": result} if wide else {}
@@ -96,7 +96,7 @@ def test_torch_products_have_the_flops_that_torch_counts(wide: bool) -> None:
 
 
 def test_grouped_products_of_torch_count_their_rows() -> None:
-    """torch counts no FLOPs of its grouped product; each row is multiplied by one expert's matrix."""
+    """Every row of a grouped product, which torch does not count, is multiplied by one matrix."""
     x, weight = torch.empty(6, 4, device=META), torch.empty(3, 4, 5, device=META)
     offsets = torch.empty(3, device=META, dtype=torch.int32)
     costs = operation_costs(torch.ops.aten._grouped_mm.default, (x, weight, offsets), {}, torch.empty(6, 5))

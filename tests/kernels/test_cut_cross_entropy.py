@@ -30,7 +30,7 @@ CUTS = [LogitCut(), LogitCut(tile=(2, 4), max_logits=1), LogitCut(tile=(3, 4), m
 @pytest.mark.parametrize("cut", CUTS, ids=range(3))
 @pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
 def test_losses_equal_the_definition(cut: LogitCut, shape: tuple[int, ...]) -> None:
-    """Any shape, in any number of chunks, gives losses and gradients of the definition."""
+    """Any shape, in any number of chunks, has the losses and gradients of the definition."""
     hidden, weight, targets = case(*shape)
     actual, expected = (
         losses_of(hidden, weight, targets, cut),
@@ -109,7 +109,7 @@ def test_a_frozen_input_leaves_the_other_gradient_unchanged(trained: str) -> Non
 
 
 def test_weight_gradient_can_be_deferred() -> None:
-    """A deferred gradient of the weight equals an immediate one; the gradient of hidden states comes at once."""
+    """A deferred weight gradient equals an immediate one, and the gradient of hidden states is immediate."""
     hidden, weight, targets = case(7)
     expected = torch.autograd.grad(losses_of(hidden, weight, targets).sum(), (hidden, weight))
     deferral = Deferral()
@@ -145,7 +145,7 @@ def test_gradients_flow_through_losses_and_lse(cut: LogitCut, deferred: bool) ->
 
 
 def test_the_filter_keeps_gradients_of_lse() -> None:
-    """A target of probability 1 has no gradient of its loss, but one of its lse, which no filter skips."""
+    """The loss of a target with probability 1 has no gradient, and the filter keeps its lse gradient."""
     hidden, weight = torch.eye(1, 4).mul(50).requires_grad_(), torch.eye(9, 4).requires_grad_()
     cut = LogitCut(filter_eps=0.5, tile=(1, 1))
     _, lse = cut_cross_entropy_eager(hidden, weight, torch.tensor([0]), cut)

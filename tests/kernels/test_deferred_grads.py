@@ -185,7 +185,7 @@ def test_products_of_bfloat16_are_summed_in_float32(hooked: bool) -> None:
     """
     Gradient accumulation sums products in float32, without rounding them to bfloat16, at one address.
 
-    Hooks of the weight see every gradient, which autograd then adds.
+    Hooks of the weight see every gradient before autograd adds it.
     """
     torch.manual_seed(0)
     linear = nn.Parameter(torch.randn(5, 7).bfloat16())

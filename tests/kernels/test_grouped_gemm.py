@@ -51,7 +51,7 @@ def test_gradients_match_finite_differences() -> None:
 
 @both
 def test_nan_in_unused_rows_does_not_spread(gemm: Gemm) -> None:
-    """NaN in unused rows of the input and of the gradient reaches no used row and no gradient of a matrix."""
+    """NaN in unused rows of input and gradient reaches neither used rows nor matrix gradients."""
     x, weight, ends = case()
     with torch.no_grad():
         x[10:] = torch.nan
@@ -77,7 +77,7 @@ def test_a_frozen_input_leaves_the_other_gradient_unchanged(gemm: Gemm) -> None:
 @both
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weight_gradient_can_be_deferred(gemm: Gemm, transposed: bool) -> None:
-    """A deferred gradient of the matrices has the bits of an immediate one."""
+    """A deferred gradient of the matrices is bitwise equal to an immediate one."""
     x, weight, ends = case()
     weight = weight.detach().transpose(1, 2).contiguous().requires_grad_() if transposed else weight
     used = torch.autograd.grad(gemm(x, weight, ends, transposed)[:10].sum(), (x, weight))

@@ -12,7 +12,7 @@ SHAPES = [(5,), (4, 5), (2, 3, 5), (2, 1, 3, 5), (0, 5), (2, 0, 5)]
 
 
 class SavedTensors:
-    """Context that lists the tensors that autograd saves within it."""
+    """Context that lists the tensors saved by autograd."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -39,7 +39,7 @@ def random_inputs(shape: tuple[int, ...], bias: bool, dtype: torch.dtype = torch
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_linear_equals_torch(shape: tuple[int, ...], bias: bool) -> None:
-    """Output and gradients equal those of torch.nn.functional.linear for every shape."""
+    """Output and gradients equal torch.nn.functional.linear for every shape."""
     tensors = random_inputs(shape, bias)
     actual, expected = linear_eager(*tensors), F.linear(*tensors)
     assert torch.equal(actual, expected)
@@ -51,7 +51,7 @@ def test_linear_equals_torch(shape: tuple[int, ...], bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_strided_inputs_give_the_same_result(bias: bool) -> None:
-    """A sliced, transposed input and an expanded gradient give the results of their copies."""
+    """A sliced, transposed input and an expanded gradient give the same results as contiguous copies."""
     _, *weights = random_inputs((5,), bias)
     x = torch.randn(6, 5, 4, dtype=torch.float64, requires_grad=True)
     view = x.transpose(1, 2)[::2]
@@ -79,7 +79,7 @@ def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
     "learns", [(True, False, False), (False, True, False), (False, False, True), (True, True, False)]
 )
 def test_frozen_tensors_get_no_gradient(learns: tuple[bool, ...]) -> None:
-    """Only trainable tensors get a gradient, and tensors that no gradient needs are not saved."""
+    """Only trainable tensors get a gradient, and tensors without use in a gradient are not saved."""
     tensors = [
         tensor.detach().requires_grad_(learn) for tensor, learn in zip(random_inputs((4, 5), True), learns, strict=True)
     ]
@@ -133,7 +133,7 @@ def test_inputs_are_saved_without_a_copy() -> None:
 
 
 def test_complex_gradients_are_conjugated() -> None:
-    """Gradients of complex inputs and weights equal those of torch's own product."""
+    """Complex gradients equal those of torch's product."""
     x, weight, grad = (
         torch.randn(4, 4, dtype=torch.complex128, requires_grad=learns) for learns in (True, True, False)
     )

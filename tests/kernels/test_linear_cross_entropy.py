@@ -49,7 +49,7 @@ def test_losses_equal_the_definition(shape: tuple[int, ...]) -> None:
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("shape", [(8,), (2, 5), (0,)])
 def test_gradients_match_finite_differences(shape: tuple[int, ...]) -> None:
-    """Gradients of hidden states and weight equal finite differences in float64."""
+    """Both gradients equal finite differences in float64."""
     hidden, weight, targets = random_case(shape, torch.float64)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -155,7 +155,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
 def test_weight_gradient_can_be_deferred(tokens: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deferred gradient of the weight has the bits of an immediate one, whether all logits are kept or none."""
+    """A deferred weight gradient is bitwise equal to an immediate one, whether all logits are kept or none."""
     if chunked:
         monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 2)
         monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)

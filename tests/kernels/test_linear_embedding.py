@@ -12,7 +12,7 @@ from drawloom.kernels.linear import embedding_eager
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (0,), (2, 0)])
 def test_embedding_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Output and gradient equal those of torch.nn.functional.embedding, also with repeated or no tokens."""
+    """Output and gradient equal torch.nn.functional.embedding, also with repeated or no tokens."""
     tokens = torch.randint(6, shape, dtype=dtype)
     weight = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     actual, expected = embedding_eager(tokens, weight), F.embedding(tokens, weight)
@@ -27,7 +27,7 @@ def test_a_frozen_table_builds_no_graph() -> None:
 
 
 def test_weight_gradient_can_be_deferred() -> None:
-    """A deferred gradient of the table has the bits of an immediate one."""
+    """A deferred table gradient is bitwise equal to an immediate one."""
     tokens, weight = torch.randint(6, (3, 4)), torch.randn(6, 5, requires_grad=True)
     grad = torch.randn(3, 4, 5)
     (expected,) = torch.autograd.grad(embedding_eager(tokens, weight), weight, grad)

@@ -1,4 +1,4 @@
-"""Permutations of tokens against loops over tokens."""
+"""Token permutations against loops over tokens."""
 
 import pytest
 import torch

@@ -43,7 +43,7 @@ def count_kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 
 def grads_of(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of leaves for a random gradient of the output."""
+    """Return gradients of leaves for a random output gradient."""
     torch.manual_seed(1)
     return list(torch.autograd.grad(output, leaves, torch.randn_like(output)))
 
@@ -144,7 +144,7 @@ def square_of(x: Tensor) -> Tensor:
 
 
 def test_results_of_cheap_operations_are_recomputed_once() -> None:
-    """Three products that read one result, one of them a view of it, repeat the operation once, with the same bits."""
+    """Three products that read one result, also through a view, recompute it once, with the same bits."""
     x, weight = tensors((2, 4, WIDTH), (WIDTH, WIDTH))
     calls = []
 
@@ -170,7 +170,7 @@ def test_results_of_cheap_operations_are_recomputed_once() -> None:
 
 
 def test_a_result_that_is_changed_in_place_is_kept() -> None:
-    """A saved tensor that is no longer the result of the operation is not recomputed."""
+    """A result that was changed in place is saved instead of recomputed."""
     x, weight = tensors((4, WIDTH), (WIDTH, WIDTH))
 
     def run() -> Tensor:
@@ -223,7 +223,7 @@ def block(kernels: AutoKernels, x: Tensor, w: dict[str, Tensor], shared: Any) ->
 
 @pytest.mark.parametrize(("choice", "dtype"), [("eager", torch.float32), ("triton", torch.bfloat16)])
 def test_a_recomputed_layer_has_the_same_bits(choice: Any, dtype: torch.dtype) -> None:
-    """Selective recomputation and rerun layers have the bits of a plain run, by either implementation."""
+    """Selective recomputation and rerun layers are bitwise equal to a plain run, in both implementations."""
     names = ("rms_norm", "add_rms_norm", "swiglu", "swiglu_halves", "qk_norm_rope", "moe_permute", "moe_unpermute")
     kernels = kernels_on(DEVICE, **dict.fromkeys(names, choice), attention="eager", grouped_gemm="eager")
     kernels.open()

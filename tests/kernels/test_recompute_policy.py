@@ -25,7 +25,7 @@ FLOAT32 = {"parameter": "float32"}
 
 
 def assert_same_bits(steps: Sequence[Mapping[str, Any]], cases: Sequence[pipelines.Case]) -> None:
-    """Assert that all policies have bitwise the losses, gradients and weights of no recomputation."""
+    """Assert that losses, gradients and weights are bitwise equal under all recompute policies."""
     assert len(steps) == len(POLICIES) * len(cases)
     for number, actual in enumerate(steps):
         plain, label = steps[number % len(cases)], (POLICIES[number // len(cases)], cases[number % len(cases)])
@@ -46,7 +46,7 @@ SHORT = Auto(
     microbatches=4,
     recompute={"blocks": Recomputation(again=0.9, kept=0.1), "selective": Recomputation(again=0.1, kept=0.7)},
 )
-"""Schedule that is searched for with little memory."""
+"""Schedule found by a search with little memory."""
 
 
 def test_programs_that_recompute_by_stage_have_the_same_bits() -> None:
@@ -130,14 +130,14 @@ def check_mesh(ranks: int, sizes: dict[str, int], dtypes: Mapping[str, Any]) -> 
     "mesh", [pytest.param(mesh, marks=[pytest.mark.soak] if mesh == "data_shard" else []) for mesh in MESHES]
 )
 def test_every_mesh_has_the_same_bits(mesh: str) -> None:
-    """On two ranks in mixed precision, pipelines, FSDP and experts have the bits of a run without recomputation."""
+    """On two ranks in mixed precision, pipelines, FSDP and experts are bitwise equal to a run without recomputation."""
     check_mesh(*MESHES[mesh], pipelines.MIXED)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", MORE_MESHES)
 def test_more_meshes_have_the_same_bits(mesh: str) -> None:
-    """In float32, all other dimensions, and pipelines of shards, have the bits of a run without recomputation."""
+    """In float32, all other dimensions, and pipelines of shards, are bitwise equal to a run without recomputation."""
     check_mesh(*MORE_MESHES[mesh], FLOAT32)
 
 

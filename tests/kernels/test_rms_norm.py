@@ -23,7 +23,7 @@ def test_rms_norm_equals_its_formula(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 2, 3), (0, 3)])
 def test_gradients_match_finite_differences(shape: tuple[int, ...]) -> None:
-    """Gradients of x and weight equal finite differences in float64."""
+    """Both gradients equal finite differences in float64."""
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, weight: rms_norm_eager(x, weight, 1e-3), (x, weight))
@@ -52,7 +52,7 @@ def test_half_precision_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
 
 
 def test_strided_inputs_give_the_same_result() -> None:
-    """A transposed, sliced view and an expanded gradient give the results of their copies."""
+    """A transposed, sliced view and an expanded gradient give the same results as contiguous copies."""
     x = torch.randn(6, 4, 10, requires_grad=True)
     view, weight = x.transpose(0, 1)[:, ::2], torch.randn(10, requires_grad=True)
     actual = rms_norm_eager(view, weight, 1e-6)

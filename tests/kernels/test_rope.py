@@ -51,7 +51,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_strided_inputs_give_the_same_result() -> None:
-    """A view with heads before length, and such a gradient, give the results of their copies."""
+    """A view and a gradient with heads before length give the same results as contiguous copies."""
     x, angles = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True), angles_of(2, 5, 4)
     actual = rope_eager(x.transpose(1, 2), angles.cos(), angles.sin())
     torch.testing.assert_close(actual, rotate_complex(x.transpose(1, 2), angles))

@@ -44,7 +44,7 @@ factors = st.sampled_from([1.0, 2.0, 4.0, 8.5])
 
 @given(channels, bases, factors, st.sampled_from([2048, 32768]))
 def test_yarn_equals_transformers(channels: int, base: float, factor: float, length: int) -> None:
-    """Frequencies and attention factor equal those of transformers with its defaults."""
+    """Frequencies and attention factor equal transformers' with its defaults."""
     actual = rope_frequencies(channels, base, YarnScaling(factor, length))
     expected, attention = transformers_frequencies(
         "yarn", channels, base, factor=factor, original_max_position_embeddings=length
@@ -54,7 +54,7 @@ def test_yarn_equals_transformers(channels: int, base: float, factor: float, len
 
 
 def test_yarn_settings_equal_transformers() -> None:
-    """Range, truncation and attention factor have the meaning of transformers."""
+    """Range, truncation and attention factor mean the same as in transformers."""
     yarn = YarnScaling(4.0, 4096, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.25)
     own: dict[str, Any] = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.25}
     expected, attention = transformers_frequencies(
@@ -67,7 +67,7 @@ def test_yarn_settings_equal_transformers() -> None:
 @settings(max_examples=20)
 @given(channels, bases, factors)
 def test_linear_scaling_equals_transformers(channels: int, base: float, factor: float) -> None:
-    """Linear scaling equals that of transformers."""
+    """Linear scaling equals transformers'."""
     expected, attention = transformers_frequencies("linear", channels, base, factor=factor)
     torch.testing.assert_close(rope_frequencies(channels, base, LinearScaling(factor)), expected, rtol=2e-6, atol=0)
     assert attention_scaling(LinearScaling(factor)) == attention
@@ -101,7 +101,7 @@ def test_dynamic_scaling_depends_on_the_row_alone(channels: int, base: float, fa
 def test_llama3_equals_transformers(
     channels: int, base: float, factor: float, length: int, bounds: tuple[float, float]
 ) -> None:
-    """Frequencies equal those of transformers, and attention is not scaled."""
+    """Frequencies equal transformers', and attention is not scaled."""
     low, high = bounds
     names: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
     names["original_max_position_embeddings"] = length

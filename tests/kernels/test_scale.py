@@ -1,4 +1,4 @@
-"""Many tensors times one factor that is on their device."""
+"""Products of many tensors and one factor on their device."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_an_empty_list_is_accepted() -> None:
 
 
 def test_squares_are_summed_over_counted_tensors() -> None:
-    """The sum in float64 is over the rounded products of counted tensors of all dtypes; without any it is 0."""
+    """The float64 sum counts rounded products of all dtypes, and is 0 without counted tensors."""
     dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.bfloat16)
     sizes = (300, 5, 7, 0, 300)
     tensors = [torch.randn(2, size, device=DEVICE).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]

@@ -60,7 +60,7 @@ def test_numbers_beyond_the_largest_may_become_infinite() -> None:
 
 @pytest.mark.parametrize("number", [1.001, -3.14159, 1e-3, 1e-40, -7.3e-39, 6e4])
 def test_rounding_is_unbiased(number: float) -> None:
-    """The mean of many roundings is the number, and their variance that of the two neighbours; subnormals too."""
+    """Many roundings have the number as mean and the variance of its two neighbours, also for subnormals."""
     count = 200_000
     source = torch.full((count,), number)
     actual = copy(source).double()
@@ -73,7 +73,7 @@ def test_rounding_is_unbiased(number: float) -> None:
 
 
 def test_neighbours_are_rounded_independently() -> None:
-    """Noise of neighbouring elements, and of an element at neighbouring counters, is not correlated."""
+    """Noise is not correlated between neighbouring elements or between neighbouring counters."""
     source = torch.full((100_000,), 1.0 + 2**-9 + 2**-8)
     first, second = (copy(source, counter=counter).double() for counter in (0, 1))
     for a, b in [(first[:-lag], first[lag:]) for lag in (1, 2, 4, 8)] + [(first, second)]:

@@ -1,4 +1,4 @@
-"""Philox against the known answers of its authors, and the frequency of its bits."""
+"""Philox against its authors' known answers, and bit frequencies."""
 
 import torch
 

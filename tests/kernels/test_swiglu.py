@@ -20,7 +20,7 @@ def test_swiglu_equals_its_formula(shape: tuple[int, ...]) -> None:
 
 
 def test_gradients_match_finite_differences() -> None:
-    """Gradients of gate and up equal finite differences in float64."""
+    """Both gradients equal finite differences in float64."""
     gate, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(swiglu_eager, (gate, up))
 
@@ -41,7 +41,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_strided_inputs_give_the_same_result() -> None:
-    """Transposed halves of one tensor give the results of their copies, also backwards."""
+    """Transposed halves of one tensor give the same results and gradients as copies."""
     both = torch.randn(6, 5, 8, requires_grad=True)
     gate, up = (half.transpose(0, 1) for half in both.chunk(2, -1))
     actual = swiglu_eager(gate, up)
@@ -59,6 +59,6 @@ def test_a_scale_multiplies_vectors() -> None:
 
 
 def test_halves_of_one_tensor_equal_two_tensors() -> None:
-    """The halves of one tensor give the result of two tensors."""
+    """Two halves of one tensor give the same result as two tensors."""
     both = torch.randn(4, 6, requires_grad=True)
     torch.testing.assert_close(swiglu_halves_eager(both), swiglu_eager(both[:, :3], both[:, 3:]))

@@ -69,7 +69,7 @@ def step_both(
     st.booleans(),
     st.booleans(),
 )
-def test_same_bits(
+def test_triton_has_the_bits_of_eager(
     _seed: object,
     shapes: list[tuple[int, torch.dtype, torch.dtype]],
     of_gradients: torch.dtype,
@@ -88,8 +88,8 @@ def test_same_bits(
 
 
 @pytest.mark.parametrize("number", BOUNDARIES)
-def test_same_bits_at_boundaries(number: int) -> None:
-    """Keys, counters and first indices around 2^32 and 2^63 give the bits of the eager step."""
+def test_scalars_at_boundaries_have_the_same_bits(number: int) -> None:
+    """Steps with keys, counters and first indices around 2^32 and 2^63 are bitwise equal to the eager step."""
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 4 * 2)):
         ours, theirs = twins([((700,), NARROW, NARROW)])
         ours, theirs = ([replace(states[0], key=key, first=first)] for states in (ours, theirs))
@@ -133,15 +133,15 @@ def _fields(state: ParamState) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("noise", [2**40, None])
-def test_weights_without_dimensions(noise: int | None) -> None:
-    """A number alone is a weight, too, also the first one of its kind; two steps change it as the eager ones do."""
+def test_scalar_weights_equal_eager(noise: int | None) -> None:
+    """A scalar weight, also as the first of its kind, changes like in the eager steps."""
     ours, theirs = twins([((), WIDE, WIDE), ((5,), WIDE, WIDE), ((), NARROW, NARROW)])
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"], noise)
     assert_same_bits(ours, theirs)
 
 
 def test_each_weight_has_its_own_scalars() -> None:
-    """A row of scalars for each weight is that weight's, whichever launch it shares, empty ones and all."""
+    """Every weight uses its own row of scalars, also in shared launches and beside empty weights."""
     shapes = [((40,), NARROW, NARROW), ((0,), WIDE, WIDE), ((3, 5), WIDE, WIDE), ((700,), NARROW, NARROW)]
     ours, theirs = twins(shapes)
     gradients = [torch.randn(t.weight.shape).to(DEVICE) for t in ours]
@@ -151,16 +151,16 @@ def test_each_weight_has_its_own_scalars() -> None:
     assert_same_bits(ours, theirs)
 
 
-def test_gradients_of_any_kind() -> None:
-    """Gradients that are strided, unaligned, of mixed dtypes and new each step, give the eager step."""
+def test_gradients_of_any_kind_equal_eager() -> None:
+    """Gradients may be strided, unaligned, of mixed dtypes, and new tensors in every step."""
     ours, theirs = twins([((8, 6), NARROW, NARROW), ((5,), NARROW, NARROW)])
     strided, odd = torch.randn(6, 8, device=DEVICE).T.bfloat16(), torch.randn(6, device=DEVICE)[1:]
     step_both(ours, theirs, [[strided, odd], [strided.clone(), odd.clone()]])
     assert_same_bits(ours, theirs)
 
 
-def test_unaligned_weights() -> None:
-    """Weights that are not aligned for vectorized loads change as by the eager step."""
+def test_unaligned_weights_equal_eager() -> None:
+    """Weights without alignment for vectorized loads change like in the eager step."""
     ours, theirs = twins([((40,), NARROW, NARROW), ((40,), NARROW, NARROW)])
     moved = torch.empty(41, dtype=NARROW, device=DEVICE)[1:].copy_(ours[0].weight)
     ours[0] = ParamState(moved, ours[0].exp_avg, ours[0].exp_avg_sq, ours[0].weight_decay, ours[0].key, ours[0].first)
@@ -168,14 +168,14 @@ def test_unaligned_weights() -> None:
     assert_same_bits(ours, theirs)
 
 
-def test_one_launch_for_all_of_a_kind() -> None:
+def test_weights_of_a_kind_share_a_launch() -> None:
     """Weights of the same dtypes share a launch, whatever their number and sizes."""
     ours, _ = twins([((size,), NARROW, NARROW) for size in range(1, 20)])
     assert len(AdamwTriton(ours)._launches) == 1
 
 
-def test_refuses_strided_weights() -> None:
-    """A weight that is not contiguous is an error that names the eager implementation."""
+def test_strided_weights_are_refused() -> None:
+    """A strided weight is an error, and the message names the eager implementation."""
     weight = torch.ones(3, 4, device=DEVICE).T
     with pytest.raises(ValueError, match="must be contiguous"):
         AdamwTriton([ParamState(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])

@@ -25,7 +25,7 @@ def losses_of(*inputs: Any, **options: Any) -> Tensor:
 
 
 def eager_losses(*inputs: Any, **options: Any) -> Tensor:
-    """Return the losses alone, of the eager implementation."""
+    """Return the eager implementation's losses."""
     losses, _ = cut_cross_entropy_eager(*inputs, **options)
     return losses
 
@@ -51,7 +51,7 @@ def test_triton_equals_eager(
     of_weight: str,
     at_once: int,
 ) -> None:
-    """Any shape and strides, in one chunk or many, give losses and gradients of float64."""
+    """Any shape and strides, in one chunk or many, agree with float64 in losses and gradients."""
     hidden = draw_tensor(of_hidden, *shape, width, dtype=dtype)
     weight = draw_tensor(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     cut, targets = LogitCut(max_logits=at_once), random_targets(tuple(shape), words)
@@ -116,7 +116,7 @@ def gradients(compute: Any, inputs: tuple[Tensor, Tensor], targets: Tensor, cut:
 def test_tma_equals_eager(
     _seed: object, tokens: int, words: int, width: int, dtype: torch.dtype, filter_eps: float, max_logits: int
 ) -> None:
-    """Blocks that reach beyond the last token, word or channel give losses and gradients of float64."""
+    """Blocks beyond the last token, word or channel agree with float64 in losses and gradients."""
     hidden = draw_tensor("contiguous", tokens, 8 * width, dtype=dtype)
     weight = draw_tensor("contiguous", words, 8 * width, dtype=dtype, scale=0.2)
     targets, wide = random_targets((tokens,), words), exact(hidden, weight)
@@ -174,7 +174,7 @@ def test_a_frozen_input_leaves_the_other_gradient_unchanged(trained: Needs, filt
 
 
 def test_weight_gradient_can_be_deferred() -> None:
-    """A deferred gradient of the weight has the bits of an immediate one."""
+    """A deferred weight gradient is bitwise equal to an immediate one."""
     hidden, weight, targets = (
         draw_tensor("contiguous", 7, 16),
         draw_tensor("contiguous", 20, 16),

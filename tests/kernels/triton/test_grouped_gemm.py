@@ -42,7 +42,7 @@ def test_triton_equals_eager(
     layout: tuple[str, str, str],
     transposed: bool,
 ) -> None:
-    """Any numbers of rows, also 0, and any sizes and strides give rows and gradients of float64."""
+    """Any row counts, also 0, sizes and strides agree with float64 in rows and gradients."""
     rows, ends = sum(counts) + unused, ends_of(counts)
     shape = (outputs, inputs) if transposed else (inputs, outputs)
     x = draw_tensor(layout[0], rows, inputs, dtype=dtype)
@@ -62,7 +62,7 @@ def test_triton_equals_eager(
 
 
 def test_tiles_of_several_experts_are_right() -> None:
-    """Experts with more rows than a tile, beside empty and tiny experts, give rows and gradients of float64."""
+    """Experts with more rows than a tile, beside empty and tiny experts, agree with float64."""
     ends = ends_of([300, 0, 1, 129, 0])
     x, weight = draw_tensor("contiguous", 430, 70), draw_tensor("contiguous", 5, 70, 140, scale=0.1)
     wide = exact(x, weight)
@@ -119,7 +119,7 @@ def test_tma_is_used_only_for_aligned_half_precision(monkeypatch: pytest.MonkeyP
 
 
 def test_weight_gradient_can_be_deferred() -> None:
-    """A deferred gradient of the matrices has the bits of an immediate one."""
+    """A deferred gradient of the matrices is bitwise equal to an immediate one."""
     ends = ends_of([3, 0, 5])
     x, weight = draw_tensor("contiguous", 8, 16), draw_tensor("contiguous", 3, 16, 20)
     expected = torch.autograd.grad(grouped_gemm_triton(x, weight, ends).sum(), (x, weight))
@@ -148,7 +148,7 @@ def test_operators_pass_opcheck() -> None:
 
 
 class Launched:
-    """Kernel that records the precision of its launches and computes nothing."""
+    """Kernel that records the precision of launches instead of computing."""
 
     def __init__(self) -> None:
         self.precisions: list[str] = []

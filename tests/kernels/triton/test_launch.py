@@ -18,7 +18,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def without_interpreter(*words: str) -> str:
-    """Return the output of a program of tests/support in a process that has Triton's compiler."""
+    """Run a program of tests/support in a process with Triton's compiler, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return subprocess.check_output([sys.executable, *words], env=environment, text=True)

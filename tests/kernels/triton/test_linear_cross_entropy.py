@@ -31,7 +31,7 @@ def losses_of(*inputs: Any, **options: Any) -> Tensor:
 
 
 def eager_losses(*inputs: Any, **options: Any) -> Tensor:
-    """Return the losses alone, of the eager implementation."""
+    """Return the eager implementation's losses."""
     losses, _ = linear_cross_entropy_eager(*inputs, **options)
     return losses
 
@@ -59,7 +59,7 @@ def test_triton_equals_eager(
     uniform: bool,
     at_once: int,
 ) -> None:
-    """Any shape and strides give losses and gradients of float64, with equal or different token factors."""
+    """Any shape and strides agree with float64, with equal or different token factors."""
     hidden = draw_tensor(of_hidden, *shape, width, dtype=dtype)
     weight = draw_tensor(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     targets, wide = random_targets(tuple(shape), words), exact(hidden, weight)
@@ -143,7 +143,7 @@ def test_small_gradients_reach_the_weight_in_float16() -> None:
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("uniform", [True, False])
 def test_weight_gradient_can_be_deferred(uniform: bool) -> None:
-    """A deferred gradient of the weight has the bits of an immediate one."""
+    """A deferred weight gradient is bitwise equal to an immediate one."""
     hidden, weight, targets = (
         draw_tensor("contiguous", 7, 16),
         draw_tensor("contiguous", 20, 16),

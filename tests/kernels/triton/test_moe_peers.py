@@ -1,4 +1,4 @@
-"""Exchanges between the memory of several ranks, in Triton, against plain torch."""
+"""Exchanges between ranks' memory, in Triton, against plain torch."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def peers(whole: Tensor, ranks: int) -> Peers:
 
 
 def chosen_by(tokens: int, top_k: int, experts: int) -> Tensor:
-    """Return random choices of tokens, some of them dropped."""
+    """Return random expert choices, some dropped."""
     return torch.randint(-1, experts, (tokens, top_k), dtype=torch.int32, device=DEVICE)
 
 

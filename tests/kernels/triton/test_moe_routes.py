@@ -1,4 +1,4 @@
-"""Routing tables in Triton equal those of the eager implementation."""
+"""Routing tables in Triton against the eager implementation."""
 
 import torch
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_triton_equals_eager(
 
 
 def test_several_programs_keep_the_order() -> None:
-    """More choices than a program processes, most of them of one expert, keep their order."""
+    """More choices than a program processes, mostly for one expert, keep their order."""
     expert_indices = torch.where(torch.rand(500, 3) < 0.9, 77, torch.randint(-1, 512, (500, 3))).to(DEVICE)
     actual, expected = moe_routes_triton(expert_indices, 512), moe_routes_eager(expert_indices, 512)
     assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))

@@ -169,5 +169,5 @@ def test_angle_tables_get_equal_strides() -> None:
 
 
 def test_next_power_of_2_is_the_least_one() -> None:
-    """next_power_of_2 returns the least power of two that is at least the number."""
+    """next_power_of_2 returns the least power of two not below the number."""
     assert [next_power_of_2(number) for number in (1, 2, 3, 4, 5, 1000)] == [1, 2, 4, 4, 8, 1024]

@@ -33,7 +33,7 @@ def test_triton_equals_eager(
     layout: str,
     of_grad: str,
 ) -> None:
-    """Any shape and strides, also with fewer key heads, give results and gradients of float64."""
+    """Any shape and strides, also with fewer key heads, agree with float64 in results and gradients."""
     inputs: Any = [draw_tensor(layout, *tokens, count, 2 * pairs, dtype=dtype) for count in heads]
     inputs += [draw_tensor("contiguous", 2 * pairs) for _ in "qk"]
     cos, sin = rope_angles(torch.randint(0, 5000, tokens, device=DEVICE), 2 * pairs, 1e4)

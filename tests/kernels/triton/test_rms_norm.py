@@ -64,7 +64,7 @@ def test_fused_sum_equals_the_sum(
 
 
 def test_programs_process_many_rows() -> None:
-    """More wide or narrow rows than programs process at once give the results of few rows."""
+    """More rows than programs process at once, wide or narrow, give the same results as few rows."""
     for rows, width in ((300, 8), (37, 700)):
         x, weight = draw_tensor("contiguous", rows, width), draw_tensor("contiguous", width)
         wide = exact(x, weight)

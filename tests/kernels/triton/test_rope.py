@@ -17,7 +17,7 @@ channels = st.integers(1, 9).flatmap(lambda pairs: st.tuples(st.just(pairs), st.
 
 
 def angles_of(rows: int, length: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the positions of packed documents, which restart at each document."""
+    """Return cos and sin of positions that restart at every packed document."""
     positions = torch.randint(0, 5000, (rows, length), device=DEVICE)
     return rope_angles(positions, 2 * pairs, 1e4)
 
@@ -95,7 +95,7 @@ def test_the_backward_pass_is_differentiable() -> None:
 
 
 def test_operators_pass_opcheck() -> None:
-    """Out of place and in place pass torch.library.opcheck, which torch.compile relies on."""
+    """Both variants pass torch.library.opcheck, which torch.compile relies on."""
     x, (cos, sin) = torch.randn(2, 3, 2, 8, device=DEVICE), angles_of(2, 3, 3)
     torch.library.opcheck(torch.ops.drawloom.rope.default, (x, cos, sin, False, False))
     torch.library.opcheck(torch.ops.drawloom.rope_.default, (x.clone(), cos, sin, True, True))

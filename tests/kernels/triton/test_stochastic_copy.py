@@ -24,7 +24,7 @@ from support.seeding import seeds
 def test_triton_has_the_bits_of_eager(
     _seed: object, shape: list[int], key: int, counter: int, first: int, of_source: str, of_target: str
 ) -> None:
-    """Any shape, layout, key, counter and first index give the bits of the eager implementation."""
+    """Copies of any shape, layout, key, counter and first index are bitwise equal to the eager implementation."""
     source = draw_tensor(of_source, *shape).detach()
     actual, expected = (draw_tensor(of_target, *shape, dtype=torch.bfloat16).detach() for _ in range(2))
     stochastic_copy_triton(actual, source, key, counter, first)
@@ -34,7 +34,7 @@ def test_triton_has_the_bits_of_eager(
 
 @pytest.mark.parametrize("number", BOUNDARIES)
 def test_scalars_at_boundaries_have_the_same_bits(number: int) -> None:
-    """Scalars around which Triton changes their type give the bits of the eager implementation."""
+    """Copies with scalars at the limits of Triton's integer types are bitwise equal to the eager implementation."""
     source = torch.randn(4096, device=DEVICE)
     for key, counter, first in ((number, 3, 0), (3, number, 0), (3, 3, number // 16 * 8)):
         actual, expected = (torch.empty(4096, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -44,7 +44,7 @@ def test_scalars_at_boundaries_have_the_same_bits(number: int) -> None:
 
 
 def test_special_numbers_have_the_same_bits() -> None:
-    """NaN of every kind, infinities, subnormals and the largest numbers get the bits of the eager implementation."""
+    """Copies of NaN, infinities, subnormals and the largest numbers are bitwise equal to the eager implementation."""
     bits = torch.randint(-(2**31), 2**31, (3000,)).to(torch.int32)
     bits[:8] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -(2**23), 1, 0x7F7FFFFF, 0x80FFFF]).to(torch.int32)
     source = bits.view(torch.float32).to(DEVICE)

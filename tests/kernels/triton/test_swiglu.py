@@ -54,7 +54,7 @@ def test_a_scale_multiplies_vectors(
 def test_halves_of_one_tensor_equal_two_tensors(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool
 ) -> None:
-    """The halves of one tensor give the result of two tensors."""
+    """Two halves of one tensor give the same result as two tensors."""
     both = draw_tensor(layout, *shape[:-1], 2 * shape[-1], dtype=dtype)
     inputs = (both, draw_tensor("contiguous", *shape[:-1])) if scaled else (both,)
     wide = exact(*inputs)
