@@ -136,7 +136,7 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
     ("implementation", "text", "note"),
     [
         (Forgetful, "is another when it is got", "A value comes back under its key."),
-        (lambda: Common(), "has what was put into another", "What is put into one store is not in another."),
+        (lambda: Common(), "has what was put into another", "A value put into one store is not in another."),
         (object, "object is not a Store: it has no get() and has no put()", ""),
     ],
 )
