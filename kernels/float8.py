@@ -105,14 +105,14 @@ def scale_of(largest: Tensor) -> Tensor:
     return scale.masked_fill(~largest.isfinite(), torch.nan)
 
 
-def padded(rows: int) -> int:
+def round_up_rows(rows: int) -> int:
     """Return the padded row count for a transposed copy."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
-def _transposed(data: Tensor) -> Tensor:
+def _transpose_rows(data: Tensor) -> Tensor:
     """Transpose e4m3 (rows, width) to (width, padded rows)."""
-    result = data.new_zeros(data.shape[1], padded(len(data)))
+    result = data.new_zeros(data.shape[1], round_up_rows(len(data)))
     result[:, : len(data)] = data.t()
     return result
 
@@ -124,10 +124,10 @@ class EagerFloat8:
         wide = x.float()
         scale = scale_of(wide.abs().amax(1))
         data = (wide / scale[:, None]).to(E4M3)
-        return Rows(data, scale, _transposed(data) if transposed else data.new_empty(0))
+        return Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
 
     def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
-        return _transposed((x.float() / scale[:, None]).to(E4M3))
+        return _transpose_rows((x.float() / scale[:, None]).to(E4M3))
 
     def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
         data, scale, empty = self.quantize(grad.float() * factor, False)
@@ -135,7 +135,7 @@ class EagerFloat8:
             return Gradient(data, scale, empty.view(0, 0), scale.new_empty(0))
         shifted = data.float() * (scale * row_scale)[:, None]
         column_scale = scale_of(shifted.abs().amax(0))
-        return Gradient(data, scale, _transposed((shifted / column_scale).to(E4M3)), column_scale / factor)
+        return Gradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
 
     def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         product = a.float() @ b.float().t() * a_scale[:, None]

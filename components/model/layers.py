@@ -12,7 +12,14 @@ from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import Head, HeadLayer, Kernels, LinearLayer
-from drawloom.components.ports.parameter_roles import BIAS, MATRIX, RESIDUAL_OUTPUT, SCALE, TABLE, Role
+from drawloom.components.ports.parameter_roles import (
+    BIAS_ROLE,
+    MATRIX_ROLE,
+    RESIDUAL_ROLE,
+    SCALE_ROLE,
+    TABLE_ROLE,
+    Role,
+)
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""
@@ -73,7 +80,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return {"weight": split} | ({} if self.bias is None or self.style == "rowwise" else {"bias": split})
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return {"weight": RESIDUAL_OUTPUT if self.is_residual else MATRIX, "bias": BIAS}
+        return {"weight": RESIDUAL_ROLE if self.is_residual else MATRIX_ROLE, "bias": BIAS_ROLE}
 
 
 class RMSNorm(nn.Module):
@@ -95,7 +102,7 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return {"weight": Role(False, 0.0) if self.zero_centered else SCALE}
+        return {"weight": Role(False, 0.0) if self.zero_centered else SCALE_ROLE}
 
 
 class ProjectionNorm(RMSNorm, TensorParallel):
@@ -155,7 +162,7 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
         return {"weight": VOCABULARY}
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return {"weight": TABLE}
+        return {"weight": TABLE_ROLE}
 
 
 class _Chunked:

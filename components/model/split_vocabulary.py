@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import MAX_SIZES
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.ports.model import Head
-from drawloom.components.ports.parameter_roles import TABLE, Role
+from drawloom.components.ports.parameter_roles import TABLE_ROLE, Role
 from drawloom.components.ports.weights import Mapper, TensorGroup
 
 NewTokens = int | dict[str, int]
@@ -131,7 +131,7 @@ class PartedEmbedding(Embedding):
         return ChunkedHead(partial(_logits, self), self.split.size)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        return dict.fromkeys(("weight", *self.split.sizes), TABLE)
+        return dict.fromkeys(("weight", *self.split.sizes), TABLE_ROLE)
 
 
 class PartedHead(Linear):

@@ -28,11 +28,11 @@ class Role:
     products: float = 0.0
 
 
-MATRIX = Role(True, "normal", 1.0)
-RESIDUAL_OUTPUT = Role(True, "residual", 1.0)
-TABLE = Role(True, "normal")
-BIAS = Role(False, 0.0)
-SCALE = Role(False, 1.0)
+MATRIX_ROLE = Role(True, "normal", 1.0)
+RESIDUAL_ROLE = Role(True, "residual", 1.0)
+TABLE_ROLE = Role(True, "normal")
+BIAS_ROLE = Role(False, 0.0)
+SCALE_ROLE = Role(False, 1.0)
 
 
 @runtime_checkable
@@ -47,8 +47,8 @@ class DeclaresRoles(Protocol):
 def default_role(name: str, parameter: Tensor) -> Role:
     """Return the role of a parameter (any shape) that no module declares, from its name and number of dimensions."""
     if name.endswith("bias"):
-        return BIAS  # biases of stacked experts have two dimensions
-    return MATRIX if parameter.ndim >= 2 else SCALE
+        return BIAS_ROLE  # biases of stacked experts have two dimensions
+    return MATRIX_ROLE if parameter.ndim >= 2 else SCALE_ROLE
 
 
 def parameter_roles(module: nn.Module) -> Iterator[tuple[str, Role]]:

@@ -22,7 +22,7 @@ from drawloom.kernels.float8 import (
     Gradient,
     Rows,
     linear_float8,
-    padded,
+    round_up_rows,
 )
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import lean
@@ -104,7 +104,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def _like_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     data, scale = _like_quantized(grad)
     count, width = grad.shape if row_scale is not None else (0, 0)
-    columns = data.new_empty(width, padded(count))
+    columns = data.new_empty(width, round_up_rows(count))
     return data, scale, columns, scale.new_empty(width)
 
 
@@ -142,15 +142,15 @@ def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -
     return data, scale, columns, column_scale
 
 
-def _like_transposed(x: Tensor, scale: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[1], padded(len(x)), dtype=E4M3)
+def _empty_transpose(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[1], round_up_rows(len(x)), dtype=E4M3)
 
 
 @register_kernel(
-    "float8_transpose(Tensor x, Tensor? scale) -> Tensor", fake=_like_transposed, flops=no_flops, scratch=no_scratch
+    "float8_transpose(Tensor x, Tensor? scale) -> Tensor", fake=_empty_transpose, flops=no_flops, scratch=no_scratch
 )
 def _transpose(x: Tensor, scale: Tensor | None) -> Tensor:
-    result = _like_transposed(x, scale)
+    result = _empty_transpose(x, scale)
     if result.numel():
         _launch_transpose(as_rows(x), result, scale, None, None)
     return result

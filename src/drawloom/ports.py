@@ -51,6 +51,7 @@ from drawloom.components.ports.data import (
     token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
+    LinearFormat as LinearFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,
     Group as Group,
@@ -95,6 +96,8 @@ from drawloom.components.ports.memory import (
     memory_by_kind as memory_by_kind,
 )
 from drawloom.components.ports.model import (
+    LinearLayer as LinearLayer,
+    known_module as known_module,
     BatchContext as BatchContext,
     BufferOwner as BufferOwner,
     ContextParallelModel as ContextParallelModel,
@@ -115,6 +118,18 @@ from drawloom.components.ports.model import (
     TensorParallelModel as TensorParallelModel,
     VocabularyPart as VocabularyPart,
     layers_keep_shapes as layers_keep_shapes,
+)
+from drawloom.components.ports.parameter_roles import (
+    BIAS_ROLE as BIAS_ROLE,
+    MATRIX_ROLE as MATRIX_ROLE,
+    RESIDUAL_ROLE as RESIDUAL_ROLE,
+    SCALE_ROLE as SCALE_ROLE,
+    TABLE_ROLE as TABLE_ROLE,
+    DeclaresRoles as DeclaresRoles,
+    Initial as Initial,
+    Role as Role,
+    default_role as default_role,
+    parameter_roles as parameter_roles,
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,

@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
-from drawloom.components.ports.parameter_roles import BIAS, Role
+from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
 class SparseMoeBlock(nn.Module):
@@ -82,9 +82,9 @@ class Experts(ExpertParallel):
         visited = self.spec.choices / self.spec.experts
         return {
             "gate_up_proj": Role(True, "normal", visited),
-            "gate_up_proj_bias": BIAS,
+            "gate_up_proj_bias": BIAS_ROLE,
             "down_proj": Role(True, "residual", visited),
-            "down_proj_bias": BIAS,
+            "down_proj_bias": BIAS_ROLE,
         }
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:

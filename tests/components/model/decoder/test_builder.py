@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder, fill_with_
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.parameter_roles import MATRIX
+from drawloom.components.ports.parameter_roles import MATRIX_ROLE
 from drawloom.components.ports.slices import TensorSlice
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse, whole
@@ -22,16 +22,16 @@ from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse, 
 SCRIPT = """
 import torch
 from drawloom.components.model.decoder.builder import fill_with_initial_weights
-from drawloom.components.ports.parameter_roles import MATRIX
+from drawloom.components.ports.parameter_roles import MATRIX_ROLE
 tensor = torch.empty(8, 8)
-fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", tensor, MATRIX, seed=3, layers=2, std=0.02)
+fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", tensor, MATRIX_ROLE, seed=3, layers=2, std=0.02)
 print(tensor.double().sum().item())
 """
 
 
 def drawn(name: str, *shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype)
-    fill_with_initial_weights(name, tensor, MATRIX, seed=seed, layers=8, std=0.02)
+    fill_with_initial_weights(name, tensor, MATRIX_ROLE, seed=seed, layers=8, std=0.02)
     return tensor
 
 
@@ -85,7 +85,9 @@ def test_same_in_another_process() -> None:
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     result = subprocess.check_output([sys.executable, "-c", SCRIPT], env=environment, text=True)
     expected = torch.empty(8, 8)
-    fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", expected, MATRIX, seed=3, layers=2, std=0.02)
+    fill_with_initial_weights(
+        "model.layers.0.self_attn.q_proj.weight", expected, MATRIX_ROLE, seed=3, layers=2, std=0.02
+    )
     assert result == f"{expected.double().sum().item()}\n"
 
 
