@@ -62,5 +62,5 @@ def microbatches_of(graph: Graph) -> int | None:
 def needed(microbatches: int | None) -> int:
     """Return the microbatch count. Raises UserError if it is unknown."""
     if microbatches is None:
-        raise UserError("how many microbatches? Write --microbatches 8", 2)
+        raise UserError("the number of microbatches is unknown; write it, such as --microbatches 8", 2)
     return microbatches

@@ -70,7 +70,7 @@ def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:
         return
     make_read_unchanged(folder)
     if difference := find_difference(folder, tokenizer):
-        log.warning("the tokenizer is saved, but %s; do not use the model with these", difference)
+        log.warning("the tokenizer is saved, but %s; do not use the model with transformers' tokenizer", difference)
 
 
 def is_read_unchanged(folder: Path) -> bool:

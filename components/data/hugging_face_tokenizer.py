@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         token = self.end_token or eos_token(self._file.parent)
         if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} has no eos_token"
-            raise UserError(f"end_token: {where}, and it is left out; {_suggest_tokens(self._tokenizer)}")
+            raise UserError(f"end_token: it is not set, and {where}; {_suggest_tokens(self._tokenizer)}")
         return token
 
     @property

@@ -214,12 +214,12 @@ class Loader:
 
     def _batches(self, step: int) -> Iterator[Batch]:
         """Return an endless iterator over the microbatches from a step on."""
-        row_indices = self._row_indices(step)
+        row_indices = self._row_indices_from(step)
         if self._workers is None:
             return (self.rows.batch("train", indices) for indices in row_indices)
         return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
-    def _row_indices(self, step: int) -> Iterator[list[int]]:
+    def _row_indices_from(self, step: int) -> Iterator[list[int]]:
         """Return an endless iterator over row numbers by microbatch from a step on."""
         microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
@@ -251,7 +251,7 @@ def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int,
         text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
         yield writer.problem("use", text, "write mesh.context = 1")
     if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
-        yield loader.problem("lengths", f"lengths cuts documents of tokens, and {text}", "leave it out")
+        yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")
 
 
 def check_leaves(rows: PackedDataset, batch: Any) -> None:

@@ -58,7 +58,7 @@ class ComputeDevice:
         if node.settings["kind"] == "cpu" and node.settings["backend"] == "nccl":
             yield node.problem("backend", "'nccl' connects GPUs, and kind is 'cpu'", "write 'gloo' or 'auto'")
         if node.settings["kind"] == "cpu" and node.settings["tf32"]:
-            yield node.problem("tf32", "GPUs multiply in TF32, and kind is 'cpu'", "remove tf32")
+            yield node.problem("tf32", "only GPUs multiply in TF32, and kind is 'cpu'", "remove tf32")
 
     @cached_property
     def device(self) -> torch.device:
@@ -92,7 +92,7 @@ class ComputeDevice:
             )
 
     def open(self) -> None:
-        """Make the device torch's current device."""
+        """Make the device torch's current device, and set torch's product precision (TF32) and thread count."""
         if self.device.type == "cuda":
             if self._shares_gpu:
                 self._allow_shared_gpu()

@@ -102,8 +102,8 @@ def device_model(named: str) -> DeviceModel:
         return _model(_read(path), path.stem)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        needed = f"a number for each of bfloat16, float32, {', '.join(NEEDED[:-1])} and {NEEDED[-1]}"
-        raise UserError(f"--device {named}: {reason}; a device has {needed}", 2) from error
+        needed = f"{', '.join(NEEDED)}, and the peak of at least one of {', '.join(DTYPES)}"
+        raise UserError(f"--device {named}: {reason}; write numbers for {needed}", 2) from error
 
 
 def model_of_gpu(name: str) -> DeviceModel | None:

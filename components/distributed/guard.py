@@ -70,7 +70,11 @@ guard = Guard()
 
 
 def _watch(parent: int, memory: mmap.mmap, reading: int) -> None:
-    """Poll the limit until the parent ends; runs in the guard process, which then exits."""
+    """
+    Poll the time limit in `memory`, and kill the parent when the time is up. Runs in the guard process.
+
+    The guard process exits when the parent ends or closes the pipe `reading`.
+    """
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     with open(os.devnull, "r+b", buffering=0) as null:

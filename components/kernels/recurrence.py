@@ -22,7 +22,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class WholeMask(NamedTuple):
-    """Mask of whole rows, with or without a cache of states."""
+    """Documents of whole rows for recurrent operations, with or without a cache of the states after earlier tokens."""
 
     documents: RecurrentDocuments
     cache: KeyValueCache | None

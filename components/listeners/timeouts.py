@@ -181,7 +181,7 @@ class Timeouts:
         finally:
             logging.getLogger("drawloom").removeHandler(handler)
             self._where, self._phase = before, phase
-            self.processes.set_location("" if before == BEFORE else self._location())
+            self.processes.set_location("" if before == BEFORE else self._describe_location())
             self._allow(None)
 
     def _allow_opening(self) -> None:
@@ -214,9 +214,9 @@ class Timeouts:
             self._where = f"step {event.step.index}"
         if event.kind in ("phase_started", "phase_ended"):
             self._phase = event.phase if event.kind == "phase_started" else ""
-        self.processes.set_location(self._location())
+        self.processes.set_location(self._describe_location())
 
-    def _location(self) -> str:
+    def _describe_location(self) -> str:
         return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
 
     def _end_step(self, last: bool) -> None:

@@ -202,8 +202,8 @@ class LinearHead(_Chunked):
     """
     Head without a bias: logits are hidden @ weight.T.
 
-    `weight` (vocab_size, hidden_size) belongs to a layer or to the tied embedding. Several `ranks` have a part of the
-    vocabulary each.
+    `weight` (vocab_size, hidden_size) belongs to a layer or to the tied embedding. With several `ranks`, a rank has the
+    rows for its part of the vocabulary.
     """
 
     weight: Tensor

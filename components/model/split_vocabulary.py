@@ -173,7 +173,9 @@ def part(module: nn.Module, split: Split) -> nn.Module:
 
 
 def join_mapper(names: Sequence[str], split: Split) -> Mapper:
-    """Return a mapper that joins tables and separate rows, for the layers among the parameter names."""
+    """
+    Return a mapper that joins the tables and separate rows of all embeddings and heads among the parameter names.
+    """
     owners = (name.rpartition(".")[0] for name in names)
     layers = [owner for owner in dict.fromkeys(owners) if owner.rpartition(".")[2] in LAYERS]
     groups = [

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
-    """Return the fastest AdamW for the parameter groups; its state has torch's format in either case."""
+    """Return the fastest AdamW for the parameter groups; Triton's and torch's have the same state format."""
     groups = list(groups)
     use_triton = all(_fits_triton(part) for group in groups for part in group["params"])
     return (AdamWTriton if use_triton else torch.optim.AdamW)(groups, fused=True, **options)

@@ -104,7 +104,7 @@ def _pieces(size: int, rank: int, tokens: int) -> tuple[int, ...]:
 def _token_positions(length: int, size: int, rank: int) -> Tensor:
     if length % size:
         raise UserError(
-            f"rows of {length} tokens can't be shared out over mesh.context = {size} ranks; "
+            f"rows of {length} tokens can't be partitioned over mesh.context = {size} ranks; "
             f"write a length that is a multiple of {2 * size}",
             exit_code=2,
         )

@@ -140,7 +140,8 @@ class ReplicatedStore(ParameterStore):
         excluded: Set[str] = frozenset(),
     ) -> "ReplicatedStore":
         """
-        Take over real parameters as `of` does, and sum gradients over the group, except those named in `excluded`.
+        Return a store for modules with real parameters. It sums gradients over the group, except those of parameters
+        in `excluded`, of frozen parameters, and of parameters in several modules.
         """
         store = cls.of(modules, precision)
         stage_counts = Counter(name for module in modules for name, _ in module.named_parameters())

@@ -42,7 +42,7 @@ def _slice_dim(name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Gr
     if units < ranks.size if split_dim.uneven else units % ranks.size:
         part = f"{units} heads of {unit} channels" if unit > 1 else f"dimension {dim} of size {units}"
         fault = "" if split_dim.uneven else " evenly"
-        raise UserError(f"mesh.{along} = {ranks.size} ranks can't share {part} of {name}{fault}", exit_code=2)
+        raise UserError(f"mesh.{along} = {ranks.size} ranks can't partition {part} of {name}{fault}", exit_code=2)
     local_units = rank_shares(units, ranks.size)[ranks.rank]
     offsets = [0] * len(shape)
     offsets[dim] = local_units.start * unit

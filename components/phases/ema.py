@@ -20,9 +20,9 @@ class WeightAverage:
     """
     Exponential moving average (EMA) of the trained weights: average = decay * average + (1 - decay) * weights.
 
-    The average starts as the weights after the first step, and moves after every later step unless the step is skipped.
-    It has the shape of this rank's parameter slice, in float32 or wider. [evaluate], [export] and [sample] use the
-    average instead of the weights if they have the setting `average = "@ema"`.
+    The average starts as the weights after the first step, and is updated after every later step unless the step is
+    skipped. It has the shape of this rank's parameter slice, in float32 or wider. [evaluate], [export] and [sample] use
+    the average instead of the weights if they have the setting `average = "@ema"`.
     """
 
     parameters: Parameters
@@ -32,14 +32,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def run_phase(self, step: Step) -> None:
-        """Move the average, unless the step is skipped."""
+        """Update the average, unless the step is skipped; the first call copies the weights."""
         if not self._averages:
             self._averages = {name: _widen(part.detach().clone()) for name, part in self.parameters.named_parameters()}
         else:
-            step.apply_update(self._move)
+            step.apply_update(self._update)
 
-    def _move(self, skip: Tensor | None) -> None:
-        """Move the average, unless the flag `skip`, float32 () on the device, is 1."""
+    def _update(self, skip: Tensor | None) -> None:
+        """Update the average, unless the flag `skip`, float32 () on the device, is 1."""
         for name, parameter in self.parameters.named_parameters():
             average = self._averages[name]
             share: Any = 1 - self.decay

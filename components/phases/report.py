@@ -55,9 +55,8 @@ class Report:
     """
     Reporter that passes every step's metrics to the trackers and logs step lines.
 
-    It logs a line for `every`'s steps,
-    for a process's first step, and for steps with a validation loss. An evaluation before the first step is reported as
-    step 0.
+    It logs a line for every `every`-th step, for a process's first step, and for steps with a validation loss. An
+    evaluation before the first step is reported as step 0.
 
     On a GPU a step is reported when the next step is measured, so the host does not wait for its numbers. The last
     step, and a step before a checkpoint, are reported at once.

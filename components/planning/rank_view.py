@@ -34,7 +34,7 @@ class Elements:
 @attrs.frozen(eq=False)
 class RankView:
     """
-    Outline for a pipeline rank: stages without memory, and bytes by kind (parameters, gradients, optimizer state).
+    Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
     `update_flops` are the matrix product FLOPs in one optimizer step.
     """

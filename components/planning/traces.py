@@ -99,7 +99,7 @@ def _newest(folder: Path, multiple: int) -> Sequence[Path]:
     newest = traces[max(steps for steps, files in traces.items() if len(files) == most)]
     if most % multiple or max(newest) >= most:
         text = f"it has traces of rank {', '.join(map(str, sorted(newest)))} alone"
-        raise UserError(f"{folder}: {text}; run it again until all ranks have written one", 2)
+        raise UserError(f"{folder}: {text}; run some steps again until all ranks have written a trace", 2)
     return [newest[rank] for rank in sorted(newest)]
 
 

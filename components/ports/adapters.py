@@ -101,4 +101,4 @@ class AdaptedLayer(ABC):
 
     @abstractmethod
     def low_ranks(self, name: str) -> list[LowRank]:
-        """Return the pairs of low-rank factors."""
+        """Return the low-rank factor pairs in the adapter of the layer `name`."""

@@ -164,7 +164,11 @@ class Signals:
         raise StoppedError(number)
 
     def _on_signal(self, number: int, count: int) -> float | None:
-        """Return the grace period for the first signal, None for later ones. Runs in the reader's thread, at once."""
+        """
+        Return the grace period for the first signal, None for later ones. Runs in the signal reader's thread.
+
+        A later signal exits at once if it or the first signal is SIGINT.
+        """
         if count > 1:
             if signal.SIGINT in (number, self._first):
                 self.exit(128 + number)
@@ -179,7 +183,7 @@ class Signals:
         return self.grace
 
     def _on_expired(self, number: int) -> None:
-        """Log the end of the grace period, and exit. Runs in the reader's thread."""
+        """Log the end of the grace period, and exit. Runs in the signal reader's thread."""
         logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
         logging_thread.start()
         logging_thread.join(1.0)  # the log may hang on the same disk as the run

@@ -60,7 +60,7 @@ class Sampler:
         self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
         token, layers = sums.tolist()
         if token == BROKEN:
-            raise UserError("no text can be sampled: the model's logits are not finite; take an earlier step")
+            raise UserError("no text can be sampled: the model's logits are not finite; use an earlier checkpoint")
         if fits and layers:  # a plugin's model may not use the cache
             cache.advance(len(window))
         return int(token)

@@ -70,7 +70,7 @@ def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]
             text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
             yield stages.problem(key, text, f"write {key} = 0")
         elif stages.settings[key] and issubclass(schedule.component, PartitioningSchedule):
-            text = f"[{schedule.name}] says how many layers each stage has, by its own costs of them"
+            text = f"[{schedule.name}] sets the layers in each stage by its own layer costs"
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 

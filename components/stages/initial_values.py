@@ -94,7 +94,7 @@ class InitialValues:
 
     def _read(self, folder: Path, module: nn.Module) -> None:
         if not isinstance(self.model, LanguageModel):
-            raise UserError(f"weights: {type(self.model).__name__} does not map tensors of a folder; leave them out", 2)
+            raise UserError(f"weights: {type(self.model).__name__} can't load a folder; leave weights out", 2)
         mapper = self.model.hugging_face_mapper().inverse()
         try:
             load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)

@@ -203,7 +203,7 @@ class StepState:
         spec = spec_of_shard(shards[0]) if spec is None else spec
         return _with_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
 
-    def _read_shard(self, key: str, index: int, location: str) -> Any:
+    def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
         if index not in self.microbatches_present(key):
             raise self._missing(key, [index], location)
         return self._split_off(key, location)[index]
@@ -245,7 +245,7 @@ class _MicrobatchView:
     _index: int
 
     def __getitem__(self, key: str) -> Any:
-        return self._state._read_shard(key, self._index, self._location(key))
+        return self._state._read_microbatch_shard(key, self._index, self._location(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._state._write_shard(key, self._index, value, self._location(key))

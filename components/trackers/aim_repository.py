@@ -183,7 +183,11 @@ class AimRun:
         return self.usable
 
     def _open_run(self, run: str) -> Any:
-        """Open the run with this hash; in a shared repository, the run folder's own run, or a new one."""
+        """
+        Open the run with the hash `run`, or a new run if it is empty.
+
+        In a shared repository, the hash that the run folder remembers has priority, and a new run's hash is remembered.
+        """
         shared_by = self._location.shared_by
         if shared_by is not None:
             run = recall_run(shared_by, "aim") or run

@@ -93,7 +93,7 @@ class _Matcher:
                 yield f"is a {type_name(self.port)} of {type_name(own[variable])}, not of {type_name(kind)}"
 
     def check_member(self, member: str) -> Iterator[str]:
-        """Compare one member."""
+        """Yield how the class's member differs from the port's."""
         promised = inspect.getattr_static(self.port, member, None)
         if inspect.isfunction(promised):
             yield from self._method(promised, member)

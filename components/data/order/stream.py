@@ -43,7 +43,7 @@ def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
 
 @attrs.frozen
 class Segment:
-    """Stream segment, from a position on, with constant row shares."""
+    """Part of the row stream, from position `start` on, in which every source has a constant share of the rows."""
 
     start: int
     shares: Mapping[str, int]

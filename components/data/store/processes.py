@@ -134,7 +134,7 @@ def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]
 
 
 def _as_death_error(child: ChildProcess) -> UserError:
-    hint = "check for a lack of memory; the same command completes what is missing"
+    hint = "check for a lack of memory; run the same command again to complete the store"
     return UserError(f"a process that tokenizes ({child.process.pid}) {child.end()}; {hint}")
 
 

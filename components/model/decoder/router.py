@@ -40,9 +40,9 @@ class Routing:
 
 def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
     """
-    The tensor (any shape) unchanged; the backward pass adds the gradient of a loss () to what is computed from it.
+    Return the tensor (any shape) unchanged. The backward pass through it also computes the gradients of `loss` ().
 
-    So a loss inside of a model needs no path to the end of it, which may be on another rank.
+    So a loss inside a model needs no path to the model's output, which may be on another rank.
     """
     return _AttachLoss.apply(tensor, loss)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -130,7 +130,7 @@ class Router(Linear, RowSums):
         self._observers.append(observer)
 
     def ignore(self, observer: ObserveRouting) -> None:
-        """Call it no more."""
+        """Stop calling `observer`."""
         self._observers.remove(observer)
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]

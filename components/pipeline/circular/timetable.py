@@ -28,7 +28,7 @@ class Item:
 @attrs.frozen
 class Timetable:
     """
-    Circular pipeline iterations; `latency` is 1 or 2 iterations from a stage to the next.
+    Iterations of a circular pipeline. A microbatch runs in the next stage `latency` iterations later, 1 or 2.
 
     Raises ValueError for numbers below 1 and for another latency.
     """

@@ -206,7 +206,7 @@ def _dispatch(task: Task, policy: Policy) -> list[_Rank]:
                     heapq.heappush(events, (end + queue.delay, queue.feeds_rank))
         elif rank.pending and soon - now + grain >= policy.patience * rank.pending[0].weights:
             end = now + rank.pending[0].weights
-            _run_weight_gradients(rank)
+            _run_oldest_weight_gradients(rank)
         else:
             if soon < NEVER:
                 heapq.heappush(events, (soon, number))
@@ -304,7 +304,7 @@ def _run(rank: _Rank, queue: _Queue) -> None:
         rank.pending.append(queue)
 
 
-def _run_weight_gradients(rank: _Rank) -> None:
+def _run_oldest_weight_gradients(rank: _Rank) -> None:
     """Run the oldest pending weight gradients."""
     queue = rank.pending.popleft()
     rank.memory[queue.position] -= queue.size + queue.growth

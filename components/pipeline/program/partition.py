@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, Task
-from drawloom.components.pipeline.program.recomputation import ONE_OF, Held, Options, Recomputed, ways
+from drawloom.components.pipeline.program.recomputation import ONE_OF, LiveMicrobatches, Options, Recomputed, ways
 from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.components.ports.stages import Recompute
@@ -142,11 +142,13 @@ class Fit:
     slices: Slices
     limit: float
     _timings: ManyTimings = attrs.field(init=False)
-    _held: list[Held] = attrs.field(init=False)
+    _live: list[LiveMicrobatches] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_timings", ManyTimings(self.program, self.slices.comm))
-        object.__setattr__(self, "_held", [Held.of(self.program, rank) for rank in range(self.program.ranks)])
+        object.__setattr__(
+            self, "_live", [LiveMicrobatches.of(self.program, rank) for rank in range(self.program.ranks)]
+        )
 
     def best(self, starts: Sequence[Sizes] = ()) -> Fitted:
         """Search for the partition with the shortest makespan, from `starts` or from the usual starting points."""
@@ -165,13 +167,13 @@ class Fit:
 
     def _shortest(self, partitions: Sequence[Sizes]) -> Fitted:
         options = self.slices.options(partitions)
-        chosen, fits = options.least(self._held, self.limit * (1 + ROUNDING))
+        chosen, fits = options.least(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
         makespans = self._timings.makespans(_lengthen(self.slices.costs_of(partitions), options.again[index]))
         makespans[~fits] = math.inf
         smallest = options.kept.min(0)
         growth = np.maximum(options.pending - smallest, 0.0)
-        by_rank = [smallest[:, rank.stages].sum(1) + growth[:, rank.stages].max(1) for rank in self._held]
+        by_rank = [smallest[:, rank.stages].sum(1) + growth[:, rank.stages].max(1) for rank in self._live]
         least = np.max(by_rank, axis=0)
         if makespans.min() == math.inf:
             number = int(least.argmin())

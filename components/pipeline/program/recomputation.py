@@ -77,7 +77,7 @@ class Options:
     kept: Floats
     pending: Floats
 
-    def least(self, ranks: Sequence["Held"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
+    def least(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
         """
         Return the fastest options (partitions, stages) within every rank's memory, and whether they fit.
 
@@ -98,7 +98,7 @@ class Options:
         chosen[~fits] = 0
         return chosen, fits
 
-    def _peaks(self, rank: "Held", tried: Ints, partitions: Ints) -> Floats:
+    def _peaks(self, rank: "LiveMicrobatches", tried: Ints, partitions: Ints) -> Floats:
         """Return a rank's peak activations (ways, partitions), in some partitions and ways to recompute."""
         kept = self.kept[tried[..., None], partitions, rank.stages[:, None]]
         waiting = rank.pending @ self.pending[partitions[:, None], rank.stages].T
@@ -114,7 +114,7 @@ def ways(options: int, stages: int) -> Ints:
 
 
 @attrs.frozen(eq=False)
-class Held:
+class LiveMicrobatches:
     """
     Numbers of live microbatches on a rank, with shape (times, stages).
 
@@ -126,7 +126,7 @@ class Held:
     pending: Ints
 
     @classmethod
-    def of(cls, program: Program, rank: int) -> "Held":
+    def of(cls, program: Program, rank: int) -> "LiveMicrobatches":
         """Return a rank's counts at its extreme times, where no other time exceeds them in all stages."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])

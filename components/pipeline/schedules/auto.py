@@ -261,12 +261,12 @@ class Auto:
         """Return the slices, or equal shares of stages if there are none."""
         number = self._slice_count or ranks * count
         share = [ranks / number] * number
-        costs = np.array([self._times(cost) for cost in self.slices or share])
+        costs = np.array([self._op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)
         return Slices(
             costs,
             activations,
-            np.array(self._times(self.per_stage)),
+            np.array(self._op_times(self.per_stage)),
             self.comm,
             np.array(self.pending, dtype=np.float64) if self.pending else activations,
             [
@@ -277,7 +277,7 @@ class Auto:
             ],
         )
 
-    def _times(self, cost: Cost) -> list[float]:
+    def _op_times(self, cost: Cost) -> list[float]:
         """Return the times of F, B, I and W."""
         if len(numbers := _numbers(cost)) == len(OPS):
             return numbers

@@ -150,7 +150,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     try:
         index = parse(text, most=3 * MAX_TENSORS)
     except ValueError as error:
-        raise UserError(f"{path} is not JSON that can be read: {error}; copy the file again") from error
+        raise UserError(f"{path} is not readable JSON: {error}; copy the file again") from error
     files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files_by_tensor, dict) or not files_by_tensor:
         raise UserError(f"{path} has no weight_map; copy the file again")

@@ -22,5 +22,5 @@ def test_what_is_missing_is_told() -> None:
     assert only(graph, Schedule) == "schedule"
     with pytest.raises(UserError, match=r"nodes that are a Phase \(\[.*\]\); one is required"):
         only(graph, Phase)
-    with pytest.raises(UserError, match="how many microbatches"):
+    with pytest.raises(UserError, match="number of microbatches is unknown"):
         needed(None)

@@ -201,7 +201,7 @@ def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys:
         (["dual_pipe", "--ranks", "2", "--microbatches", "4"], "did you mean 'pipeline.schedules.dual_pipe_v'?"),
         (["data.bytes", "--ranks", "2", "--microbatches", "4"], "data.bytes is not a schedule; `drawloom list"),
         (["first_run", "--ranks", "2"], "--ranks: a recipe has its own number of ranks; leave --ranks out"),
-        (["gpipe", "--ranks", "2"], "how many microbatches? Write --microbatches 8"),
+        (["gpipe", "--ranks", "2"], "the number of microbatches is unknown; write it, such as --microbatches 8"),
         (["gpipe", "--ranks", "0", "--microbatches", "4"], "'0' is not a positive integer"),
         (
             ["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "X=1"],

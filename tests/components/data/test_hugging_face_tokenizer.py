@@ -115,5 +115,5 @@ def test_a_folder_says_its_end_token(eos: Any, tmp_path: Path) -> None:
 def test_an_end_token_that_nothing_says_is_asked_for(tmp_path: Path) -> None:
     """Without a setting and without a tokenizer_config.json the message lists the possible settings."""
     write(tmp_path)
-    with pytest.raises(UserError, match=r'has no eos_token, and it is left out; write one of "<end>"'):
+    with pytest.raises(UserError, match=r'has no eos_token; write one of "<end>"'):
         HuggingFaceTokenizer(path=tmp_path).open()

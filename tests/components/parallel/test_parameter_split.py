@@ -34,7 +34,9 @@ def test_a_slice_keeps_dtype_and_whether_it_is_trained() -> None:
 
 def test_ranks_that_do_not_divide_are_named() -> None:
     """The message has the dimension of the mesh, the ranks, the size and the parameter."""
-    with pytest.raises(UserError, match=r"mesh.expert = 4 ranks can't share dimension 0 of size 6 of weight evenly"):
+    with pytest.raises(
+        UserError, match=r"mesh.expert = 4 ranks can't partition dimension 0 of size 6 of weight evenly"
+    ):
         split_parameter(nn.Linear(2, 6, device="meta"), "weight", Rank(0, 4), "expert", SplitDim(0))
 
 

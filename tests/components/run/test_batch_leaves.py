@@ -42,12 +42,12 @@ def test_the_batches_of_collated_rows_are_the_collators() -> None:
         (
             "data.lengths=[{length=4, until_step=2}]",
             "data",
-            "lengths cuts documents of tokens, and [packing] makes Clips",
+            "lengths only applies to batches of tokens, and [packing] makes Clips",
         ),
     ],
 )
 def test_leaves_of_tokens_are_divided_along_context(word: str, node: str, text: str) -> None:
-    """Rows of frames are shared out over ranks; a length curriculum needs documents."""
+    """Rows of frames are partitioned over ranks; a length curriculum needs documents."""
     others = [problem for problem in problems(word) if not problem.startswith("loss: ")]
     assert [problem.partition(": ")[0] for problem in others] == [node] * bool(node)
     assert all(text in problem for problem in others)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.recomputation import Held, repeat_fraction, text_of
+from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, repeat_fraction, text_of
 from drawloom.components.ports.program import Program, flat
 from support.schedules import schedule
 
@@ -33,7 +33,7 @@ def test_the_most_that_a_rank_holds_is_that_of_all_times(name: str) -> None:
     """With any bytes per microbatch, the peak over the kept times is the peak over all actions."""
     program, random = schedule(name).program(4, 9), np.random.default_rng(0)
     for rank in range(4):
-        live = Held.of(program, rank)
+        live = LiveMicrobatches.of(program, rank)
         every = np.array(counts(program, rank, live.stages.tolist()))
         for _ in range(20):
             sizes = random.random(2 * len(live.stages))

@@ -132,7 +132,7 @@ def test_nothing_else_is_opened(tmp_path: Path) -> None:
 
 
 TEXTS = {
-    "no JSON": ("{", "is not JSON that can be read"),
+    "no JSON": ("{", "is not readable JSON"),
     "no object": ("[]", "has no weight_map"),
     "no map": ("{}", "has no weight_map"),
     "empty map": ('{"weight_map": {}}', "has no weight_map"),
@@ -140,7 +140,7 @@ TEXTS = {
     "names twice": ('{"weight_map": {"a": "x", "b": "x", "a": "y"}}', "it has 'a' more than once"),
     "maps twice": ('{"weight_map": {"a": "x"}, "weight_map": {"a": "x"}}', "it has 'weight_map' more than once"),
     "NaN": ('{"weight_map": NaN}', "NaN is not a JSON number"),
-    "nested": ('{"weight_map": ' + "[" * 100_000, "is not JSON that can be read"),
+    "nested": ('{"weight_map": ' + "[" * 100_000, "is not readable JSON"),
     "too many": ('{"weight_map": {' + '"t": "x", ' * 400_000 + '"t": "x"}}', "parts, and more than 750000"),
     "too long": (" " * (33 * 2**20), "more than 33554432 are not read"),
     "negative size": ('{"metadata": {"total_size": -1}, "weight_map": {"a": "x"}}', "total_size = -1"),
