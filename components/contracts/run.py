@@ -313,6 +313,12 @@ def without_a_signal_the_run_continues(stop: Stop) -> None:
     expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
 
 
+def ranks_agree_on_a_reason(stop: Stop) -> None:
+    """The reason is a rank's own words, and empty if no rank has one."""
+    agreed = [stop.agree_on_reason(reason) for reason in ("", "enough", "")]
+    expect(agreed == ["", "enough", ""], f"ranks agree on {agreed}")
+
+
 def accepts_every_kind_of_value(tracker: Tracker) -> None:
     """A tracker accepts numbers, booleans and None, and names with dots and slashes."""
     tracker.track(1, {"loss": 1.5, "skipped": False, "validation_loss": None, "memory/peak.bytes": 3})

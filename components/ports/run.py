@@ -57,7 +57,7 @@ class Step:
     `state` maps names to the values that phases read and write; a plain mapping is converted to a StepState. `started`
     is the start on the monotonic clock; `excluded_seconds` is the time spent on other work than training since then,
     such as evaluation and saving. If a phase sets `goes_back` on all ranks, this step is skipped and the run continues
-    from its newest checkpoint.
+    from its newest checkpoint. A phase that ends the run calls `stop`; the phases after it see the last step.
 
     The state's value `skip`, float32 () on the gradients' device, is 1 if the update is skipped, else 0. On a GPU
     the host issues the update before it knows `skip`. `before_update` is called before every update.
@@ -70,12 +70,21 @@ class Step:
     excluded_seconds: float = 0.0
     goes_back: bool = False
     before_update: Callable[[], object] = lambda: None
+    stop_reason: str = ""
     _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
 
     @property
     def last(self) -> bool:
         """Whether the run ends with this step."""
-        return self.index == self.total
+        return self.index == self.total or bool(self.stop_reason)
+
+    def stop(self, reason: str) -> None:
+        """
+        End the run after this step as after its last one: with a checkpoint and the final tasks.
+
+        Only a phase that is a `StoppingPhase` may call this; one rank's call is enough. `reason` is a sentence.
+        """
+        self.stop_reason = self.stop_reason or reason
 
     @property
     def tokens(self) -> int:
@@ -143,6 +152,19 @@ class SavingPhase(Protocol):
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves in this step; the result is equal on all ranks."""
+        ...
+
+
+@runtime_checkable
+class StoppingPhase(Protocol):
+    """A phase that may call `Step.stop`. All ranks agree on the stop when the phase has run."""
+
+    def stop_reason(self) -> str:
+        """
+        Return why the run has ended with the restored state, or "" if it goes on. All ranks return the same.
+
+        The trainer asks before the first step: an ended run trains no further, unless its recipe allows more.
+        """
         ...
 
 
@@ -471,6 +493,10 @@ class Stop(Protocol):
 
     def agree_on_signal(self) -> int:
         """Return the signal number that any rank received, 0 if none; a collective, equal on all ranks."""
+        ...
+
+    def agree_on_reason(self, reason: str) -> str:
+        """Return the first rank's reason that is not empty, "" if all are; a collective, equal on all ranks."""
         ...
 
     def raising(self) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ Kind = Literal["started", "resumed", "killed", "stopped", "skipped", "recipe", "
 LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} (?:\[[\w, ]+\] )?([A-Z]+) (drawloom[.\w]*): (.*)")
 STEP = re.compile(r"step (\d{1,15})/(\d{1,15})(  | skipped: )")
 STOPPED = re.compile(r"stopped by .* after (?:step (\d{1,15})|training)")
+ENDS = re.compile(r"the run ends after step (\d{1,15}): ")
 RESUMED = re.compile(r"resuming after step (\d{1,15})")
 SUMMARY_LABELS = ("trained ", "best    ", "results ")
 LABEL_WIDTH = 8  # characters of a label in the header, with the spaces after it
@@ -98,6 +99,9 @@ class RunLog:
         elif match := STOPPED.match(text):
             self.step, self.running = int(match[1] or self.step), False
             self._add_event(time, "stopped", text)
+        elif match := ENDS.match(text):
+            self.step = int(match[1])
+            self._add_event(time, "ended", text)
         elif text.startswith(SUMMARY_LABELS):
             self.running = False
             self._add_event(time, "ended", text)

@@ -101,3 +101,18 @@ def _read_holder(file: int) -> str:
         return f"process {holder['pid']} on host {holder['host']} since {holder['started']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
+
+
+def is_holder_alive(folder: Path) -> bool:
+    """Return whether the process that last locked a run folder still exists; True if it is on another host."""
+    # Locking the folder would be exact, and would refuse a run that starts at this moment.
+    try:
+        holder = json.loads((folder / "run.lock").read_text("utf-8"))
+        if holder["host"] != socket.gethostname():
+            return True
+        os.kill(int(holder["pid"]), 0)
+    except PermissionError:  # of another user's process
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True

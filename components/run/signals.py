@@ -138,6 +138,12 @@ class Signals:
         self.mesh.world.max(largest)
         return int(largest)
 
+    def agree_on_reason(self, reason: str) -> str:
+        """Return the first rank's reason that is not empty. A collective; reasons are sent only if there is one."""
+        asked = torch.tensor(bool(reason), dtype=torch.int64)
+        self.mesh.world.max(asked)
+        return next(filter(None, self.mesh.world.gather_json(reason))) if asked else ""
+
     def raising(self) -> AbstractContextManager[None]:
         """Return a context in whose body a signal raises StoppedError in the main thread."""
         return self._raising()

@@ -25,6 +25,7 @@ from drawloom.components.ports.run import (
     Step,
     Stop,
     StoppedError,
+    StoppingPhase,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import missing_leaves
@@ -105,20 +106,34 @@ class Trainer:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore(done)
-        last = max(done, self.steps)
-        if done >= self.steps and all(task.is_finished(last) for task in self.on_finish):
-            which = f"step {done} is done, and with it all" if done > self.steps else "all"
-            log.info("finished: %s %d steps are done, there is nothing left to do", which, self.steps)
-        elif done:
-            log.info("resuming after step %d", done)
-        while done < self.steps:
+        reason = self._stop_reason() if done else ""
+        self._log_start(done, reason)
+        while done < self.steps and not reason:
             step = self._next_step(done + 1)
             self._run_step(step)
-            done = self._go_back(step) if step.goes_back else step.index
+            done, reason = (self._go_back(step), "") if step.goes_back else (step.index, step.stop_reason)
         with self.stop.raising():
-            self._finish(last)
+            self._finish(done)
         self.events.emit(Event("run_ended"))
         self._skipped.fail_at_the_end()
+
+    def _stop_reason(self) -> str:
+        """Return why the restored run has ended before its last step, or ""."""
+        reasons = (phase.stop_reason() for phase in self.phases if isinstance(phase, StoppingPhase))
+        return next(filter(None, reasons), "")
+
+    def _log_start(self, done: int, reason: str) -> None:
+        """Log where the run resumes, or that it is finished."""
+        ended = done >= self.steps or bool(reason)
+        if ended and all(task.is_finished(done) for task in self.on_finish):
+            why = f"all {self.steps} steps are done"
+            if done > self.steps:
+                why = f"step {done} is done, and with it {why}"
+            elif done < self.steps:
+                why = f"the run ended after step {done}: {reason}"
+            log.info("finished: %s, there is nothing left to do", why)
+        elif done:
+            log.info("resuming after step %d", done)
 
     def _next_step(self, index: int) -> Step:
         if self.checkpointer is None:
@@ -156,11 +171,13 @@ class Trainer:
         self.events.emit(Event("step_started", step))
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
+            asked = step.stop_reason
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._saving(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
             self._skipped.read()
+            self._agree_on_stop(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
@@ -168,6 +185,19 @@ class Trainer:
         if signal := self.stop.agree_on_signal():
             self._skipped.read()
             self._stop(step, signal)
+
+    def _agree_on_stop(self, step: Step, name: str, phase: Phase, before: str) -> None:
+        """
+        Make this step the last one on all ranks, if the phase has asked for a stop on any rank.
+
+        `before` is an earlier phase's reason. Raises TypeError if the phase asks without being a StoppingPhase.
+        """
+        if isinstance(phase, StoppingPhase):
+            step.stop_reason = "" if step.goes_back else self.stop.agree_on_reason(step.stop_reason)
+            if step.stop_reason and not before:
+                log.info("the run ends after step %d: %s", step.index, step.stop_reason)
+        elif step.stop_reason != before:
+            raise TypeError(f"[{name}] calls Step.stop, and has no method stop_reason; see the port StoppingPhase")
 
     @contextmanager
     def _saving(self, step: Step) -> Iterator[None]:

@@ -198,6 +198,7 @@ from drawloom.components.ports.run import (
     Step as Step,
     Stop as Stop,
     StoppedError as StoppedError,
+    StoppingPhase as StoppingPhase,
     Tracker as Tracker,
     Value as Value,
     check_cadence as check_cadence,

@@ -55,6 +55,9 @@ class Record:
     def agree_on_signal(self) -> int:
         return 15 if self.signal_after and self.last >= self.signal_after else 0
 
+    def agree_on_reason(self, reason: str) -> str:
+        return reason
+
     def raising(self) -> AbstractContextManager[None]:
         self.before_final_tasks = list(self.calls)
         return nullcontext()
@@ -355,3 +358,64 @@ def test_a_best_one_by_a_number_that_is_never_written_is_warned_of(words: list[s
     warned = [problem.text for problem in Recipe.load("first_run", *words).check()]
     assert text in warned
     assert text not in [problem.text for problem in Recipe.load("first_run", "evaluate.every=last").check()]
+
+
+@attrs.define
+class Stopping(Record):
+    """A phase that asks for a stop in step 2, unless `goes_back`; another rank asks in step `other`."""
+
+    other: int = 0
+    goes_back: bool = False
+    ended: bool = False
+    seen: list[bool] = attrs.field(factory=list)
+
+    def run_phase(self, step: Step) -> None:
+        super().run_phase(step)
+        step.goes_back = self.goes_back and step.index == 2
+        if step.index == 2 and not self.other:
+            step.stop("enough")
+
+    def agree_on_reason(self, reason: str) -> str:
+        return reason or ("the other rank has enough" if self.last == self.other else "")
+
+    def stop_reason(self) -> str:
+        return "enough" if self.ended else ""
+
+    def emit(self, event: Event) -> None:
+        if event.kind == "step_ended" and event.step is not None:
+            self.seen.append(event.step.last)
+
+
+@pytest.mark.parametrize(("other", "last"), [(0, 2), (1, 1)])
+def test_a_phase_ends_the_run_on_all_ranks(other: int, last: int) -> None:
+    """A stop that this or another rank asks for ends the run with the step: it is the last, and final tasks follow."""
+    record = Stopping(other=other)
+    assert trainer(record).run() == 0
+    assert record.seen == [False] * (last - 1) + [True]
+    assert record.calls[-2:] == [f"phase {last}/3", f"finish {last}"]
+
+
+def test_an_ended_run_trains_no_further() -> None:
+    """A phase that ended the run before a restart is asked before the first step; only missing tasks run."""
+    for finished, calls in ((2, []), (0, ["finish 2"])):
+        record = Stopping(restored=2, finished=finished, ended=True)
+        trainer(record).run()
+        assert record.calls == calls
+
+
+def test_a_step_that_goes_back_ends_no_run() -> None:
+    """The step is repeated or skipped, so that a stop in it does not count."""
+    record = Stopping(goes_back=True)
+    trainer(record, checkpointer=None).run()
+    assert record.calls[-2:] == ["phase 3/3", "finish 3"]
+
+
+def test_only_a_stopping_phase_may_end_the_run() -> None:
+    """Other ranks would not know of a stop by a phase after which they do not agree."""
+
+    class Undeclared(Record):
+        def run_phase(self, step: Step) -> None:
+            step.stop("enough")
+
+    with pytest.raises(TypeError, match=r"\[only\] calls Step.stop, and has no method stop_reason"):
+        trainer(Undeclared()).run()

@@ -1,0 +1,95 @@
+"""list runs: state, step, best loss, tokens per second, and how their recipes differ"""
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import get_args
+
+import attrs
+
+from drawloom.components.report.run_table import COLUMNS, RunRow, State, difference_keys, read_rows, sort_rows
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
+
+MAX_SETTINGS_SHOWN = 6
+"""Differing settings of a run in the table; CSV and JSON have all, as a whole."""
+MAX_VALUE_LENGTH = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    help = "folder whose runs are listed, with those of its subfolders (default: runs)"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"), help=help)
+    help = "order by a column, such as best, or by a differing setting, such as optimizer.lr (default: run)"
+    parser.add_argument("--sort", metavar="COLUMN", default="run", help=help)
+    parser.add_argument("--reverse", action="store_true", help="largest first")
+    parser.add_argument("--state", choices=get_args(State), help="list only runs in this state")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="text if left out")
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Print the table."""
+    if not options.folder.is_dir():
+        raise UserError(f"there is no folder {options.folder}; give one with runs, such as runs", 2)
+    rows = sort_rows(read_rows(options.folder), options.sort, reverse=options.reverse)
+    shown = [row for row in rows if options.state in (None, row.state)]
+    print_text(FORMATS[options.format](shown))
+    for row in shown:
+        if row.problem:
+            print_text(row.problem, "stderr")
+    return 0
+
+
+def as_text(rows: Sequence[RunRow]) -> str:
+    """Return the table for a terminal, with a line per run."""
+    if not rows:
+        return "no runs"
+    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_align(line, widths) for line in lines)
+
+
+def as_csv(rows: Sequence[RunRow]) -> str:
+    """Return CSV with a column per differing setting."""
+    keys = difference_keys(rows)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*COLUMNS, *keys])
+    for row in rows:
+        writer.writerow([*(getattr(row, name) for name in COLUMNS), *(row.differs.get(key) for key in keys)])
+    return file.getvalue().rstrip("\n")
+
+
+def as_json(rows: Sequence[RunRow]) -> str:
+    """Return a JSON list with an object per run; `differs` has settings as TOML."""
+    return json.dumps([attrs.asdict(row) for row in rows], indent=1)
+
+
+FORMATS: dict[str, Callable[[Sequence[RunRow]], str]] = {"text": as_text, "csv": as_csv, "json": as_json}
+
+
+def _cells(row: RunRow) -> tuple[str, ...]:
+    step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
+    numbers = ["" if value is None else f"{value:.4f}" for value in (row.loss, row.best)]
+    speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+    settings = [f"{key}={_shorten(value)}" for key, value in row.differs.items()]
+    if len(settings) > MAX_SETTINGS_SHOWN:
+        settings[MAX_SETTINGS_SHOWN:] = [f"and {len(settings) - MAX_SETTINGS_SHOWN} more"]
+    return row.run, row.state, step, *numbers, speed, "  ".join(settings)
+
+
+def _shorten(value: str) -> str:
+    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
+
+
+def _align(line: Sequence[str], widths: Sequence[int]) -> str:
+    """Align the name, the state and the settings on the left, and numbers on the right."""
+    cells = [
+        cell.rjust(width) if 2 <= number <= 5 else cell.ljust(width)
+        for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()

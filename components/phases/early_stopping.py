@@ -1,0 +1,68 @@
+"""Early stopping (Prechelt 1998, "Early stopping - but when?"): ends a run whose metric no longer improves."""
+
+import math
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from drawloom.components.ports.run import Step
+from drawloom.graph import at_least, between, component, setting
+
+
+@component(reads=("loss?", "validation_loss?"), impact="safe")
+class EarlyStopping:
+    """
+    Early stopping: the run ends as after its last step, once a metric has not improved for `patience` of its values.
+
+    It comes after the phase that writes the metric, and before the report and the checkpoint. A value that is not
+    finite is not an improvement. If `patience` grows, the ended run goes on.
+    """
+
+    number_settings: ClassVar[tuple[str, ...]] = ("metric",)
+
+    metric: str = setting(default="validation_loss", doc="watched number; with loss, the host waits for it every step")
+    patience: int = setting(default=3, check=at_least(1), doc="values in a row without improvement that end the run")
+    min_change: float = setting(
+        default=0.0, check=between(0, math.inf), doc="smallest difference from the best value that is an improvement"
+    )
+    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `metric`: low or high")
+
+    _best: float | None = attrs.field(init=False, default=None)
+    _best_step: int = attrs.field(init=False, default=0)
+    _waited: int = attrs.field(init=False, default=0)
+
+    def run_phase(self, step: Step) -> None:
+        """Compare the metric, if the step has one, and ask for the stop. A skipped step counts, too."""
+        if self.metric not in step.state:
+            return
+        value = step.state.number(self.metric)
+        if self._is_improvement(value):
+            self._best, self._best_step, self._waited = value, step.index, 0
+        else:
+            self._waited += 1
+        if reason := self.stop_reason():
+            step.stop(reason)
+
+    def stop_reason(self) -> str:
+        if self._waited < self.patience:
+            return ""
+        best = "was never finite"
+        if self._best is not None:
+            best = f"was {self._best:.4f} after step {self._best_step}"
+        return f"{self.metric} {best}, and did not improve {self._waited} times in a row"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, its step, and the number of values since then."""
+        return {"best": self._best, "step": self._best_step, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best = None if state["best"] is None else float(state["best"])
+        self._best_step, self._waited = int(state["step"]), int(state["waited"])
+
+    def _is_improvement(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self._best is None:
+            return True
+        change = self._best - value if self.best_is == "lowest" else value - self._best
+        return change > 0 and change >= self.min_change

@@ -1,0 +1,132 @@
+"""The table of runs below a folder: state, progress, losses, speed, and the settings in which their recipes differ."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from drawloom.components.report.events import RunLog
+from drawloom.components.report.metrics import METRICS, Metrics
+from drawloom.components.report.run_record import Drawings, differences, read_run
+from drawloom.components.run.locks import is_holder_alive
+from drawloom.graph import UserError
+from drawloom.graph.recipe.lockfile import LOCK
+
+State = Literal["finished", "stopped", "interrupted", "failed", "running", "unreadable", "unknown"]
+"""`interrupted`: killed, or failed with an error that only the terminal shows. `unknown`: the run has no log."""
+
+END_STATES: dict[str, State] = {"ended": "finished", "stopped": "stopped", "error": "failed"}
+OWN_SETTINGS = ("run.name", "run.folder")
+"""Settings in which all runs differ."""
+
+
+@attrs.frozen
+class RunRow:
+    """A run in the table; None for a value that is not known. `best` is the lowest validation loss."""
+
+    run: str
+    state: State
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    differs: dict[str, str] = attrs.field(factory=dict)
+    problem: str = ""
+
+
+COLUMNS = ("run", "state", "step", "steps", "loss", "best", "best_step", "tokens", "tokens_per_second")
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yield the run folders in a folder and in its subfolders, by name; a run folder is not searched."""
+    if any((folder / file).is_file() for file in (LOCK, METRICS)):
+        yield folder
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            yield from find_runs(path)
+
+
+def read_rows(folder: Path) -> list[RunRow]:
+    """Return a row for every run in a folder. A run that can't be read has the state `unreadable`, and a problem."""
+    rows, recipes = [], []
+    for path in find_runs(folder):
+        name = str(path.relative_to(folder)) if path != folder else folder.resolve().name
+        try:
+            record = read_run(path, name, Drawings())
+            rows.append(_row(name, record.metrics, record.log, run_state(path, record.log)))
+            recipes.append(record.recipe)
+        except UserError as error:
+            rows.append(RunRow(name, "unreadable", problem=str(error)))
+            recipes.append("")
+    return _with_differences(rows, recipes)
+
+
+def run_state(folder: Path, log: RunLog) -> State:
+    """Return a run's state, from its log and from the process that holds its folder."""
+    if log.running:
+        return "running" if is_holder_alive(folder) else "interrupted"
+    kinds = [event.kind for event in log.events if event.kind in END_STATES]
+    return END_STATES[kinds[-1]] if kinds else "unknown"
+
+
+def sort_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) -> list[RunRow]:
+    """
+    Return the rows in the order of a column, or of a setting such as `optimizer.lr`; rows without a value come last.
+
+    Raises UserError if the runs have no such column, and do not differ in such a setting.
+    """
+    keys = [*COLUMNS, *difference_keys(rows)]
+    if key not in keys:
+        raise UserError(f"--sort {key}: there is no such column; write one of {', '.join(keys)}", 2)
+    known = [row for row in rows if _value(row, key) is not None]
+    unknown = [row for row in rows if _value(row, key) is None]
+    return [*sorted(known, key=lambda row: _order(_value(row, key)), reverse=reverse), *unknown]
+
+
+def difference_keys(rows: Sequence[RunRow]) -> list[str]:
+    """Return the settings in which the recipes of the runs differ."""
+    return list(dict.fromkeys(key for row in rows for key in row.differs))
+
+
+def _row(name: str, metrics: Metrics, log: RunLog, state: State) -> RunRow:
+    best = metrics.smallest("validation_loss")
+    tokens = float(metrics.tokens[-1]) if metrics.steps else 0.0
+    seconds = float(metrics.seconds[-1]) if metrics.steps else 0.0
+    return RunRow(
+        run=name,
+        state=state,
+        step=metrics.steps[-1] if metrics.steps else 0,
+        steps=log.total or None,
+        loss=metrics.last("loss"),
+        best=best[0] if best else None,
+        best_step=best[1] if best else None,
+        tokens=round(tokens) if tokens else None,
+        tokens_per_second=tokens / seconds if seconds > 0 else None,
+    )
+
+
+def _with_differences(rows: list[RunRow], recipes: list[str]) -> list[RunRow]:
+    known = [number for number, recipe in enumerate(recipes) if recipe]
+    differing: list[dict[str, str]] = [{} for _ in rows]
+    for key, values in differences([recipes[number] for number in known]):
+        for number, value in zip(known, values, strict=True):
+            if value and key not in OWN_SETTINGS:
+                differing[number][key] = value
+    return [attrs.evolve(row, differs=differs) for row, differs in zip(rows, differing, strict=True)]
+
+
+def _value(row: RunRow, key: str) -> Any:
+    return getattr(row, key) if key in COLUMNS else row.differs.get(key)
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Return a key that orders numbers, also those in the text of a setting, before other texts."""
+    try:
+        return False, float(value), ""
+    except ValueError:
+        return True, 0.0, str(value)
