@@ -1,4 +1,4 @@
-"""What a checkpoint of 1 GB costs: the stall of training beside torch's async_save, the whole beside raw writing."""
+"""Cost of a 1 GiB checkpoint: training stall compared with torch's async_save, total time with raw writes."""
 
 import hashlib
 import os
@@ -28,20 +28,20 @@ TENSORS, NUMBERS = 64, 2**22  # float32: 1 GiB
 ROUNDS = 5
 CHUNK = 2**22
 
-Measured = dict[str, tuple[float, float]]
-"""What was done, to the seconds that training stood still and the seconds until all was on the disk."""
+SaveTimes = dict[str, tuple[float, float]]
+"""Way of saving -> seconds of training stall, and seconds until all bytes are on disk."""
 
 
 def main() -> None:
-    """Print medians of interleaved rounds."""
+    """Print the medians of interleaved rounds."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     state = {f"weight_{number}": torch.randn(NUMBERS) for number in range(TENSORS)}
     size = sum(tensor.nbytes for tensor in state.values())
     rounds: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="checkpoint-") as place, _nodes(Path(place), state) as nodes:
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder, _nodes(Path(folder), state) as nodes:
         for number in range(ROUNDS + 1):
-            for name, seconds in _round(Path(place), state, nodes, number + 1).items():
-                if number:  # the first time memory is new to everybody who keeps it
+            for name, seconds in _round(Path(folder), state, nodes, number + 1).items():
+                if number:  # round 0 warms up: every buffer is allocated for the first time
                     rounds.setdefault(name, []).append(seconds)
     print(
         f"{size / 1e9:.2f} GB in {TENSORS} tensors, medians of {ROUNDS} interleaved rounds, {os.cpu_count()} processors"
@@ -57,38 +57,38 @@ def main() -> None:
     print(f"no staging: in all {medians['drawloom, no staging'][1] / raw:.2f} of raw")
 
 
-def _round(place: Path, state: dict[str, Any], nodes: dict[str, Checkpointer], step: int) -> Measured:
-    found: Measured = {}
-    found["raw: write, fsync"] = _raw(place, state, digest=False)
-    found["raw: write, sha256 beside, fsync"] = _raw(place, state, digest=True)
+def _round(folder: Path, state: dict[str, Any], nodes: dict[str, Checkpointer], step: int) -> SaveTimes:
+    measured: SaveTimes = {}
+    measured["raw: write, fsync"] = _raw(folder, state, digest=False)
+    measured["raw: write, sha256 beside, fsync"] = _raw(folder, state, digest=True)
     for name, node in nodes.items():
-        found[f"drawloom, {name}"] = _ours(node, step)
-    found["torch async_save"] = _torch(place / "torch", state)
-    return found
+        measured[f"drawloom, {name}"] = _ours(node, step)
+    measured["torch async_save"] = _torch(folder / "torch", state)
+    return measured
 
 
 @contextmanager
-def _nodes(place: Path, state: dict[str, Any]) -> Iterator[dict[str, Checkpointer]]:
+def _nodes(folder: Path, state: dict[str, Any]) -> Iterator[dict[str, Checkpointer]]:
     stagers: dict[str, Any] = {"no staging": None, "blocking": Blocking(), "overlapped": Overlapped()}
     yield {
-        name: checkpointer(place / name, {"stages": StateNode(state)}, staging=stager, every=1, keep=100)
+        name: checkpointer(folder / name, {"stages": StateNode(state)}, staging=stager, every=1, keep=100)
         for name, stager in stagers.items()
     }
 
 
-def _raw(place: Path, state: dict[str, Any], *, digest: bool) -> tuple[float, float]:
-    """The same bytes into one file, digested in a second thread."""
+def _raw(folder: Path, state: dict[str, Any], *, digest: bool) -> tuple[float, float]:
+    """Write the same bytes to one file while a second thread hashes them."""
     pieces: queue.Queue[memoryview | None] = queue.Queue(4)
-    known = hashlib.sha256()
+    digest_state = hashlib.sha256()
 
     def work() -> None:
         for piece in iter(pieces.get, None):
-            known.update(piece)
+            digest_state.update(piece)
 
     began = time.perf_counter()
     thread = threading.Thread(target=work)
     thread.start()
-    file = os.open(place / "raw", os.O_WRONLY | os.O_CREAT)
+    file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT)
     for tensor in state.values():
         data = bytes_of(tensor)
         for start in range(0, len(data), CHUNK):
@@ -100,15 +100,15 @@ def _raw(place: Path, state: dict[str, Any], *, digest: bool) -> tuple[float, fl
     pieces.put(None)
     thread.join()
     seconds = time.perf_counter() - began
-    (place / "raw").unlink()
+    (folder / "raw").unlink()
     return seconds, seconds
 
 
 def _ours(node: Checkpointer, step: int) -> tuple[float, float]:
-    """Training stands still while the state is copied; the whole ends with the commit."""
+    """Return the seconds until the state is copied, and until the checkpoint is committed."""
     began = time.perf_counter()
     node.run_phase(Step(step, 10**6))
-    node.wait_until_staged()  # at once: the worst that can happen to a copy that is made beside training
+    node.wait_until_staged()  # the worst case: no training step overlaps the copy
     stall = time.perf_counter() - began
     node._finish()
     seconds = time.perf_counter() - began
@@ -117,10 +117,10 @@ def _ours(node: Checkpointer, step: int) -> tuple[float, float]:
 
 
 def _torch(folder: Path, state: dict[str, Any]) -> tuple[float, float]:
-    return _timed(lambda: begin_save(state, folder), folder)
+    return _time_save(lambda: begin_save(state, folder), folder)
 
 
-def _timed(begin: Callable[[], Any], folder: Path) -> tuple[float, float]:
+def _time_save(begin: Callable[[], Any], folder: Path) -> tuple[float, float]:
     began = time.perf_counter()
     future = begin()
     stall = time.perf_counter() - began

@@ -1,8 +1,8 @@
 """
-Data at scale: an index of rows for many documents, fill rates of each packing, and reading a token store.
+Data at scale: the row index for many documents, every packing's fill rate, and reads from a token store.
 
-Lengths are log-normal, with a mean of about 900, in rows of 4096. Seconds are of one core's CPU time. `DOCUMENTS=1e7`
-takes a tenth of the time.
+Document lengths are log-normal with a mean near 900; rows have 4096 tokens. Seconds are CPU time on one core.
+`DOCUMENTS=1e7` takes a tenth of the time.
 """
 
 import os
@@ -28,8 +28,8 @@ BLOCK = 10**6
 GOAL = "20 s and 4 GB for 10^8 documents, shuffled, by best fit"
 
 
-def lengths_of(count: int) -> np.ndarray:
-    """Tokens of documents, int32 (count,)."""
+def draw_lengths(count: int) -> np.ndarray:
+    """Return random document lengths in tokens, int32 (count,)."""
     random = np.random.default_rng(0)
     lengths = np.empty(count, np.int32)
     for start in range(0, count, BLOCK):
@@ -38,8 +38,8 @@ def lengths_of(count: int) -> np.ndarray:
     return lengths
 
 
-def packings(lengths: np.ndarray) -> None:
-    """Print seconds and fill rate of each packing, with the order of documents."""
+def print_packings(lengths: np.ndarray) -> None:
+    """Print every packing's seconds and fill rate for shuffled documents."""
     order = Permutation(1, "documents", 0, len(lengths))
     nothing: Any = None
     for kind in (BestFit, FirstFit, Padded, Concatenated):
@@ -49,18 +49,18 @@ def packings(lengths: np.ndarray) -> None:
 
 
 def report(name: str, index: RowIndex, seconds: float) -> None:
-    """Print a line; the peak memory is that of the process so far."""
+    """Print one packing's line, with the process's peak memory so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rate = index.tokens / index.rows / LENGTH
     print(f"{name:<14} {seconds:6.1f} s  {index.rows:>12,} rows  {rate:.5f} filled  {peak:.2f} GB")
 
 
 def read_store(count: int) -> None:
-    """Print the time of reading documents of a store in a shuffled order: verified, and once all blocks are."""
-    with tempfile.TemporaryDirectory() as place:
-        folder, random = Path(place), np.random.default_rng(0)
+    """Print how long shuffled reads from a store take, first with verification and then with all blocks verified."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, random = Path(temporary), np.random.default_rng(0)
         with ShardWriter(folder, 0, np.dtype("<u2"), weighted=False) as writer:
-            for length in lengths_of(count):
+            for length in draw_lengths(count):
                 writer.add(random.integers(2**16, size=length, dtype=np.uint16), "drawn", 0)
         shard = TokenShard.open_complete(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
         index = {"format": FORMAT, "dtype": "uint16", "weighted": False, "vocab_size": 2**16, "eos_id": 0}
@@ -75,7 +75,7 @@ def read_store(count: int) -> None:
 
 
 def read_shuffled(store: Store, random: np.random.Generator) -> float:
-    """Return the seconds in which all documents are read and their ids added up."""
+    """Return the seconds to read all documents and sum their ids."""
     start = time.perf_counter()
     for document in random.permutation(len(store.lengths)):
         store.read(int(document), 0, LENGTH).ids.sum()
@@ -83,9 +83,9 @@ def read_shuffled(store: Store, random: np.random.Generator) -> float:
 
 
 def main() -> None:
-    """Print all."""
+    """Print all tables."""
     count = int(float(os.environ.get("DOCUMENTS", "1e8")))
-    lengths = lengths_of(count)
+    lengths = draw_lengths(count)
     print(f"{count:,} documents, mean {lengths.mean():.0f} tokens; goal: {GOAL}")
-    packings(lengths)
+    print_packings(lengths)
     read_store(10**5)

@@ -1,8 +1,8 @@
 """
-The same layered graph made by other libraries, each beside hand-written constructors in the same interpreter.
+The same layered graph built by other libraries, compared with hand-written constructors in the same interpreter.
 
-All of them run in a virtual environment of their own, made with pip in the cache folder when it is not there. This file
-is also the program that runs in it. Those that copy what is referred to (hydra, confection) get no fallbacks.
+All libraries run in one virtual environment, which pip fills in the cache folder on the first run. This file is also
+the program that runs there. Libraries that copy referenced objects (hydra, confection) build pages without fallbacks.
 """
 
 import importlib
@@ -35,11 +35,11 @@ PACKAGES = {
 }
 SIZES = (10, 100, 1000, 10000)
 SECONDS = 30
-"""For one library and size; more is not waited for."""
+"""Time limit for one library at one size."""
 
 
 def tables(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The store's table and those of the pages, as libraries without a format of their own are fed."""
+    """Return the store's table and the pages' tables, for libraries without a file format."""
     data = tomli.loads(text)
     return data["store"], [table for name, table in data.items() if name.startswith("page")]
 
@@ -70,7 +70,7 @@ def by_fiddle(text: str) -> Any:
 
 
 def by_dishka(text: str) -> Any:
-    """A type for each page, since it tells things apart by type."""
+    """Build with one type per page, since dishka tells dependencies apart by type."""
     dishka: Any = importlib.import_module("dishka")
     kept, tabled = tables(text)
     provider = dishka.Provider(scope=dishka.Scope.APP)
@@ -89,10 +89,10 @@ def _factory(title: str, kinds: list[Any], number: int) -> Callable[..., Plain]:
     def other(store: Any, fallback: Any) -> Plain:
         return Plain(title=title, store=store, fallback=fallback)
 
-    made: Callable[..., Plain] = other if number >= WIDTH else first
+    factory: Callable[..., Plain] = other if number >= WIDTH else first
     below = {"fallback": kinds[number - WIDTH]} if number >= WIDTH else {}
-    made.__annotations__ = {"store": Memory, **below, "return": kinds[number]}
-    return made
+    factory.__annotations__ = {"store": Memory, **below, "return": kinds[number]}
+    return factory
 
 
 def _path(thing: Any) -> str:
@@ -113,13 +113,13 @@ def _page(title: str, store: Any) -> Plain:
     return Plain(title=title, store=store)
 
 
-def _served(store: Any, pages: dict[str, Any]) -> Loop:
+def _serve(store: Any, pages: dict[str, Any]) -> Loop:
     return serve(store, [*pages.values()])
 
 
 def by_confection(text: str) -> Any:
     confection: Any = importlib.import_module("confection")
-    things = {"things": {"store": Memory, "page": _page, "server": _served}}
+    things = {"things": {"store": Memory, "page": _page, "server": _serve}}
     registry: Any = type("Registry", (confection.registry,), things)
     kept, tabled = tables(text)
     lines = [f'[store]\n@things = "store"\nsize = {kept["size"]}\nname = "{kept["name"]}"\n']
@@ -140,17 +140,17 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 
 def measure(name: str, nodes: int) -> dict[str, Any]:
-    """Milliseconds of a library and of the constructors, or why there are none."""
+    """Return the milliseconds of a library and of the constructors, or why the library failed."""
     text = recipe_text(nodes)
     try:
-        WAYS[name](text)  # what is imported and made once
+        WAYS[name](text)  # imports, and objects that are built once
         return {"ms": cpu_ms(lambda: WAYS[name](text)), "hand": cpu_ms(lambda: by_hand(nodes))}
     except Exception as error:
         return {"why": type(error).__name__}
 
 
 def prepare() -> Path:
-    """The interpreter that has the libraries; those that could not be installed are missing from it."""
+    """Return the interpreter of the virtual environment. A library that pip cannot install is missing there."""
     python = FOLDER / "bin" / "python"
     if not python.exists():
         venv.create(FOLDER, with_pip=True)
@@ -161,7 +161,7 @@ def prepare() -> Path:
 
 
 def ask(python: Path, name: str, nodes: int) -> dict[str, Any]:
-    """The same from an interpreter of its own."""
+    """Run `measure` in a fresh interpreter."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))}
     command = [str(python), __file__, name, str(nodes)]
     try:
@@ -170,12 +170,12 @@ def ask(python: Path, name: str, nodes: int) -> dict[str, Any]:
         return {"why": f"> {SECONDS} s"}
     except subprocess.CalledProcessError as error:
         return {"why": f"exit code {error.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
 
 
 def main() -> None:
-    """Print a row for each library, milliseconds and times the constructors for each number of nodes."""
+    """Print a row per library: milliseconds and the ratio to the constructors, per node count."""
     try:
         python = prepare()
     except (OSError, subprocess.SubprocessError) as error:
@@ -187,13 +187,13 @@ def main() -> None:
 
 
 def _cells(python: Path, name: str) -> Iterator[str]:
-    """One for each number of nodes, up to the first that the library fails at."""
-    for nodes in SIZES:
-        found = ask(python, name, nodes)
-        if "why" in found:
-            yield found["why"]
+    """Yield one cell per node count, up to the first failure."""
+    for node_count in SIZES:
+        figures = ask(python, name, node_count)
+        if "why" in figures:
+            yield figures["why"]
             return
-        yield f"{found['ms']:.1f} (x{found['ms'] / found['hand']:.0f})"
+        yield f"{figures['ms']:.1f} (x{figures['ms'] / figures['hand']:.0f})"
 
 
 if __name__ == "__main__":

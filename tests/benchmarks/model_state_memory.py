@@ -1,4 +1,4 @@
-"""Peak host memory while a model of 2 GB in 16 files is loaded, beside what the module itself needs."""
+"""Peak host memory while a 2 GB model is loaded from 16 files, compared with the module's own size."""
 
 import json
 import os
@@ -23,35 +23,35 @@ LIMIT = 1.3
 
 
 def names() -> list[str]:
-    """The parameters: 128 of 16 MB."""
+    """Return the names of 128 parameters with 16 MB each."""
     return [f"layers.{number}.weight" for number in range(FILES * PER_FILE)]
 
 
 def module() -> nn.Module:
-    """The model, on the meta device."""
+    """Return the model on the meta device."""
     layers = nn.ModuleList(nn.Linear(SIDE, 2 * SIDE, bias=False, dtype=torch.bfloat16, device="meta") for _ in names())
-    made = nn.Module()
-    made.layers = layers
-    return made
+    model = nn.Module()
+    model.layers = layers
+    return model
 
 
 def write(folder: Path) -> None:
-    """The folder, all numbers different from zero, so that no page of memory is shared."""
+    """Write the checkpoint folder. All values are nonzero, so that the kernel does not share zero pages."""
     tensor = torch.full((2 * SIDE, SIDE), 1.5, dtype=torch.bfloat16)
     source = InMemory(dict.fromkeys(names(), tensor))
     write_safetensors(folder, source, identity(*names()), max_shard=PER_FILE * tensor.nbytes)
 
 
-def status(what: str) -> int:
-    """A line of the process's status, in bytes."""
+def status(field: str) -> int:
+    """Return a size from this process's status file, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def measure(folder: Path) -> None:
-    """Load in this process, and print what it took."""
+    """Load the folder in this process, and print its peak memory and seconds."""
     model, mapper = module(), identity(*names())
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, began = status("VmRSS"), time.perf_counter()
     load_folder(folder, model, mapper)
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -60,15 +60,17 @@ def measure(folder: Path) -> None:
 
 
 def main() -> None:
-    """Print the peak as a multiple of the module's size; an error if it is above the limit."""
+    """Print the peak as a multiple of the module's size, and fail above the limit."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, __file__, folder]
-        found = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    ratio = found["peak"] / found["size"]
-    speed = found["size"] / found["seconds"] / 1e9
-    print(f"{found['size'] / 1e9:.2f} GB in {FILES} files: peak {ratio:.2f} of the module's size, {speed:.1f} GB/s")
+        figures = json.loads(
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        )
+    ratio = figures["peak"] / figures["size"]
+    speed = figures["size"] / figures["seconds"] / 1e9
+    print(f"{figures['size'] / 1e9:.2f} GB in {FILES} files: peak {ratio:.2f} of the module's size, {speed:.1f} GB/s")
     if ratio > LIMIT:
         raise SystemExit(f"more than {LIMIT}")
 

@@ -1,8 +1,8 @@
 """
-What an executor costs for each action, beside the stage's own products, autograd's engine, the loss and the sending.
+Executor overhead per action, without the stage's matrix products, autograd's engine, the loss and communication.
 
-One process plays rank 3 of 8 with neighbours that answer at once, a residual linear layer of 16 x 32 as its stage, and
-CPU time of its thread. torch.distributed.pipelining runs over torch's fake process group in the same way.
+One process plays rank 3 among 8 ranks whose messages complete at once. Its stage is a residual linear layer with inputs
+(16, 32). Times are CPU time of its thread. torch.distributed.pipelining runs over torch's fake process group.
 """
 
 import statistics
@@ -33,32 +33,32 @@ RANKS, RANK, MICROBATCHES, ROUNDS = 8, 3, 32, 15
 
 
 class Clock:
-    """Adds up the time that is not the executor's."""
+    """Sum of the time spent outside the executor."""
 
     def __init__(self) -> None:
         self.outside = 0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Wrap a function so that its time counts as outside."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before, began = self.outside, time.thread_time_ns()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.outside = before + time.thread_time_ns() - began  # with all that was timed within
+                self.outside = before + time.thread_time_ns() - began  # nested timed calls are included once
 
         return timed
 
     def measure(self, step: Callable[[], Any], actions: int) -> tuple[float, float]:
-        """Microseconds of an action: the least of some steps, and their median."""
-        found = []
+        """Return the least and the median microseconds per action over several steps."""
+        durations = []
         for _ in range(ROUNDS):
             self.outside = 0
             began = time.thread_time_ns()
             step()
-            found.append((time.thread_time_ns() - began - self.outside) / actions / 1e3)
-        return min(found), statistics.median(found)
+            durations.append((time.thread_time_ns() - began - self.outside) / actions / 1e3)
+        return min(durations), statistics.median(durations)
 
 
 class Residual(nn.Module):
@@ -74,7 +74,7 @@ class Residual(nn.Module):
 
 
 class OurResidual(Residual):
-    """The same with the operation that our models use, which knows how to put its weight's gradient off."""
+    """A residual stage with our linear operation, which can defer its weight gradient."""
 
     def forward(self, inputs: Tensor, shared: Any = None, finish: Any = None) -> Any:
         hidden = inputs + linear_eager(inputs, self.linear.weight)
@@ -82,7 +82,7 @@ class OurResidual(Residual):
 
 
 class AtOnce:
-    """A message that is over at once, and the link that it goes through."""
+    """Link whose messages complete at once, and the message itself."""
 
     def is_completed(self) -> bool:
         return True
@@ -98,7 +98,7 @@ class AtOnce:
 
 @attrs.define
 class World:
-    """Everything that the executor takes, of one rank of eight."""
+    """All dependencies of the executor on one rank."""
 
     local: list[Stage]
     owners: tuple[int, ...]
@@ -132,8 +132,8 @@ class World:
         return hidden.square().sum(), torch.ones(()), {}
 
 
-def ours(name: str) -> tuple[int, float, float]:
-    """How many actions a step has, and microseconds of each."""
+def measure_drawloom(name: str) -> tuple[int, float, float]:
+    """Return the action count of our executor's step, and its least and median microseconds per action."""
     spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
     if isinstance(spec, Problem):
         raise LookupError(spec)
@@ -162,7 +162,7 @@ def ours(name: str) -> tuple[int, float, float]:
 
 
 class _autograd_timed:
-    """Autograd's passes and the products of deferred gradients count as outside while this lasts."""
+    """Context in which autograd's passes and deferred weight gradients count as outside."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -171,15 +171,15 @@ class _autograd_timed:
         self.before = torch.autograd.backward, torch.autograd.grad, MatrixProduct.__call__
         torch.autograd.backward = self.clock.around(self.before[0])
         torch.autograd.grad = self.clock.around(self.before[1])
-        # Our second pass multiplies outside of autograd.
+        # The weight pass multiplies without autograd.
         MatrixProduct.__call__ = self.clock.around(self.before[2])  # type: ignore[method-assign]
 
     def __exit__(self, *_: Any) -> None:
         torch.autograd.backward, torch.autograd.grad, MatrixProduct.__call__ = self.before  # type: ignore[method-assign]
 
 
-def torchs(name: str) -> tuple[int, float, float]:
-    """The same of torch.distributed.pipelining."""
+def measure_torch(name: str) -> tuple[int, float, float]:
+    """Return the same figures for torch.distributed.pipelining."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
     from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -197,7 +197,7 @@ def torchs(name: str) -> tuple[int, float, float]:
             schedule, actions = Schedule1F1B(stage, MICROBATCHES, loss), 6 * MICROBATCHES
         else:
             schedule, actions = ScheduleInterleavedZeroBubble([stage], MICROBATCHES, loss), 7 * MICROBATCHES
-        stage._inference_mode = InferenceMode.STATIC  # what the ranks would agree on, if there were any
+        stage._inference_mode = InferenceMode.STATIC  # the ranks would agree on this
         schedule._warmup_p2p = lambda *_: None
         before = dist.batch_isend_irecv
         schedule.step()
@@ -212,11 +212,11 @@ def torchs(name: str) -> tuple[int, float, float]:
 
 
 def main() -> None:
-    """Print a row for each schedule and executor."""
+    """Print a row per schedule and executor."""
     torch.set_num_threads(1)
     print(f"{'schedule':16} {'executor':8} {'actions':>8} {'us/action: least':>17} {'median':>7}")
     for name in ("one_f_one_b", "zero_bubble_1p"):
-        for who, measure in (("drawloom", ours), ("torch", torchs)):
+        for who, measure in (("drawloom", measure_drawloom), ("torch", measure_torch)):
             try:
                 actions, least, median = measure(name)
             except LookupError as error:

@@ -1,9 +1,9 @@
 """
-Plans beside runs: `make bench-plan`, and on a GPU `make bench-plan-gpu`.
+Plans compared with runs: `make bench-plan`, and on a GPU `make bench-plan-gpu`.
 
-Each of 12 recipes trains for some steps with `planning.check`, which says what was planned and measured: the median
-time of a step, and on a GPU the bytes that torch had allocated. Errors are those of the plan, with the table's figures
-or, after `drawloom plan --calibrate`, with those of the machine.
+12 recipes train for some steps with `planning.check`, which reports planned and measured figures: the median step time
+and, on a GPU, torch's peak allocated bytes. The plan uses the built-in device table or, after
+`drawloom plan --calibrate`, the machine's measured figures.
 """
 
 import subprocess
@@ -33,11 +33,11 @@ LARGE = (
     *("model.intermediate_size=6144", "model.num_hidden_layers=8", "vars.length=4096", "batch.global_size=8"),
     *("batch.micro_size=2", "precision.compute=bfloat16", "precision.gradient=float32"),
 )
-"""On a GPU: sizes that keep it busy; a case's own settings come later."""
+"""Sizes that keep a GPU busy. A case's own settings override them."""
 
 
 def main() -> None:
-    """Print a line for each case."""
+    """Print a line per case."""
     large = LARGE if "--gpu" in sys.argv else ()
     wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     for name, words in CASES.items():
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _line(words: tuple[str, ...], large: tuple[str, ...]) -> str:
-    """What a run says of its plan, or why it ended."""
+    """Run a case, and return its plan report, or the last line of its error."""
     recipe, words = ("moe", words[1:]) if words[:1] == ("moe",) else ("first_run", words)
     if recipe == "moe":
         large = tuple(word for word in large if "intermediate" not in word)

@@ -1,4 +1,4 @@
-"""Peak host memory of each of four ranks while a model of 2 GB starts on a mesh: read from a folder, or drawn."""
+"""Peak host memory per rank while a 2 GB model starts on four ranks: read from a folder, or initialized."""
 
 import json
 import os
@@ -41,12 +41,12 @@ MESHES: list[Mapping[str, int]] = [{"data_shard": 4}, {"tensor": 4}, {"tensor": 
 
 
 def model() -> Qwen3Dense:
-    """The model's sizes: 2 GB of float32."""
+    """Return a model with 2 GB of float32 parameters."""
     return Qwen3Dense(kernels=cpu_kernels(), **SIZES)
 
 
 def write(folder: Path) -> int:
-    """The folder, all numbers different from zero, and the bytes of its tensors."""
+    """Write the model with nonzero values to a folder, and return the size of its tensors in bytes."""
     built = model()
     with torch.device("meta"):
         module = built.build(LayerRange(0, built.num_hidden_layers, embedding=True, head=True))
@@ -59,17 +59,17 @@ def write(folder: Path) -> int:
 
 
 def measure(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Start in this process, from the folder and at random, and print on rank 0 what ranks took at most."""
+    """Start from the folder and from random values, and print the largest peak and duration of all ranks on rank 0."""
     device = ComputeDevice(kind="cpu")
     device.open()
     processes = TorchProcesses(device=device)
     processes.open()
     mesh = RankMesh(processes=processes, **{"data_replicate": 1, **sizes})
     mesh.open()
-    import torch.distributed.fsdp  # noqa: F401 - it belongs to what is imported, not to the model
+    import torch.distributed.fsdp  # noqa: F401 - imported early, so that its memory does not count
 
-    for what, weights in (("read", folder), ("drawn", None)):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    for start, weights in (("read", folder), ("drawn", None)):
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before, began = status("VmRSS"), time.perf_counter()
         stages = MaterializedStages(
             model=model(),
@@ -82,33 +82,33 @@ def measure(folder: Path, sizes: Mapping[str, int]) -> None:
             weights=weights,
         )
         stages.open()
-        taken = {"peak": status("VmHWM") - before, "seconds": time.perf_counter() - began}
-        every = mesh.world.gather_json(taken)
+        usage = {"peak": status("VmHWM") - before, "seconds": time.perf_counter() - began}
+        rank_usages = mesh.world.gather_json(usage)
         if mesh.world.rank == 0:
-            worst = {key: max(each[key] for each in every) for key in taken}
-            print(json.dumps({"what": what, **worst}), flush=True)
+            worst = {key: max(rank_usage[key] for rank_usage in rank_usages) for key in usage}
+            print(json.dumps({"start": start, **worst}), flush=True)
         del stages
     processes.close()
 
 
 def main() -> None:
-    """Print, for each mesh, the largest peak as a part of the model's size, and the seconds."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "model"
+    """Print every mesh's largest peak as a fraction of the model's size, and its seconds."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
         size = write(folder)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        # What is freed goes back to the system: the peak is of memory in use, not of what glibc keeps for later.
+        # glibc returns freed memory at once, so that the peak counts only memory in use.
         environment["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
         for sizes in MESHES:
             words = [str(folder), json.dumps(sizes)]
             starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--no-python"]
             command = [*starter, sys.executable, __file__, *words]
-            found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-            for line in filter(None, found.splitlines()):
-                each = json.loads(line)
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            for line in filter(None, output.splitlines()):
+                figures = json.loads(line)
                 mesh = " ".join(f"{name}={ranks}" for name, ranks in sizes.items())
-                peak = f"peak {each['peak'] / size:.2f} of {size / 1e9:.2f} GB on each rank"
-                print(f"{mesh:<24}{each['what']:<7}{peak}, {each['seconds']:.1f} s", flush=True)
+                peak = f"peak {figures['peak'] / size:.2f} of {size / 1e9:.2f} GB on each rank"
+                print(f"{mesh:<24}{figures['start']:<7}{peak}, {figures['seconds']:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

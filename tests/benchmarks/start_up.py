@@ -1,4 +1,4 @@
-"""What starting costs: the graph layer's import beside bare Python, and `check` of a shipped recipe beside torch."""
+"""Cost of starting: the graph layer's import compared with bare Python, and `check` of a recipe with torch's import."""
 
 import sys
 
@@ -13,7 +13,7 @@ PROGRAMS = {
 
 
 def main() -> None:
-    """Print a row for each program."""
+    """Print a row per program."""
     print(f"{'':26} {'wall ms':>8} {'CPU ms':>8}")
     for name, arguments in PROGRAMS.items():
         wall, cpu = program_ms([sys.executable, *arguments])

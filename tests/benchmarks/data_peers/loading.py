@@ -1,9 +1,9 @@
 """
-Reads rows of tokens in a random order by one of several loaders, and prints the rows per second.
+Read rows of tokens in random order with one of several loaders, and print the rows per second.
 
-python loading.py WAY TOKENS FOLDER WORKERS: run in the environment of the loader's library; TOKENS is a file of uint16.
-Batches are int64 (BATCH, LENGTH + 1) in memory. A way first makes the files that its library reads, which is not timed;
-neither are the first batches.
+python loading.py WAY TOKENS FOLDER WORKERS: run in the environment of the loader's library; TOKENS is a uint16 file.
+Batches are int64 (BATCH, LENGTH + 1) in memory. Not timed are the conversion to the library's own file format and the
+first batches.
 """
 
 import sys
@@ -20,7 +20,7 @@ LENGTH, BATCH, ROWS, WARM = 2048, 8, 2400, 20
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Rows of a memory-mapped file."""
+    """Dataset of rows in a memory-mapped file."""
 
     def __init__(self, tokens: Path) -> None:
         self.ids = np.memmap(tokens, np.uint16, "r")
@@ -33,7 +33,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def drawloom(tokens: Path, _folder: Path, workers: int) -> Iterable[Any]:
-    """`data.loader` with rows of concatenated documents, from the store that the file is of."""
+    """Load concatenated documents with `data.loader`, from the store around the tokens file."""
     from drawloom.components.data.loader import Loader
     from drawloom.components.data.order.shuffled import Shuffled
     from drawloom.components.data.packing.concatenated import Concatenated
@@ -56,12 +56,12 @@ def drawloom(tokens: Path, _folder: Path, workers: int) -> Iterable[Any]:
 
 
 def torch_loader(tokens: Path, _folder: Path, workers: int) -> Iterable[Any]:
-    """torch's DataLoader over a memory-mapped file."""
+    """Load rows of a memory-mapped file with torch's DataLoader."""
     return torch.utils.data.DataLoader(Rows(tokens), BATCH, shuffle=True, num_workers=workers)
 
 
 def litdata(tokens: Path, folder: Path, workers: int) -> Iterable[Any]:
-    """`StreamingDataset` with the `TokensLoader`, of chunks that `optimize` has made."""
+    """Load chunks written by `optimize` with `StreamingDataset` and `TokensLoader`."""
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 
     rows = Rows(tokens)
@@ -81,7 +81,7 @@ def litdata(tokens: Path, folder: Path, workers: int) -> Iterable[Any]:
 
 
 def streaming(tokens: Path, folder: Path, workers: int) -> Iterable[Any]:
-    """mosaicml-streaming's `StreamingDataset`, of MDS shards with a row in each sample."""
+    """Load MDS shards with one row per sample with mosaicml-streaming's `StreamingDataset`."""
     from streaming import MDSWriter, StreamingDataset
 
     rows = Rows(tokens)
@@ -101,8 +101,8 @@ WAYS: dict[str, Callable[[Path, Path, int], Iterable[Any]]] = {
 }
 
 
-def measured(batches: Iterable[Any]) -> float:
-    """Rows per second after the first batches."""
+def measure_rate(batches: Iterable[Any]) -> float:
+    """Return the rows per second after the warm-up batches."""
     endless = iter(batches)
     assert len(list(islice(endless, WARM))) == WARM
     start = time.perf_counter()
@@ -112,4 +112,4 @@ def measured(batches: Iterable[Any]) -> float:
 
 
 if __name__ == "__main__":
-    print("rows", measured(WAYS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))))
+    print("rows", measure_rate(WAYS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))))

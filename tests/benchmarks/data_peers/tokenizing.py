@@ -1,8 +1,7 @@
 """
-Tokenizes a JSONL file in one of several ways, and prints the tokens that it has counted.
+Tokenize a JSONL file with one of several libraries, and print the number of tokens.
 
-python tokenizing.py WAY CORPUS TOKENIZER FOLDER: run in the environment of the library that the way is of; nothing of
-drawloom is imported.
+python tokenizing.py WAY CORPUS TOKENIZER FOLDER: run in the environment of the library; drawloom is not imported.
 """
 
 import json
@@ -18,13 +17,13 @@ BATCH = 10**6  # characters that are encoded together
 
 
 def texts(corpus: Path) -> Iterator[str]:
-    """The text of each line."""
+    """Yield the texts of the lines."""
     with corpus.open(encoding="utf-8") as file:
         yield from (json.loads(line)["text"] for line in file)
 
 
 def tokenizers_alone(corpus: Path, tokenizer: Path, _folder: Path) -> int:
-    """The encoding of batches, of which nothing is kept."""
+    """Encode batches without keeping the ids."""
     encoder, tokens, batch, size = Tokenizer.from_file(str(tokenizer)), 0, [], 0
     for text in texts(corpus):
         batch.append(text)
@@ -36,7 +35,7 @@ def tokenizers_alone(corpus: Path, tokenizer: Path, _folder: Path) -> int:
 
 
 def datasets_map(corpus: Path, tokenizer: Path, folder: Path) -> int:
-    """`datasets.map` with its batches of 1000 documents, written to its cache."""
+    """Encode with `datasets.map` in its batches of 1000 documents, written to its cache."""
     from datasets import load_dataset
 
     encoder = Tokenizer.from_file(str(tokenizer))
@@ -52,7 +51,7 @@ def datasets_map(corpus: Path, tokenizer: Path, folder: Path) -> int:
 
 
 def datatrove(corpus: Path, tokenizer: Path, folder: Path) -> int:
-    """`DocumentTokenizer` in one task."""
+    """Encode with `DocumentTokenizer` in one task."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -67,7 +66,7 @@ def datatrove(corpus: Path, tokenizer: Path, folder: Path) -> int:
 
 
 def megatron(corpus: Path, tokenizer: Path, folder: Path) -> int:
-    """One document after another into an `IndexedDatasetBuilder`, as its script for data has it."""
+    """Add one document at a time to an `IndexedDatasetBuilder`, as Megatron's data script does."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -1,9 +1,9 @@
 """
-Kernels beside those of others, in one run: `make bench-gpu`.
+Kernels compared with other libraries, in one run: `make bench-gpu`.
 
-Each line is one implementation of one operation: median time forwards and backwards, the share of what the device can
-do at most (measured here: bytes of a copy, operations of a matrix product), time of the host, memory beyond the inputs,
-and the relative error against float32. `--tiny` does it all at sizes for Triton's interpreter, where there is no GPU.
+A line reports one implementation of an operation: median forward and backward times, the share of the device's peak
+(measured here by a copy and a matrix product), host time, memory beyond the inputs, and the relative error against
+float32. Without a GPU, `--tiny` runs everything at sizes for Triton's interpreter.
 """
 
 import os
@@ -35,8 +35,8 @@ def main() -> None:
         repair()
     wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'a CPU'}")
-    for module, how in peers.absent().items():
-        print(f"{module} is absent, and left out: {how}")
+    for module, hint in peers.missing_packages().items():
+        print(f"{module} is not installed and is skipped: {hint}")
     bytes_, operations = clock.copy_rate(2**10 if TINY else 2**28), clock.matmul_rate(64 if TINY else 8192)
     print(f"copy {bytes_ / 1e12:.3f} TB/s, bfloat16 product {operations / 1e12:.1f} TFLOP/s\n")
     for row in rows(TINY):
@@ -46,7 +46,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """Milliseconds and shares of the floor, forwards and backwards; what does not learn has no way back."""
+    """Milliseconds and shares of the peak, forward and backward. Operations without gradients have no backward time."""
 
     forward: float
     share: float
@@ -64,17 +64,17 @@ class Line:
 
 
 def show(row: Row, rate: float) -> None:
-    """A heading, a line for each implementation, and what ours takes of the best other's time."""
+    """Print a heading, a line per implementation, and our time relative to the best other."""
     print(f"{f'{row.operation}, {row.size}':<60}" + "".join(f"{head:>13}" for head in HEADS))
     exact = _exact(row)
     lines: dict[str, Line] = {}
     for name, function in row.functions().items():
-        said = ""
+        failure_text = ""
         try:
             lines[name] = _line(row, function, exact, rate)
-        except Exception as failure:  # a peer that does not run here is said so, and the others go on
-            said = f"  {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:100]
-        print(f"  {name:<58}{said or lines[name]}", flush=True)
+        except Exception as failure:  # a failing peer is reported, and the next one runs
+            failure_text = f"  {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:100]
+        print(f"  {name:<58}{failure_text or lines[name]}", flush=True)
     print(_verdict(row, lines), flush=True)
 
 
@@ -97,14 +97,14 @@ def _line(row: Row, function: Callable[..., Any], exact: list[Tensor] | None, ra
     if not learned:
         spent = clock.cost(lambda: function(*others))
         return Line(spent.milliseconds, row.floor[0] / rate * 1e3 / spent.milliseconds, None, 0.0, spent, None)
-    found = function(*learned, *others)
-    wrong = None if exact is None else clock.error(_all(found, learned), exact)
+    outputs = function(*learned, *others)
+    relative_error = None if exact is None else clock.error(_results_and_gradients(outputs, learned), exact)
     # Multiplying ones takes less power, and a GPU that has more left runs faster.
-    grads = [numbers(*result.shape).detach().to(result.dtype) for result in _several(found)]
-    del found  # its graph remembers this stream, which a capture may not look at
+    grads = [numbers(*result.shape).detach().to(result.dtype) for result in _as_list(outputs)]
+    del outputs  # its graph refers to this stream, which a capture must not use
 
     def both() -> object:
-        results = _several(function(*learned, *others))
+        results = _as_list(function(*learned, *others))
         return torch.autograd.grad(results, learned, grads)
 
     with torch.no_grad():
@@ -112,26 +112,26 @@ def _line(row: Row, function: Callable[..., Any], exact: list[Tensor] | None, ra
     whole = clock.cost(both)
     backward = max(whole.milliseconds - forward, 1e-9)
     shares = (floor / rate * 1e3 / spent for floor, spent in zip(row.floor, (forward, backward), strict=True))
-    return Line(forward, next(shares), backward, next(shares), whole, wrong)
+    return Line(forward, next(shares), backward, next(shares), whole, relative_error)
 
 
 def _exact(row: Row) -> list[Tensor] | None:
-    """Results and gradients with inputs of float32, or nothing where that says nothing."""
+    """Return results and gradients for float32 inputs, or None without a reference."""
     if row.reference is None:
         return None
     RANDOM.manual_seed(0)
     learned, others = row.make()
     wide = tuple(x.detach().float().requires_grad_() for x in learned)
-    return _all(row.reference(*wide, *others), wide)
+    return _results_and_gradients(row.reference(*wide, *others), wide)
 
 
-def _all(found: object, learned: tuple[Tensor, ...]) -> list[Tensor]:
-    results = _several(found)
+def _results_and_gradients(outputs: object, learned: tuple[Tensor, ...]) -> list[Tensor]:
+    results = _as_list(outputs)
     return [*results, *torch.autograd.grad(results, learned, [torch.ones_like(result) for result in results])]
 
 
-def _several(found: object) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)  # type: ignore[call-overload]
+def _as_list(outputs: object) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)  # type: ignore[call-overload]
 
 
 main()

@@ -1,10 +1,10 @@
 """
-What a step of one GPU is made of, or of two with shards: `make bench-breakdown-gpu`, or with RANKS=2.
+GPU time of a training step by kind of operation: `make bench-breakdown-gpu`; RANKS=2 shards over two GPUs (FSDP).
 
-Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, as `meshes.py` trains them. A line says
-tokens per second and GPU and the milliseconds of a step, both not traced; then of traced steps, which follow each other
-as in a run, how long the GPU computed in each, how long it did nothing, and the sums of its operations by kind. Those
-of NCCL run beside the others. The longest ones and the longest gaps follow.
+The models are Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, trained as in `meshes.py`.
+The first line has tokens per second and GPU and the step's milliseconds without tracing. Then follow, for consecutive
+traced steps, the GPU's computing and idle time and the sums of operations by kind (NCCL runs concurrently), the longest
+operations and the longest gaps.
 """
 
 import gc
@@ -35,7 +35,7 @@ CASES = [
 ]
 LONGEST = int(os.environ.get("LONGEST", "8"))
 TRACED = 3
-"""Steps; what is said of them is the mean."""
+"""Number of traced steps; figures are their means."""
 
 KINDS = {
     "NCCL": ("nccl",),
@@ -45,11 +45,11 @@ KINDS = {
     "optimizer, norm": ("multi_tensor_apply",),
     "copies": ("memcpy", "memset"),
 }
-"""Parts of names of GPU operations, by kind; the first that fits counts."""
+"""Kind -> substrings of GPU operation names; the first match counts."""
 
 
 def main() -> None:
-    """Start processes, of which the first prints lines."""
+    """Start the processes; rank 0 prints."""
     if "RANK" in os.environ:
         return _worker()
     starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "1")]
@@ -70,20 +70,20 @@ def _worker() -> None:
                 if ranks > 1 and case.capture:
                     continue
                 if not words or any(word in case.name for word in words):
-                    _lines(case, processes, device)
+                    _print_lines(case, processes, device)
     finally:
         processes.close()
 
 
-def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None:
+def _print_lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None:
     mesh = RankMesh(processes=processes, **{"data_replicate": 1, **case.sizes})
     mesh.open()
     step = our_step(case, mesh, device)
     seconds = clock.step_cost(step, device.device).seconds
-    found = list(traced_operations(step)) if device.device.type == "cuda" else []
+    operations = list(traced_operations(step)) if device.device.type == "cuda" else []
     if processes.rank == 0:
         print(f"{case.name:<60}{case.tokens / seconds:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms", flush=True)
-        for line in describe_operations(found) if found else ():
+        for line in describe_operations(operations) if operations else ():
             print(f"    {line}", flush=True)
     del step
     gc.collect()
@@ -92,7 +92,7 @@ def _lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -> None
 
 
 def traced_operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]]:
-    """Names of all operations of the GPU in the traced steps, and when they ran, in ms."""
+    """Yield the name and interval in ms of every GPU operation in the traced steps."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
         for _ in range(TRACED):
             step()
@@ -111,8 +111,8 @@ def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]
         names[name[:70]] += (end - start) / TRACED  # type: ignore[assignment]
     busy = list(union([span for name, span in operations if _kind(name) != "NCCL"]))
     computing, whole = sum(end - start for start, end in busy) / TRACED, (busy[-1][1] - busy[0][0]) / TRACED
-    yield f"computing {computing:.1f}, idle {whole - computing:.1f}; " + _written(kinds.most_common())
-    yield "longest: " + _written(names.most_common(LONGEST))
+    yield f"computing {computing:.1f}, idle {whole - computing:.1f}; " + _format(kinds.most_common())
+    yield "longest: " + _format(names.most_common(LONGEST))
     gaps = [(after[0] - before[1], before[1] - busy[0][0]) for before, after in pairwise(busy)]
     yield "gaps: " + ", ".join(f"{gap:.2f} at {at:.0f}" for gap, at in sorted(gaps, reverse=True)[:4])
 
@@ -121,7 +121,7 @@ def _kind(name: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts)), "other")
 
 
-def _written(counts: list[tuple[str, Any]]) -> str:
+def _format(counts: list[tuple[str, Any]]) -> str:
     return ", ".join(f"{name} {ms:.1f}" for name, ms in counts)
 
 

@@ -1,4 +1,4 @@
-"""What a call or a training step costs: device time, host time, memory; how far results are from exact ones."""
+"""Device time, host time and memory of a call or a training step, and errors against exact results."""
 
 import statistics
 import time
@@ -13,12 +13,12 @@ from torch import Tensor
 REPLAYS = 10
 WARM_UPS = 3
 CALLS = 20
-"""Calls between two looks at the host's clock."""
+"""Calls between two readings of the host's clock."""
 STEPS = 8
-"""Training steps whose median counts, after as many warm-ups as calls have."""
+"""Measured training steps, after WARM_UPS steps."""
 
 SHORT = 2.0
-"""Milliseconds: of calls that take no longer, several stand in a graph, or its launch would count as well."""
+"""Milliseconds. Shorter calls are repeated within a CUDA graph, so that the graph's launch hardly counts."""
 
 Call = Callable[[], Any]
 
@@ -26,9 +26,9 @@ Call = Callable[[], Any]
 @dataclass(frozen=True)
 class Cost:
     """
-    Milliseconds on the device, microseconds of the host, and MiB at most beyond what was there before.
+    Milliseconds on the device, microseconds on the host, and peak MiB beyond the memory in use before.
 
-    `captured` says whether the time is that of a CUDA graph that was run again, in which the host has no part.
+    `captured` is true if a replayed CUDA graph was timed, without the host.
     """
 
     milliseconds: float
@@ -38,25 +38,25 @@ class Cost:
 
 
 def cost(call: Call) -> Cost:
-    """The median over many calls."""
+    """Measure a call, and return medians over many calls."""
     if not torch.cuda.is_available():
         return _cost_on_cpu(call)
     for _ in range(WARM_UPS):
         call()
     torch.cuda.synchronize()
-    memory, rough = _memory(call), _median(call)
-    short = rough < SHORT
-    host, together = host_seconds(call, _device(), REPLAYS if short else 1, CALLS) * 1e6, CALLS if short else 1
+    memory, rough_milliseconds = _memory(call), _median(call)
+    short = rough_milliseconds < SHORT
+    host, calls_per_replay = host_seconds(call, _device(), REPLAYS if short else 1, CALLS) * 1e6, CALLS if short else 1
     try:
-        replay = _captured(call, together)
+        replay = _capture(call, calls_per_replay)
     except RuntimeError:
-        return Cost(rough, host, memory, False)
-    return Cost(_median(replay) / together, host, memory, True)
+        return Cost(rough_milliseconds, host, memory, False)
+    return Cost(_median(replay) / calls_per_replay, host, memory, True)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of a training step: seconds, and GiB at most, of tensors and of all that was taken from the device for them."""
+    """Seconds of a training step, and its peak GiB of allocated and of reserved memory."""
 
     seconds: float
     allocated: float
@@ -65,11 +65,11 @@ class StepCost:
 
 def step_cost(step: Call, device: torch.device) -> StepCost:
     """
-    The median of several steps, which follow each other as in a run.
+    Measure consecutive training steps, and return the median.
 
-    The host issues one while the GPU computes the one before, and then waits for the latter's end, as a run does for
-    its numbers. Seconds are from end to end on the GPU. On a CPU one step is measured after another one, and the memory
-    is unknown. Every rank measures its own: of several that don't wait for each other the slowest counts.
+    The host issues a step while the GPU computes the step before, and then waits for the earlier step's end, as a run
+    does for its metrics. Seconds are between the ends of steps on the GPU. On a CPU the steps run one by one, and the
+    memory is unknown. Every rank measures itself; if ranks do not wait for each other, the slowest one counts.
     """
     gpu = device.type == "cuda"
     warm_ups, steps = (WARM_UPS, STEPS) if gpu else (1, 1)
@@ -83,19 +83,19 @@ def step_cost(step: Call, device: torch.device) -> StepCost:
             ends[-2].synchronize()
     if gpu:
         ends[-1].synchronize()
-    times = [one.elapsed_time(other) / 1e3 if gpu else other - one for one, other in pairwise(ends)]
+    times = [start.elapsed_time(end) / 1e3 if gpu else end - start for start, end in pairwise(ends)]
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if gpu else [float("nan")] * 2
     return StepCost(statistics.median(times[warm_ups:]), *(peak / 2**30 for peak in peaks))
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a GPU has nothing to do."""
+    """Wait until a GPU is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def host_seconds(call: Call, device: torch.device, batches: int = 3, calls: int = 1) -> float:
-    """Of the host for each of some calls, at best of batches: the device is idle when they begin."""
+    """Return the host's seconds per call in the fastest batch. The device is idle when a batch begins."""
     times: list[float] = []
     for _ in range(batches):
         wait(device)
@@ -107,17 +107,17 @@ def host_seconds(call: Call, device: torch.device, batches: int = 3, calls: int 
     return min(times)
 
 
-def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The greatest relative error of a whole tensor, in the norm."""
-    errors: list[float] = [
-        ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)).item()
-        for ours, theirs in zip(found, exact, strict=True)
+def error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the largest relative error of a tensor, in the Euclidean norm."""
+    relative_errors: list[float] = [
+        ((result.double() - exact_result.double()).norm() / exact_result.double().norm().clamp_min(1e-30)).item()
+        for result, exact_result in zip(results, exact, strict=True)
     ]
-    return max(errors)
+    return max(relative_errors)
 
 
 def copy_rate(elements: int) -> float:
-    """Bytes a second that a kernel of torch reads and writes: faster than its copy, which is the driver's."""
+    """Return the bytes per second that a torch kernel reads and writes. It is faster than the driver's copy."""
     source = torch.empty(elements, dtype=torch.bfloat16, device=_device())
     target = torch.empty_like(source)
     return 4 * elements / (cost(lambda: torch.neg(source, out=target)).milliseconds * 1e-3)
@@ -134,7 +134,7 @@ def _device() -> torch.device:
 
 
 def _now(gpu: bool) -> Any:
-    """The time at which the device gets here: an event of a GPU's, or seconds."""
+    """Record an event on the GPU, or return the host's seconds."""
     if not gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ def _memory(call: Call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _captured(call: Call, times: int) -> Call:
+def _capture(call: Call, times: int) -> Call:
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call()

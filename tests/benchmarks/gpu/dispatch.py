@@ -1,11 +1,11 @@
 """
-Tokens on their way to experts of other GPUs and back: `make bench-dispatch-gpu RANKS=2`.
+Token dispatch to experts on other GPUs and back (expert parallelism): `make bench-dispatch-gpu RANKS=2`.
 
-4096 tokens a GPU, 4096 wide, in bfloat16, and 16 experts, of which each token chooses 1, 2 or 8 at random. `dispatch`
-ends with rows sorted by expert, `combine` begins with such rows and ends with sums by token; both without gradients.
-torch's own is `all_to_all_vdev_2d` over NVSHMEM, which moves rows that are copied and sorted already: the copies and
-sums around it are ours, and are in its time. What never waits for the host is also replayed as a CUDA graph.
-Microseconds of one call, the mean of many in a row, on the slowest GPU. `--trace` prints what they are made of.
+Every GPU has 4096 tokens (width 4096, bfloat16). A token chooses 1, 2 or 8 of 16 experts at random. `dispatch` ends
+with rows sorted by expert; `combine` starts from such rows and ends with sums by token; both run without gradients.
+torch's `all_to_all_vdev_2d` over NVSHMEM moves copied and sorted rows only, so its time includes our copies and sums.
+Calls that never wait for the host are also replayed as CUDA graphs. Times are mean microseconds per call on the slowest
+GPU. `--trace` prints the operations.
 """
 
 import os
@@ -31,19 +31,19 @@ from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 TOKENS, WIDTH, EXPERTS = (8, 8, 4) if TINY else (4096, 4096, 16)
 TORCH, TRACE = "--torch", "--trace"
 GRAPHS = "capacity"
-"""What never waits for the host can be captured."""
+"""Dispatchers with this word in their name never wait for the host, and can be captured."""
 CALLS, WARM_UPS = (2, 1) if TINY else (50, 10)
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def main() -> None:
-    """Measure in processes of their own."""
+    """Measure our dispatchers and torch's in separate processes."""
     if "RANK" in os.environ:
         return _worker()
     starter = ["-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "2")]
-    for mine in ([], [TORCH]):  # torch's own takes another kind of symmetric memory, which is chosen once
-        subprocess.run([sys.executable, *starter, str(Path(__file__)), *sys.argv[1:], *mine], check=True)
+    for flags in ([], [TORCH]):  # torch's needs another kind of symmetric memory, which a process can choose once
+        subprocess.run([sys.executable, *starter, str(Path(__file__)), *sys.argv[1:], *flags], check=True)
 
 
 def _worker() -> None:
@@ -68,29 +68,31 @@ def _worker() -> None:
             probabilities, chosen = scores.topk(choices)
             hidden = torch.randn(TOKENS, WIDTH, device=device.device, dtype=torch.float32 if TINY else torch.bfloat16)
             if TORCH in sys.argv:
-                _line("torch, all_to_all_vdev_2d", choices, _of_torch(kernels, hidden, chosen, mesh), device, mesh)
+                _print_line(
+                    "torch, all_to_all_vdev_2d", choices, _prepare_torch(kernels, hidden, chosen, mesh), device, mesh
+                )
                 continue
             for name, dispatcher in dispatchers.items():
-                _line(name, choices, _ours(dispatcher, hidden, chosen, probabilities), device, mesh)
+                _print_line(name, choices, _prepare_ours(dispatcher, hidden, chosen, probabilities), device, mesh)
     finally:
         processes.close()
 
 
-def _ours(dispatcher: Any, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Callable[[], Pair]:
-    def prepared() -> Pair:
-        here = dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS)
+def _prepare_ours(dispatcher: Any, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Callable[[], Pair]:
+    def prepare() -> Pair:
+        dispatched = dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS)
         return (
             lambda: dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS),
-            lambda: here.combine(here.rows),
+            lambda: dispatched.combine(dispatched.rows),
         )
 
-    return prepared
+    return prepare
 
 
-def _of_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMesh) -> Callable[[], Pair]:
-    """Rows copied by expert, sent with the numbers of rows by expert, and sums of what comes back."""
+def _prepare_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMesh) -> Callable[[], Pair]:
+    """Return torch's calls: copy rows by expert, exchange them with the row counts, and sum the returned rows."""
 
-    def prepared() -> Pair:
+    def prepare() -> Pair:
         import torch.distributed._symmetric_memory as symmetric
 
         if not symmetric.is_nvshmem_available():
@@ -102,10 +104,10 @@ def _of_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMe
         sent, back = (symmetric.empty(rows, WIDTH, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
         received = symmetric.empty(2 * ranks * rows, WIDTH, dtype=hidden.dtype, device=hidden.device)
         splits = symmetric.empty(EXPERTS, dtype=torch.int64, device=hidden.device)
-        found = symmetric.empty(2, EXPERTS, dtype=torch.int64, device=hidden.device)
-        returned = symmetric.empty(2, EXPERTS, dtype=torch.int64, device=hidden.device)
-        for each in (sent, back, received, splits, found, returned):
-            symmetric.rendezvous(each, name)
+        received_splits = symmetric.empty(2, EXPERTS, dtype=torch.int64, device=hidden.device)
+        returned_splits = symmetric.empty(2, EXPERTS, dtype=torch.int64, device=hidden.device)
+        for buffer in (sent, back, received, splits, received_splits, returned_splits):
+            symmetric.rendezvous(buffer, name)
         unused = torch.zeros(chosen.shape, device=hidden.device)
         routes = kernels.moe_routes(chosen, EXPERTS)
 
@@ -113,31 +115,31 @@ def _of_torch(kernels: AutoKernels, hidden: Tensor, chosen: Tensor, mesh: RankMe
             here = kernels.moe_routes(chosen, EXPERTS)
             sent.copy_(kernels.moe_permute(hidden, unused, here)[0])
             splits.copy_(here[2].diff(prepend=here[2].new_zeros(1)))
-            torch.ops.symm_mem.all_to_all_vdev_2d(sent, received, splits, found, name)
+            torch.ops.symm_mem.all_to_all_vdev_2d(sent, received, splits, received_splits, name)
 
         def combine() -> Tensor:
-            torch.ops.symm_mem.all_to_all_vdev_2d_offset(received, back, found, returned, name)
+            torch.ops.symm_mem.all_to_all_vdev_2d_offset(received, back, received_splits, returned_splits, name)
             return kernels.moe_unpermute(back, routes)
 
         dispatch()
         return dispatch, combine
 
-    return prepared
+    return prepare
 
 
 @torch.no_grad()
-def _line(name: str, choices: int, prepared: Callable[[], Pair], device: ComputeDevice, mesh: RankMesh) -> None:
+def _print_line(name: str, choices: int, prepare: Callable[[], Pair], device: ComputeDevice, mesh: RankMesh) -> None:
     try:
-        pair = prepared()
+        pair = prepare()
         text = "".join(f"{_microseconds(call, device, mesh):>12,.0f}" for call in pair)
         if GRAPHS in name and device.device.type == "cuda":
             text += ", as CUDA graphs"
-            text += "".join(f"{_microseconds(_captured(call), device, mesh):>12,.0f}" for call in pair)
-    except (RuntimeError, AttributeError, ImportError) as failure:  # the others are measured nevertheless
+            text += "".join(f"{_microseconds(_capture(call), device, mesh):>12,.0f}" for call in pair)
+    except (RuntimeError, AttributeError, ImportError) as failure:  # the next dispatcher runs
         text = f"  {type(failure).__name__}: {failure}".splitlines()[0][:120]
     if TRACE in sys.argv and TORCH not in sys.argv:
         with torch.profiler.profile() as profile:
-            pair = prepared()
+            pair = prepare()
             for call in pair * 5:
                 call()
         if mesh.world.rank == 0:
@@ -145,14 +147,14 @@ def _line(name: str, choices: int, prepared: Callable[[], Pair], device: Compute
                 profile.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60)
             )
     if mesh.world.rank == 0:
-        print(f"{name:<32}{choices} a token, us: dispatch, combine{text}", flush=True)
+        print(f"{name:<32}{choices} experts per token, us: dispatch, combine{text}", flush=True)
 
 
-def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+def _capture(call: Callable[[], Any]) -> Callable[[], None]:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         call()
-        call()  # each stream has memory of its own, of which exchanges use two halves in turn
+        call()  # a stream has its own buffer, and exchanges alternate between its two halves
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
     return graph.replay

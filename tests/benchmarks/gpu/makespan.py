@@ -1,14 +1,14 @@
 """
-The time of a pipeline of two GPUs beside its simulation, for every schedule: `make bench-makespan-gpu`.
+Measured and simulated step time of a two-GPU pipeline, for every schedule: `make bench-makespan-gpu`.
 
 The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 4 rows (ROWS) of 4096 tokens, forward and backward
-passes alone. For each schedule a line says, in milliseconds,
+passes alone. A schedule's line reports, in milliseconds,
 
-- `run`: the median of several steps that are not traced, from a common start until both GPUs are done;
-- `traced`: from the first action's start to the last one's end, on the GPUs, in a step that is traced;
-- `simulated`: the schedule with the median seconds of each stage's passes in that trace.
+- `run`: the median untraced step, from a common start until both GPUs are done;
+- `traced`: a traced step on the GPUs, from the first action's start to the last action's end;
+- `simulated`: the simulated step, with every stage's median pass times from the trace.
 
-The two errors are those of the simulation.
+The last two columns are the simulation's errors.
 """
 
 import os
@@ -38,7 +38,7 @@ SCHEDULES = [name for name in TRAINING if name != "circular"]
 
 
 def main() -> None:
-    """Start two processes, which print a line for each schedule."""
+    """Start two processes, which print a line per schedule."""
     if "RANK" in os.environ:
         return _worker()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,19 +59,19 @@ def _worker() -> None:
             print(f"{'schedule':20}{'run':>9}{'traced':>9}{'simulated':>11}{'of run':>9}{'of trace':>10}", flush=True)
         for name in [word for word in sys.argv[1:] if word in SCHEDULES] or SCHEDULES:
             run = training_run(mesh, device, name, HEAD, ROWS)
-            seconds = _seconds(run, mesh, device)
-            step = _traced(run, mesh, device, Path(os.environ["BENCH_FOLDER"]) / name)
+            seconds = _step_seconds(run, mesh, device)
+            step = _trace_step(run, mesh, device, Path(os.environ["BENCH_FOLDER"]) / name)
             if step is not None:
-                traced, found = step.simulation.makespan, simulated(step.program, step.table()).makespan
-                times = f"{seconds * 1e3:9.1f}{traced * 1e3:9.1f}{found * 1e3:11.1f}"
-                print(f"{name:20}{times}{found / seconds - 1:9.1%}{found / traced - 1:10.1%}", flush=True)
+                traced, predicted = step.simulation.makespan, simulated(step.program, step.table()).makespan
+                times = f"{seconds * 1e3:9.1f}{traced * 1e3:9.1f}{predicted * 1e3:11.1f}"
+                print(f"{name:20}{times}{predicted / seconds - 1:9.1%}{predicted / traced - 1:10.1%}", flush=True)
             del run
     finally:
         processes.close()
 
 
-def _seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
-    """The median of the seconds of several steps."""
+def _step_seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
+    """Return the median seconds of several steps."""
     times: list[float] = []
     for _ in range(2 + STEPS):
         wait(device.device)
@@ -83,8 +83,8 @@ def _seconds(run: Run, mesh: RankMesh, device: ComputeDevice) -> float:
     return statistics.median(times[2:])
 
 
-def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> TracedStep | None:
-    """A traced step of both ranks, on the first of them; the one before, in which the profiler starts, is left out."""
+def _trace_step(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> TracedStep | None:
+    """Return both ranks' traced step on rank 0, else None. The profiler starts during the step before."""
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     path = str(folder / "traces" / f"steps-1-1-rank-{mesh.world.rank}.json.gz")
     kinds = [ProfilerActivity.CPU, *([] if device.device.type == "cpu" else [ProfilerActivity.CUDA])]
@@ -99,7 +99,7 @@ def _traced(run: Run, mesh: RankMesh, device: ComputeDevice, folder: Path) -> Tr
             wait(device.device)
             running.step()
     mesh.world.gather_json(None)
-    # Reading takes longer than the steps.
+    # Reading takes longer than the steps, so that only rank 0 reads.
     return read_traced_step(folder, with_whole_backwards(run.program)) if mesh.world.rank == 0 else None
 
 

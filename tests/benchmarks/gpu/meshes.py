@@ -1,14 +1,14 @@
 """
-Meshes of several GPUs beside one GPU and beside plain FSDP2, in one run: `make bench-mesh-gpu RANKS=2`.
+Meshes of several GPUs compared with one GPU and with plain FSDP2, in one run: `make bench-mesh-gpu RANKS=2`.
 
-Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, in bfloat16, with rows of 4096 tokens; a
-step is forward, backward, the norm of all gradients, clipping and AdamW. Data-parallel ranks each have as many rows as
-the one GPU; those along `tensor` share their rows. Ideal are its tokens a second on each GPU. The peer is Hugging Face
-transformers with Liger's kernels, if they are installed, under torch's `fully_shard`, each layer a unit, as here. A
-token's experts are drawn at random: all ranks get even shares, as in a model whose router is balanced. A
-line says tokens per second and GPU, their ratio to one GPU's, and GiB per GPU at most. `make bench-finetune-gpu`
-measures fine-tuning on one GPU, `make bench-capture-gpu` what CUDA graphs bring there, and `make bench-train-gpu
-RANKS=8` the meshes of a whole host, with Qwen3-8B's shape at a million tokens and Qwen3-30B-A3B.
+The models are Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, in bfloat16, with rows of
+4096 tokens. A step is forward, backward, gradient norm, clipping and AdamW. Data-parallel ranks have as many rows as
+the single GPU; tensor-parallel ranks share their rows. Ideal scaling keeps the single GPU's tokens per second on every
+GPU. The peer is Hugging Face transformers, with Liger's kernels if installed, under torch's `fully_shard` with one unit
+per layer, as here. Experts are drawn at random, so that all ranks get even shares, as with a balanced router. A line
+reports tokens per second and GPU, their ratio to one GPU, and peak GiB per GPU. `make bench-finetune-gpu` measures
+fine-tuning on one GPU, `make bench-capture-gpu` CUDA graphs on one GPU, and `make bench-train-gpu RANKS=8` the meshes
+of a whole host, with Qwen3-8B's shape at a million tokens and Qwen3-30B-A3B.
 """
 
 import gc
@@ -90,7 +90,7 @@ QWEN_EXPERTS: dict[str, Any] = SPARSE | {
 
 @attrs.frozen
 class Case:
-    """A model, rows of a microbatch, microbatches of a step on each rank, a mesh, and whether it is the peer's."""
+    """Model, rows per microbatch, microbatches per rank and step, mesh, and whether the peer runs."""
 
     model: str
     rows: int
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What a line calls it."""
+        """Return the name in a printed line."""
         who = ", LoRA" if self.lora else ", CUDA graphs" if self.capture else ""
         peer = ", FSDP2 + transformers" if self.sizes else ", peft + transformers" if self.lora else ", transformers"
         who += peer if self.peer else "" if self.reshard else ", gathered once a step"
@@ -125,7 +125,7 @@ class Case:
 
     @property
     def tokens(self) -> float:
-        """Of a step, by GPU."""
+        """Return the tokens per step and GPU."""
         apart = math.prod(size for name, size in self.sizes.items() if name in ("pipeline", "context", "tensor"))
         return self.rows * self.microbatches * self.length / apart
 
@@ -152,20 +152,20 @@ OF_EXPERTS = ((EXPERTS, 4, 1), (EXPERTS, 4, 4))
 
 
 def cases(ranks: int) -> list[Case]:
-    """What is measured with this number of processes."""
+    """Return the cases for a number of processes."""
     if ranks == 1:
         return [*(Case(*shape) for shape in (*SHAPES, *OF_EXPERTS)), _long_row(int(os.environ.get("RANKS", "2")), {})]
-    # Each replica of the large model would need more memory than the one GPU, for buckets of gradients.
-    found = [Case(*shape, {"data_replicate": ranks}) for shape in SHAPES[:2]]
+    # A replica of the large model would need more memory than one GPU has, for gradient buckets.
+    selected = [Case(*shape, {"data_replicate": ranks}) for shape in SHAPES[:2]]
     for shape in SHAPES:
-        found += [Case(*shape, {"data_shard": ranks}, reshard=reshard) for reshard in (True, False)]
-        found += [Case(*shape, {"data_shard": ranks}, peer=True)] if shape[2] == 1 else []
+        selected += [Case(*shape, {"data_shard": ranks}, reshard=reshard) for reshard in (True, False)]
+        selected += [Case(*shape, {"data_shard": ranks}, peer=True)] if shape[2] == 1 else []
     for shape in OF_EXPERTS:
         shards = {"data_shard": ranks}
-        found += [Case(*shape, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
-        found += [Case(*shape, {**shards, "expert": ranks}, reshard=False, dispatcher=each) for each in SYMMETRIC]
-        found.append(Case(*shape, shards, reshard=False))
-    found += [
+        selected += [Case(*shape, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
+        selected += [Case(*shape, {**shards, "expert": ranks}, reshard=False, dispatcher=name) for name in SYMMETRIC]
+        selected.append(Case(*shape, shards, reshard=False))
+    selected += [
         Case(
             *OF_EXPERTS[1],
             {"data_shard": ranks, "expert": ranks},
@@ -177,18 +177,18 @@ def cases(ranks: int) -> list[Case]:
         for dispatcher in ("all_to_all", "symmetric, capacity 1.25")
         for streams in (False, True)
     ]
-    found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
-    found.append(_long_row(ranks, {"context": ranks}))
-    pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=each) for each in SCHEDULES]
+    selected.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
+    selected.append(_long_row(ranks, {"context": ranks}))
+    pipelined = [Case(LARGE, 1, 8 * ranks // 2, {"pipeline": ranks}, schedule=name) for name in SCHEDULES]
     if ranks == 2:
-        return [*found, *pipelined]
+        return [*selected, *pipelined]
     half = {"data_shard": ranks // 2}
-    found += [Case(LARGE, 4, 1, {"tensor": 2, **half}), Case(*SHAPES[0], {"data_replicate": 2, **half})]
-    return [*found, *pipelined, Case(LARGE, 1, 8, {"pipeline": ranks // 2, "data_shard": 2}, reshard=False)]
+    selected += [Case(LARGE, 4, 1, {"tensor": 2, **half}), Case(*SHAPES[0], {"data_replicate": 2, **half})]
+    return [*selected, *pipelined, Case(LARGE, 1, 8, {"pipeline": ranks // 2, "data_shard": 2}, reshard=False)]
 
 
 def _long_row(ranks: int, sizes: Mapping[str, int]) -> Case:
-    """One row that this number of ranks can share."""
+    """Return the case of a single long row that `ranks` ranks can share."""
     return Case(SMALL_MODEL, 1, 1, sizes, length=ranks * 4 * LENGTH)
 
 
@@ -205,14 +205,14 @@ FINETUNING = [
     )
     for peer in (False, True)
 ]
-"""On one GPU, with `--finetuning`: LoRA of all linear layers of a block, and all weights of the small model."""
+"""Cases of `--finetuning` on one GPU: LoRA on all linear layers of a block, and all weights of the small model."""
 
 CAPTURE = [
     Case(*shape, capture=capture)
     for shape in ((SMALL_MODEL, 4, 4), (SMALL_MODEL, 1, 16), (EXPERTS, 4, 1), (EXPERTS, 1, 4), (LARGE, 2, 1))
     for capture in (False, True)
 ]
-"""On one GPU, with `--capture`: passes as CUDA graphs, and kernel by kernel."""
+"""Cases of `--capture` on one GPU: with and without CUDA graphs."""
 ALONE = {"--finetuning": FINETUNING, "--capture": CAPTURE}
 
 
@@ -220,27 +220,27 @@ MILLION = 32 if TINY else 2**20
 
 
 def wide(ranks: int) -> list[Case]:
-    """What is measured on a whole host, with `--wide`; on one GPU the same shapes, of which one has fewer layers."""
+    """Return the cases of `--wide` on a whole host, or the same shapes on one GPU, one with fewer layers."""
     long: Any = {"length": 2 * LENGTH}
     if ranks == 1:
         shapes = [Case(LARGE, 1, 1, **long), Case(LARGE, 2, 1), Case(EXPERTS, 4, 1), Case(EXPERTS, 4, 4)]
         return [*shapes, Case(QWEN_30B, 2, 1, layers=12)]
     shards = {"data_shard": ranks}
-    found = [Case(LARGE, 1, 1, shards, reshard=reshard, **long) for reshard in (True, False)]
+    selected = [Case(LARGE, 1, 1, shards, reshard=reshard, **long) for reshard in (True, False)]
     mesh = {"pipeline": ranks // 2, "data_shard": 2}
-    found += [Case(LARGE, 1, 2 * ranks, mesh, schedule=each, **long) for each in WIDE_SCHEDULES]
-    found += [Case(QWEN_30B, 2, 1, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
-    found += [Case(*shape, {**shards, "expert": ranks}, reshard=False) for shape in OF_EXPERTS]
-    found.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
-    found.append(Case(QWEN_8B, 1, 1, {"context": ranks}, length=MILLION, lora=True, recompute="blocks"))
-    return found
+    selected += [Case(LARGE, 1, 2 * ranks, mesh, schedule=name, **long) for name in WIDE_SCHEDULES]
+    selected += [Case(QWEN_30B, 2, 1, {**shards, "expert": ranks}, reshard=reshard) for reshard in (True, False)]
+    selected += [Case(*shape, {**shards, "expert": ranks}, reshard=False) for shape in OF_EXPERTS]
+    selected.append(Case(LARGE, 2 * ranks, 1, {"tensor": ranks}))
+    selected.append(Case(QWEN_8B, 1, 1, {"context": ranks}, length=MILLION, lora=True, recompute="blocks"))
+    return selected
 
 
 WIDE_SCHEDULES = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v", "auto")
 
 
 def main() -> None:
-    """Measure one GPU, then several, in processes of their own."""
+    """Measure one GPU, then several, in separate processes."""
     if "RANK" in os.environ:
         return _worker()
     several = int(os.environ.get("RANKS", "2"))
@@ -265,9 +265,11 @@ def _worker() -> None:
     base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
     ones: dict[str, float] = json.loads(base.read_text()) if base.exists() else {}
     several = wide if "--wide" in sys.argv else cases
-    every = next((found for flag, found in ALONE.items() if flag in sys.argv), None) or several(processes.world_size)
+    chosen_cases = next((flag_cases for flag, flag_cases in ALONE.items() if flag in sys.argv), None) or several(
+        processes.world_size
+    )
     try:
-        for case in every:
+        for case in chosen_cases:
             if not words or any(word in case.name for word in words):
                 _line(case, processes, device, ones)
         base.write_text(json.dumps(ones))
@@ -282,15 +284,15 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
     try:
         cost = clock.step_cost((_peer if case.peer else our_step)(case, mesh, device), device.device)
         speed = case.tokens / cost.seconds
-        # What is allocated does not tell the memory of graphs, which is theirs whether they run or not.
+        # CUDA graphs reserve their memory even while they do not run.
         memory = cost.reserved if "--capture" in sys.argv else cost.allocated
         if processes.world_size == 1 and not case.capture:
             ones[shape] = speed
             if case.length == LENGTH:
-                ones[case.model] = speed  # of a model the last shape is the fastest
+                ones[case.model] = speed  # the last shape of a model is the fastest
         base = ones.get(shape, ones.get(case.model, float("nan")))
         text = f"{speed:>10,.0f} tokens/s a GPU{speed / base:>8.1%}{memory:>8.1f} GiB"
-    except Exception as failure:  # the others are measured nevertheless; all ranks fail alike
+    except Exception as failure:  # the next case runs; all ranks fail alike
         text = f"  {type(failure).__name__}: {failure}".splitlines()[0][:150]
     if processes.rank == 0:
         print(f"{case.name:<75}{text}", flush=True)
@@ -299,7 +301,7 @@ def _line(case: Case, processes: TorchProcesses, device: ComputeDevice, ones: di
 
 
 def _random_experts(router: Router, scores: Tensor) -> Tensor:
-    """In place of the router's choice by scores (..., experts): an untrained one gives ranks uneven shares."""
+    """Choose experts at random instead of by scores (..., experts): an untrained router gives ranks uneven shares."""
     return torch.rand_like(scores).topk(router.num_experts_per_tok).indices
 
 
@@ -333,8 +335,8 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
-    place = ComputeDevice(kind="cpu")  # from where a run's batches come
-    batches = [_batch(number, place, *size) for number in range(case.microbatches)]
+    host = ComputeDevice(kind="cpu")  # a run's batches start on the CPU
+    batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
         step = Step(1, 1, state_of_batches(batches))

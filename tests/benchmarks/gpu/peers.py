@@ -1,4 +1,4 @@
-"""The same operations by others, where they are installed; each function takes what ours take."""
+"""The same operations by other libraries, if installed. Functions accept the arguments of our operations."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -15,26 +15,26 @@ INSTALL = {
     "d9d": "pip install d9d==0.24.0",
 }
 NAMES = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "d9d": "d9d"}
-"""Who stands in which package."""
+"""Name in the table -> package."""
 
 Function = Callable[..., Any]
 
 
-def absent() -> dict[str, str]:
-    """Packages that are not here, and how to get each; a package of its own environment may go first on the path."""
-    return {module: how for module, how in INSTALL.items() if find_spec(module) is None}
+def missing_packages() -> dict[str, str]:
+    """Return the missing packages and their install commands. PYTHONPATH may add another environment."""
+    return {module: command for module, command in INSTALL.items() if find_spec(module) is None}
 
 
-def of(operation: str) -> dict[str, Function]:
-    """Name of a peer to its function, for those that have the operation and are here."""
+def available_peers(operation: str) -> dict[str, Function]:
+    """Return peer name -> function, for installed peers with the operation."""
     here = {name for name, module in NAMES.items() if find_spec(module) is not None}
     return {name: function for name, function in PEERS.get(operation, {}).items() if name in here}
 
 
-def compiled(function: Function) -> Function:
-    """A function of plain torch, compiled."""
-    made: Function = torch.compile(function)
-    return made
+def compile_function(function: Function) -> Function:
+    """Compile a function with torch.compile."""
+    result: Function = torch.compile(function)
+    return result
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,7 +70,7 @@ def _liger(module: str, function: str) -> Any:
 
 
 def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """It takes queries and keys together, heads before positions, and tables of both halves."""
+    """Apply Liger's rope, which expects heads before positions, and tables for both halves."""
     tables = (torch.cat((table, table), -1).to(x.dtype) for table in (cos, sin))
     half = x.shape[2] // 2
     q, k = (part.transpose(1, 2) for part in (x[:, :, :half], x[:, :, half:]))
@@ -80,8 +80,8 @@ def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _liger_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     apply = _liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
-    found: Tensor = apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum")[0]
-    return found
+    loss: Tensor = apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum")[0]
+    return loss
 
 
 def _cce(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -94,14 +94,14 @@ def _d9d(module: str, function: str) -> Any:
 
 
 def _d9d_experts(x: Tensor, probabilities: Tensor, expert_indices: Tensor, experts: int) -> Tensor:
-    """From choices to rows and back."""
+    """Permute rows by chosen expert, and back."""
     chosen, spread = _d9d("moe.indices_to_multihot", "fused_indices_to_multihot")(
         expert_indices, probabilities, experts
     )
     permute = _d9d("moe.permute_with_probs", "moe_permute_with_probs")
-    rows, of_rows, places = permute(x, spread, chosen, expert_indices.numel())
+    rows, of_rows, row_indices = permute(x, spread, chosen, expert_indices.numel())
     weighted = rows * of_rows.unsqueeze(-1).to(rows.dtype)
-    back: Tensor = _d9d("moe.permute_with_probs", "moe_unpermute_mask")(weighted, places, None, x.shape)
+    back: Tensor = _d9d("moe.permute_with_probs", "moe_unpermute_mask")(weighted, row_indices, None, x.shape)
     return back
 
 

@@ -1,16 +1,16 @@
 """
-A pipeline of two GPUs beside one GPU, in one run: `make bench-pipeline-gpu`.
+A two-GPU pipeline compared with one GPU, in one run: `make bench-pipeline-gpu`.
 
-The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows of 4096 tokens, all gradients and AdamW
-included. For each schedule and each way to count the head as layers (`stages.head_layer_cost`) a line says
+The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows with 4096 tokens, all gradients and AdamW
+included. Every schedule and every head cost in layers (`stages.head_layer_cost`) gets a line with
 
-- tokens per second of both GPUs together, the median of several steps on the slower one, which follow each other as in
-  a run: the host issues one while the GPU computes the one before; and over twice those of one GPU;
-- for which share of the step each rank's host issues the executor's work, at best of some that begin on idle GPUs:
-  where that is nearly the whole step, the host is the limit;
-- with --trace, from a trace of the executor's part of a step on each rank: how often the host waited for the GPU in
-  it, and which share of the time of sends and receives something computed at the same time. A receive is posted
-  early, so that its time holds the wait for the peer.
+- tokens per second of both GPUs, from the median step on the slower GPU, and the ratio to twice one GPU's. Steps are
+  consecutive, as in a run: the host issues a step while the GPU computes the step before;
+- the share of the step in which a rank's host issues the executor's work, in the fastest step that starts on an idle
+  GPU: if it is nearly the whole step, the host is the limit;
+- with --trace, from a trace of the executor's part of a step: how often a rank's host waited for the GPU, and the share
+  of communication time that computation overlaps. A receive is posted early, so that its time includes the wait for the
+  peer.
 
 With --capture the passes of all stages are CUDA graphs. ROWS="1 2" and HEADS="6" choose among the lines.
 """
@@ -59,11 +59,11 @@ ROWS = (2,) if TINY else tuple(map(int, os.environ.get("ROWS", "2 4").split()))
 LAYERS = 8 if TINY else 28
 SCHEDULES = ("one_f_one_b", "zero_bubble_1p", "zero_bubble_v", "dual_pipe_v")
 HEADS = (0, 2) if TINY else tuple(map(int, os.environ.get("HEADS", "0 6").split()))
-"""The head multiplies by 151,936 x 1024 numbers, a layer by 15.7 million, and 8.4 million more count its attention."""
+"""The head has 151,936 x 1024 weights, a layer 15.7 million; its attention costs as much as 8.4 million more."""
 
 
 def main() -> None:
-    """Measure one GPU, then two, in processes of their own; print a table."""
+    """Measure one GPU, then two, in separate processes, and print a table."""
     if "RANK" in os.environ:
         return _worker()
     if not TINY and torch.cuda.device_count() < 2:
@@ -87,7 +87,7 @@ def _worker() -> None:
         mesh.open()
         base = Path(os.environ["BENCH_FOLDER"]) / "one.json"
         if processes.world_size == 1:
-            ones = {rows: _measured(training_run(mesh, device, "one_f_one_b", 0, rows), device)[0] for rows in ROWS}
+            ones = {rows: _measure_step(training_run(mesh, device, "one_f_one_b", 0, rows), device)[0] for rows in ROWS}
             base.write_text(json.dumps(ones))
             for rows, seconds in ones.items():
                 print(f"one GPU, {rows} rows: {_tokens(rows) / seconds:,.0f} tokens/s", flush=True)
@@ -104,21 +104,21 @@ def _worker() -> None:
 def _line(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int, one: float) -> None:
     """Measure a schedule and print its line."""
     run = training_run(mesh, device, name, head, rows)
-    times = mesh.world.gather_json(_measured(run, device))
-    traces = mesh.world.gather_json(_traced(run.train, device) if "--trace" in sys.argv else {})
+    times = mesh.world.gather_json(_measure_step(run, device))
+    traces = mesh.world.gather_json(_trace(run.train, device) if "--trace" in sys.argv else {})
     if mesh.world.rank == 0:
         seconds = max(step for step, _ in times)
         text = f"{name:<17} rows {rows}  head {head}  {_tokens(rows) / seconds:>9,.0f} tokens/s"
         text += f"{one / seconds / 2:>7.1%} of two GPUs"
         for rank, trace in enumerate(traces):
-            said = ", ".join(f"{key} {value:.3g}" for key, value in trace.items())
-            text += f"; rank {rank}: host busy {times[rank][1]:.1%} {said}"
+            figures = ", ".join(f"{key} {value:.3g}" for key, value in trace.items())
+            text += f"; rank {rank}: host busy {times[rank][1]:.1%} {figures}"
         print(text, flush=True)
 
 
 @attrs.frozen
 class Run:
-    """A model that is ready to take steps: all of a step, the executor's part, and its program."""
+    """A model ready for training: the whole step, the executor's part, and the program."""
 
     step: Callable[[], None]
     train: Callable[[], object]
@@ -126,7 +126,7 @@ class Run:
 
 
 def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, rows: int) -> Run:
-    """A model on all pipeline ranks, with a schedule by name and microbatches of some rows."""
+    """Open a model on all pipeline ranks, with a schedule's name and the rows per microbatch."""
     dtype: Any = "float32" if TINY else "bfloat16"
     kernels = AutoKernels(device=device)
     kernels.open()
@@ -155,8 +155,8 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
     reduction = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-5)
     optimizer.open()
-    place = ComputeDevice(kind="cpu")  # from where a run's batches come
-    batches = [_batch(number, place, config["vocab_size"], rows) for number in range(MICROBATCHES)]
+    host = ComputeDevice(kind="cpu")  # a run's batches start on the CPU
+    batches = [_batch(number, host, config["vocab_size"], rows) for number in range(MICROBATCHES)]
 
     def take_step() -> None:
         step = Step(1, 1, state_of_batches(batches))
@@ -172,7 +172,7 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
-    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
+    """Fill a parameter on its device, which is faster than a run's initial values."""
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
@@ -188,14 +188,14 @@ def _tokens(rows: int) -> int:
     return MICROBATCHES * rows * LENGTH
 
 
-def _measured(run: Run, device: ComputeDevice) -> tuple[float, float]:
-    """Seconds of a step, and the share of them in which the host issues the executor's work."""
+def _measure_step(run: Run, device: ComputeDevice) -> tuple[float, float]:
+    """Return the step's seconds, and the share in which the host issues the executor's work."""
     seconds = clock.step_cost(run.step, device.device).seconds
     return seconds, clock.host_seconds(run.train, device.device) / seconds
 
 
-def _traced(train: Callable[[], object], device: ComputeDevice) -> dict[str, float]:
-    """What a trace says; nothing on a CPU."""
+def _trace(train: Callable[[], object], device: ComputeDevice) -> dict[str, float]:
+    """Trace the executor on a GPU, and return the summary; empty on a CPU."""
     if device.device.type != "cuda":
         return {}
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as running:
@@ -206,7 +206,7 @@ def _traced(train: Callable[[], object], device: ComputeDevice) -> dict[str, flo
 
 
 def summary(events: Any) -> dict[str, float]:
-    """How often the host waited, all but the last time, which is ours; and the share of messages under computation."""
+    """Return how often the host waited, without our final wait, and the share of messages that computation hides."""
     compute: list[Interval] = []
     messages: list[Interval] = []
     waits = -1

@@ -1,12 +1,12 @@
 """
-What precision costs, in one run of less than five minutes: `make bench-precision-gpu`.
+Cost of precision, in one run of less than five minutes: `make bench-precision-gpu`.
 
-Whole training steps of Qwen3-0.6B by the components of a run, gradient norm, clipping and AdamW included: all in
-bfloat16, with float32 masters and bfloat16 compute, and all in float32 with TF32 and without. Then the float32 cross
-entropy over the vocabulary, beside its three bare products (four for `cut`, which computes logits twice). The table at
-the end has tokens a second, the median of several steps, which follow each other as in a run: the host issues one while
-the GPU computes the one before. `host ms` is how long it issues one, at best of some that begin on an idle GPU, and
-below each line is what the device spent a step's time on.
+The components of a run train Qwen3-0.6B, gradient norm, clipping and AdamW included: all in bfloat16, with float32
+master weights and bfloat16 compute, and all in float32 with TF32 and without. Then follows the float32 cross entropy
+over the vocabulary, compared with its three matrix products (four for `cut`, which computes logits twice). The final
+table has tokens per second from the median of consecutive steps: the host issues a step while the GPU computes the step
+before. `host ms` is the host's time in the fastest step that starts on an idle GPU. The slowest kernels are listed
+below a line.
 """
 
 import gc
@@ -51,7 +51,7 @@ from support import pipelines  # noqa: E402
 
 LENGTH = 12 if TINY else 4096
 BUDGET = 270.0
-"""Seconds after which no further case is begun."""
+"""Seconds after which no further case starts."""
 KERNELS = 6
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -62,7 +62,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 @attrs.frozen
 class Case:
-    """Dtypes, the optimizer and how a step's rows are cut into microbatches."""
+    """Dtypes, optimizer, and the rows and microbatches of a step."""
 
     name: str
     parameter: Dtype
@@ -74,13 +74,13 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """Rows of tokens, and microbatches of a step if there are several."""
+        """Return rows x length, and the number of microbatches if there are several."""
         return f"{self.rows} x {LENGTH}" + (f" x {self.microbatches}" if self.microbatches > 1 else "")
 
 
 @attrs.frozen
 class Cost:
-    """Of a step, seconds, and those of the host to issue it; GiB at most; and kernels by their milliseconds."""
+    """Seconds of a step and of its host, peak GiB, and the slowest kernels in milliseconds."""
 
     seconds: float
     host_seconds: float
@@ -89,7 +89,7 @@ class Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Every case, those that are compared next to each other."""
+    """Yield all cases; compared cases are neighbours."""
     for rows, microbatches in ((4, 1), (1, 4)):
         yield Case("bfloat16, stochastic AdamW", "bfloat16", "bfloat16", rows, microbatches, stochastic=True)
         yield Case("bfloat16, AdamW", "bfloat16", "bfloat16", rows, microbatches)
@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 
 def main() -> None:
-    """Measure every case; print each when it is done, and a table at the end."""
+    """Measure every case, and print a table at the end."""
     if not GPU and not TINY:
         sys.exit("there is no GPU here; --tiny tries the benchmark in Triton's interpreter")
     if TINY and not GPU:
@@ -131,7 +131,7 @@ def _trainings(mesh: RankMesh, device: ComputeDevice, words: list[str], began: f
         if words and not any(word in case.name for word in words):
             continue
         text = f"{case.name:<36}{case.shape:>14}"
-        cost = _attempt(lambda: _cost_of(case, mesh, device), began)  # noqa: B023
+        cost = _attempt(lambda: _measure_case(case, mesh, device), began)  # noqa: B023
         if isinstance(cost, str):
             lines.append(f"{text}  {cost}")
         else:
@@ -148,27 +148,27 @@ def _trainings(mesh: RankMesh, device: ComputeDevice, words: list[str], began: f
 
 
 def _attempt(measure: Callable[[], Cost], began: float) -> Cost | str:
-    """What was measured, or why it was not."""
+    """Return the measured cost, or why there is none."""
     if time.monotonic() - began > BUDGET:
         return "not measured: the time is used up"
     try:
         return measure()
-    except Exception as failure:  # the other cases are measured nevertheless
+    except Exception as failure:  # the next case runs
         return f"{type(failure).__name__}: {failure}".splitlines()[0][:100]
     finally:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _cost_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Cost:
+def _measure_case(case: Case, mesh: RankMesh, device: ComputeDevice) -> Cost:
     torch.set_float32_matmul_precision("high" if case.tf32 else "highest")
     try:
-        return _measured(_step_of(case, mesh, device))
+        return _measure(_make_step(case, mesh, device))
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
+def _make_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:
     config = NAMES | ({key: value for key, value in SMALL.items() if key in NAMES} if TINY else {})
     kernels = AutoKernels(device=device)
     kernels.open()
@@ -187,8 +187,8 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     if case.stochastic:
         optimizer = StochasticAdamW(parameters=stages, mesh=mesh, lr=1e-5, job=job, device=device)
     optimizer.open()
-    place = torch.device("cpu")  # from where a run's batches come
-    batches = [_batch(number, place, config["vocab_size"], case.rows) for number in range(case.microbatches)]
+    host = torch.device("cpu")  # a run's batches start on the CPU
+    batches = [_batch(number, host, config["vocab_size"], case.rows) for number in range(case.microbatches)]
 
     def take_step() -> None:
         step = Step(1, 1, state_of_batches(batches))
@@ -200,7 +200,7 @@ def _step_of(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
-    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
+    """Fill a parameter on its device, which is faster than a run's initial values."""
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
@@ -212,13 +212,13 @@ def _batch(number: int, device: torch.device, vocabulary: int, rows: int) -> Tok
     return TokenBatch(inputs, targets, positions, torch.zeros_like(positions), torch.ones_like(positions).float())
 
 
-def _measured(step: Callable[[], object]) -> Cost:
+def _measure(step: Callable[[], object]) -> Cost:
     cost = clock.step_cost(step, DEVICE)
     return Cost(cost.seconds, clock.host_seconds(step, DEVICE), cost.allocated, _kernels(step))
 
 
 def _kernels(step: Callable[[], object]) -> list[tuple[str, float]]:
-    """The kernels that took most of a step, with their milliseconds; nothing on a CPU."""
+    """Return the slowest kernels of a step in milliseconds; empty on a CPU."""
     if not GPU:
         return []
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as running:
@@ -233,7 +233,7 @@ def _kernels(step: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def _losses(words: list[str], began: float) -> list[str]:
-    """The float32 cross entropy beside its bare products, with TF32 and without."""
+    """Measure the float32 cross entropy and its bare matrix products, with TF32 and without."""
     if words and not any(word in "cross entropy" for word in words):
         return []
     tokens, width, vocabulary = (8, 32, 64) if TINY else (8192, 1024, 151936)
@@ -246,7 +246,7 @@ def _losses(words: list[str], began: float) -> list[str]:
         bare: dict[str, float] = {}
         for name, products, function in LOSSES:
             text = f"{name}, {'TF32' if tf32 else 'no TF32'}"
-            cost = _attempt(lambda: _measured(lambda: function(hidden, weight, targets)), began)  # noqa: B023
+            cost = _attempt(lambda: _measure(lambda: function(hidden, weight, targets)), began)  # noqa: B023
             if isinstance(cost, str):
                 lines.append(f"{text:<50}  {cost}")
                 continue
@@ -258,16 +258,16 @@ def _losses(words: list[str], began: float) -> list[str]:
     return [*lines, "of products: times of the bare products; the goal is 1.3"]
 
 
-def _three(hidden: Tensor, weight: Tensor, _targets: Tensor) -> object:
+def _multiply_thrice(hidden: Tensor, weight: Tensor, _targets: Tensor) -> object:
     with torch.no_grad():
         logits = hidden @ weight.T
         return logits @ weight, logits.T @ hidden
 
 
-def _four(hidden: Tensor, weight: Tensor, targets: Tensor) -> object:
+def _multiply_four_times(hidden: Tensor, weight: Tensor, targets: Tensor) -> object:
     with torch.no_grad():
         _ = hidden @ weight.T
-    return _three(hidden, weight, targets)
+    return _multiply_thrice(hidden, weight, targets)
 
 
 def _both_ways(losses: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor, Tensor], object]:
@@ -278,12 +278,12 @@ def _both_ways(losses: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor
 
 
 LOSSES: list[tuple[str, str, Callable[[Tensor, Tensor, Tensor], object]]] = [
-    ("three products", "three products", _three),
+    ("three products", "three products", _multiply_thrice),
     ("triton", "three products", _both_ways(linear_cross_entropy_triton)),
-    ("four products", "four products", _four),
+    ("four products", "four products", _multiply_four_times),
     ("cut", "four products", _both_ways(cut_cross_entropy_triton)),
 ]
-"""Names, the name of what is compared with, and what is measured."""
+"""Name, the name of the baseline, and the measured function."""
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """
-What recomputation spares and costs, `make bench-recompute-gpu`: whole steps of models by the components of a run.
+Savings and cost of activation checkpointing, in training steps by the components of a run: `make bench-recompute-gpu`.
 
-A line for each policy of `[stages] recompute`: tokens a second, the median of several steps, which follow each other as
-in a run, whose host issues one while the GPU computes the one before; the ratio to no recomputation; how long the host
-issues a step, at best of some that begin on an idle GPU; GiB at most, of which the second number is what a forward pass
-leaves for the backward pass. `bits` says whether loss and gradient norm of the first step are those without
-recomputation. A policy that does not fit is said so. Everything is bfloat16; optimizer: AdamW with stochastic rounding.
+Every policy of `[stages] recompute` gets a line: tokens per second from the median of consecutive steps (the host
+issues a step while the GPU computes the step before); the ratio to no recomputation; the host's time in the fastest
+step that starts on an idle GPU; peak GiB; and the GiB that a forward pass keeps for the backward pass. `bits` compares
+the loss and the gradient norm of the first step with the run without recomputation. Policies that run out of memory are
+reported. Everything is bfloat16; the optimizer is AdamW with stochastic rounding.
 """
 
 import gc
@@ -49,7 +49,7 @@ from support import pipelines  # noqa: E402
 
 GPU = torch.cuda.is_available()
 BUDGET = 480.0
-"""Seconds after which no further line is begun."""
+"""Seconds after which no further line starts."""
 
 POLICIES: list[Recompute] = ["none", "selective", 4, 2, "blocks"]
 
@@ -67,7 +67,7 @@ LLAMA: dict[str, Any] = {
 
 @attrs.frozen
 class Case:
-    """A model, and the rows of a step."""
+    """A model, and the rows and microbatches of a step."""
 
     name: str
     blueprint: Any
@@ -87,7 +87,7 @@ CASES = [
 
 
 def main() -> None:
-    """Measure each policy with each model; words choose the models that contain one."""
+    """Measure every policy with every model whose name contains one of the words."""
     if not GPU and not TINY:
         sys.exit("there is no GPU here; --tiny tries the benchmark in Triton's interpreter")
     if TINY and not GPU:
@@ -121,11 +121,11 @@ def _print_case(case: Case, mesh: RankMesh, device: ComputeDevice, began: float)
         try:
             if time.monotonic() - began > BUDGET:
                 raise TimeoutError("the time is used up")
-            speed, bits, line = _measured(case, policy, mesh, device, rows, length)
+            speed, bits, line = _measure(case, policy, mesh, device, rows, length)
             first = first or (speed, bits)
             same = "same" if bits == first[1] else "other"
             line = f"{speed:>11,.0f}{speed / first[0]:>8.3f}{line}{same:>7}"
-        except Exception as failure:  # the other lines are measured nevertheless
+        except Exception as failure:  # the next policy runs
             line = f"  {type(failure).__name__}: {failure}".splitlines()[0][:70]
         print(f"  recompute = {policy!r:<32}{line}", flush=True)
         gc.collect()
@@ -133,11 +133,11 @@ def _print_case(case: Case, mesh: RankMesh, device: ComputeDevice, began: float)
             torch.cuda.empty_cache()
 
 
-def _measured(
+def _measure(
     case: Case, policy: Recompute, mesh: RankMesh, device: ComputeDevice, rows: int, length: int
 ) -> tuple[float, list[float], str]:
-    """Tokens a second, what the first step gave, and the other columns."""
-    step, kept = _step_of(case, policy, mesh, device, rows, length)
+    """Return tokens per second, the first step's loss and gradient norm, and the other columns."""
+    step, kept = _make_step(case, policy, mesh, device, rows, length)
     bits = [float(value) for value in step()]
     cost = clock.step_cost(step, device.device)
     host = clock.host_seconds(step, device.device)
@@ -145,10 +145,10 @@ def _measured(
     return speed, bits, f"{host * 1e3:>9.1f}{cost.allocated:>8.1f}{kept / 2**30:>8.2f}"
 
 
-def _step_of(
+def _make_step(
     case: Case, policy: Recompute, mesh: RankMesh, device: ComputeDevice, rows: int, length: int
 ) -> tuple[Callable[[], list[float]], int]:
-    """A step, which gives loss and gradient norm, and the bytes that a forward pass keeps."""
+    """Return a step, which returns loss and gradient norm, and the bytes that a forward pass keeps."""
     names = {key: value for key, value in case.sizes.items() if key not in ("model_type", "max_position_embeddings")}
     sizes = names | ({key: value for key, value in SMALL.items() if key in names} if TINY else {})
     kernels = AutoKernels(device=device)
@@ -169,9 +169,9 @@ def _step_of(
         StochasticAdamW(parameters=stages, mesh=mesh, lr=1e-5, job=job, device=device),
     ]
     phases[2].open()
-    place = torch.device("cpu")  # from where a run's batches come
-    batches = [_batch(number, place, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]
-    there = _batch(0, device.device, sizes["vocab_size"], rows, length)
+    host = torch.device("cpu")  # a run's batches start on the CPU
+    batches = [_batch(number, host, sizes["vocab_size"], rows, length) for number in range(case.microbatches)]
+    device_batch = _batch(0, device.device, sizes["vocab_size"], rows, length)
 
     def take_step() -> list[float]:
         step = Step(1, 1, state_of_batches(batches))
@@ -180,11 +180,11 @@ def _step_of(
             phase.run_phase(step)
         return [step.state["loss"] * step.state["loss_weight"], step.state["grad_norm"]]
 
-    return take_step, _kept(stages.local[0].module, loss, there, policy)
+    return take_step, _measure_kept_bytes(stages.local[0].module, loss, device_batch, policy)
 
 
-def _kept(module: Any, loss: NextToken, batch: TokenBatch, policy: Recompute) -> int:
-    """Bytes on the device that a forward pass leaves behind; the second one, as the first compiles kernels."""
+def _measure_kept_bytes(module: Any, loss: NextToken, batch: TokenBatch, policy: Recompute) -> int:
+    """Return the device bytes that a second forward pass keeps; the first pass compiles kernels."""
     if not GPU:
         return 0
     for _ in range(2):
@@ -198,7 +198,7 @@ def _kept(module: Any, loss: NextToken, batch: TokenBatch, policy: Recompute) ->
 
 
 def _initialise(_name: str, parameter: Tensor, _seed: int, _part_of: Any = None) -> None:
-    """Fill a parameter on its device, which is quicker than the numbers that a run starts from."""
+    """Fill a parameter on its device, which is faster than a run's initial values."""
     parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 

@@ -1,4 +1,4 @@
-"""What is compared: each operation at the sizes of models, with its floor in bytes or operations."""
+"""The compared operations at the sizes of real models, with their least bytes or FLOPs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,16 +34,16 @@ from drawloom.kernels.triton.swiglu import swiglu_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANDOM = torch.Generator(DEVICE)
-"""Of its own: torch's is out of use where a capture failed."""
+"""A separate generator: torch's default one is unusable after a failed capture."""
 
 
 @dataclass(frozen=True)
 class Row:
     """
-    An operation at one size: `make` gives inputs that learn and inputs that don't, in the order of the functions.
+    An operation at one size: `make` returns the inputs with gradients and the other inputs, in argument order.
 
-    `floor` is bytes, or operations of the matrix units, forwards and backwards. `reference` is computed with float32
-    inputs. What has no gradients has no second floor, and is called with `make` alone.
+    `floor` has the least bytes, or matrix FLOPs, of forward and backward. `reference` is computed with float32 inputs.
+    For operations without gradients the second floor is 0.
     """
 
     operation: str
@@ -56,8 +56,8 @@ class Row:
     in_operations: bool = False
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Everybody's, ours first."""
-        return {**self.ours, **self.torch, **peers.of(self.operation)}
+        """Return all implementations, ours first."""
+        return {**self.ours, **self.torch, **peers.available_peers(self.operation)}
 
 
 def numbers(*shape: int, scale: float = 1.0) -> Tensor:
@@ -65,7 +65,7 @@ def numbers(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def rows(tiny: bool) -> Iterator[Row]:
-    """All rows, or the same at sizes that an interpreter can do."""
+    """Yield all rows, at small sizes for an interpreter if `tiny`."""
     yield from _norms(tiny)
     yield from _gates(tiny)
     yield from _rotations(tiny)
@@ -83,7 +83,7 @@ def _norms(tiny: bool) -> Iterator[Row]:
             f"{count} x {width}",
             lambda c=count, w=width: ((numbers(c, w), numbers(w)), (1e-6,)),  # type: ignore[misc]
             {"drawloom": rms_norm_triton},
-            {"eager": peers.rms_norm, "compile": peers.compiled(peers.rms_norm)},
+            {"eager": peers.rms_norm, "compile": peers.compile_function(peers.rms_norm)},
             rms_norm_eager,
             (4.0 * elements, 6.0 * elements),
         )
@@ -93,7 +93,7 @@ def _norms(tiny: bool) -> Iterator[Row]:
         f"{count} x {width}",
         lambda: ((numbers(count, width), numbers(count, width), numbers(width)), (1e-6,)),
         {"drawloom": add_rms_norm_triton},
-        {"eager": peers.add_rms_norm, "compile": peers.compiled(peers.add_rms_norm)},
+        {"eager": peers.add_rms_norm, "compile": peers.compile_function(peers.add_rms_norm)},
         add_rms_norm_eager,
         (8.0 * count * width, 8.0 * count * width),
     )
@@ -106,7 +106,7 @@ def _gates(tiny: bool) -> Iterator[Row]:
             f"{count} x {width}",
             lambda c=count, w=width: ((numbers(c, w), numbers(c, w)), ()),  # type: ignore[misc]
             {"drawloom": swiglu_triton},
-            {"eager": peers.swiglu, "compile": peers.compiled(peers.swiglu)},
+            {"eager": peers.swiglu, "compile": peers.compile_function(peers.swiglu)},
             swiglu_eager,
             (6.0 * count * width, 10.0 * count * width),
         )
@@ -122,7 +122,7 @@ def _rotations(tiny: bool) -> Iterator[Row]:
         f"{batch} x {length}, {heads + kv_heads} heads of {channels}",
         lambda: ((numbers(batch, length, heads + kv_heads, channels),), angles),
         {"drawloom": rope_triton},
-        {"eager": peers.rope, "compile": peers.compiled(peers.rope)},
+        {"eager": peers.rope, "compile": peers.compile_function(peers.rope)},
         rope_eager,
         (4.0 * elements, 4.0 * elements),
     )
@@ -134,7 +134,7 @@ def _rotations(tiny: bool) -> Iterator[Row]:
             (1e-6, *angles),
         ),
         {"drawloom": qk_norm_rope_triton},
-        {"eager": peers.qk_norm_rope, "compile": peers.compiled(peers.qk_norm_rope)},
+        {"eager": peers.qk_norm_rope, "compile": peers.compile_function(peers.qk_norm_rope)},
         qk_norm_rope_eager,
         (4.0 * elements, 6.0 * elements),
     )
@@ -143,33 +143,33 @@ def _rotations(tiny: bool) -> Iterator[Row]:
 def _losses(tiny: bool) -> Iterator[Row]:
     tokens, width, words = (20, 32, 50) if tiny else (8192, 2048, 151936)
     product = 2.0 * tokens * width * words
-    even = torch.full((words,), 1 / words, device=DEVICE)
-    # As in texts: the chance of a word falls as its rank does (Zipf). Words are numbered in any order.
-    of_texts = 1.0 / (1 + torch.randperm(words, device=DEVICE, generator=RANDOM))
+    uniform = torch.full((words,), 1 / words, device=DEVICE)
+    # As in real text, a word's probability falls with its rank (Zipf). Words are numbered in random order.
+    zipf = 1.0 / (1 + torch.randperm(words, device=DEVICE, generator=RANDOM))
 
-    def summed(function: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> Tensor:
+    def sum_losses(function: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> Tensor:
         losses, _ = function(*arguments)
         return losses.sum()
 
     def make(chances: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         hidden, weight = numbers(tokens, width), numbers(words, width, scale=width**-0.5)
-        with torch.no_grad():  # one channel holds what a model learns first, how frequent each word is
+        with torch.no_grad():  # one channel encodes word frequencies, as in a model that has begun to learn
             hidden[:, 0], weight[:, 0] = 8, (chances * words).log() / 8
         return (hidden, weight), (torch.multinomial(chances, tokens, replacement=True, generator=RANDOM),)
 
-    for name, chances in (("", even), (", words as frequent as in texts", of_texts)):
+    for name, chances in (("", uniform), (", words as frequent as in texts", zipf)):
         yield Row(
             "linear_cross_entropy",
             f"{tokens} tokens, {width} x {words}{name}",
             partial(make, chances),
             {
-                "drawloom": partial(summed, linear_cross_entropy_triton),
-                "drawloom cut": partial(summed, cut_cross_entropy_triton),
-                "drawloom filtered": lambda h, w, t: summed(
+                "drawloom": partial(sum_losses, linear_cross_entropy_triton),
+                "drawloom cut": partial(sum_losses, cut_cross_entropy_triton),
+                "drawloom filtered": lambda h, w, t: sum_losses(
                     cut_cross_entropy_triton, h, w, t, LogitCut(filter_eps=2**-12)
                 ),
             },
-            {"eager": peers.linear_cross_entropy, "compile": peers.compiled(peers.linear_cross_entropy)},
+            {"eager": peers.linear_cross_entropy, "compile": peers.compile_function(peers.linear_cross_entropy)},
             peers.linear_cross_entropy,
             (product, 2 * product),
             in_operations=True,
@@ -185,13 +185,13 @@ def _steps(tiny: bool) -> Iterator[Row]:
         return (), tuple(kinds)
 
     def ours(counter: int | None) -> Callable[..., Any]:
-        made: dict[int, AdamwTriton] = {}
+        steppers: dict[int, AdamwTriton] = {}
 
         def step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
-            if id(weights) not in made:
+            if id(weights) not in steppers:
                 kept = zip(weights, means, squares, strict=True)
-                made[id(weights)] = AdamwTriton([ParamState(w, m, s, 0.1, 7) for w, m, s in kept])
-            made[id(weights)].step(gradients, step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), counter)
+                steppers[id(weights)] = AdamwTriton([ParamState(w, m, s, 0.1, 7) for w, m, s in kept])
+            steppers[id(weights)].step(gradients, step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), counter)
 
         return step
 
@@ -245,15 +245,15 @@ def _experts(tiny: bool) -> Iterator[Row]:
     routes = moe_routes_eager(expert_indices, experts)
     rows_of_all, byte = tokens * choices, 2.0
 
-    def there_and_back(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
-        found = moe_routes_triton(chosen, count)
-        made, _ = moe_permute_triton(x, probabilities, found)
-        return moe_unpermute_triton(made, found, probabilities)
+    def permute_and_unpermute(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
+        dispatch_routes = moe_routes_triton(chosen, count)
+        permuted, _ = moe_permute_triton(x, probabilities, dispatch_routes)
+        return moe_unpermute_triton(permuted, dispatch_routes, probabilities)
 
-    def eagerly(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
-        found = moe_routes_eager(chosen, count)
-        made, _ = moe_permute_eager(x, probabilities, found)
-        return moe_unpermute_eager(made, found, probabilities)
+    def permute_eagerly(x: Tensor, probabilities: Tensor, chosen: Tensor, count: int) -> Tensor:
+        dispatch_routes = moe_routes_eager(chosen, count)
+        permuted, _ = moe_permute_eager(x, probabilities, dispatch_routes)
+        return moe_unpermute_eager(permuted, dispatch_routes, probabilities)
 
     yield Row(
         "moe_routes",
@@ -271,9 +271,9 @@ def _experts(tiny: bool) -> Iterator[Row]:
             (numbers(tokens, width), torch.rand(tokens, choices, device=DEVICE, generator=RANDOM).requires_grad_()),
             (expert_indices, experts),
         ),
-        {"drawloom": there_and_back},
-        {"eager": eagerly},
-        eagerly,
+        {"drawloom": permute_and_unpermute},
+        {"eager": permute_eagerly},
+        permute_eagerly,
         (2 * byte * (tokens + rows_of_all) * width, byte * (2 * tokens + 4 * rows_of_all) * width),
     )
     product = 2.0 * rows_of_all * width * inner
@@ -295,8 +295,8 @@ def _attentions(tiny: bool) -> Iterator[Row]:
     yield _attention_in(torch.arange(length) * 5 // length // 2, "documents of 0.4, 0.4 and 0.2 of a row", tiny)
 
 
-def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
-    """Attention in rows alike, of documents with these ids (length,)."""
+def _attention_in(row: Tensor, description: str, tiny: bool) -> Row:
+    """Return the attention row for a batch of equal rows with these document ids (length,)."""
     batch, length, heads, channels = (1, len(row), 2, 16) if tiny else (8, len(row), 16, 128)
     documents = row.to(DEVICE).repeat(batch, 1)
     product = 4.0 * batch * heads * channels * count_attended_pairs(row[None])
@@ -307,11 +307,11 @@ def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
         from drawloom.kernels.attention_flex import FLEX
 
         kinds = {"flex": FLEX, "varlen": VARLEN} | ({} if row.any() else {"cudnn": CUDNN})
-        fast = {f"drawloom {name}": _masked(kind, documents) for name, kind in kinds.items()}
-    eager = _masked(EAGER, documents)
+        fast = {f"drawloom {name}": _with_mask(kind, documents) for name, kind in kinds.items()}
+    eager = _with_mask(EAGER, documents)
     return Row(
         "attention",
-        f"{batch} x {length}, {heads} heads of {channels}, {what}",
+        f"{batch} x {length}, {heads} heads of {channels}, {description}",
         lambda: (tuple(numbers(batch, length, heads, channels) for _ in "qkv"), ()),
         fast,
         {"eager": eager},
@@ -321,7 +321,7 @@ def _attention_in(row: Tensor, what: str, tiny: bool) -> Row:
     )
 
 
-def _masked(attention: AttentionImplementation, documents: Tensor) -> Callable[..., Tensor]:
-    """What a layer computes: the mask is there already."""
+def _with_mask(attention: AttentionImplementation, documents: Tensor) -> Callable[..., Tensor]:
+    """Return attention with the mask precomputed, as in a layer."""
     mask = attention.mask(documents) if attention.whole_rows is None else attention.whole_rows
     return lambda q, k, v: attention.attend(q, k, v, mask)

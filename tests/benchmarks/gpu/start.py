@@ -1,11 +1,10 @@
 """
-How long a model takes to start on one GPU, or on the CPU without one: `make bench-start-gpu`.
+Time for a model to start on one GPU, or on the CPU if there is none: `make bench-start-gpu`.
 
-The shape of Llama 3 8B in bfloat16 is drawn at random, written to a folder on a local disk (FOLDER=/path, 17 GB; a
-temporary one otherwise) and read again twice: with the pages of its files dropped from the system's cache, and with
-them in it. Each line says the seconds of `stages.open()`, GB a second, and the most GiB of the device and of the host
-above what was in use before. `--small` takes a tenth of the layers and of the vocabulary, `--profile` prints where the
-host's time goes.
+A model with the shape of Llama 3 8B in bfloat16 is initialized at random, written to a local folder (FOLDER=/path, 17
+GB; default: a temporary folder), and read twice: after its files were dropped from the page cache, and from the cache.
+A line reports the seconds of `stages.open()`, GB per second, and the peak GiB on the device and on the host beyond the
+memory in use before. `--small` uses a tenth of the layers and of the vocabulary; `--profile` prints the host's profile.
 """
 
 import cProfile
@@ -42,7 +41,7 @@ if SMALL:
 
 
 def main() -> None:
-    """Draw, write, and read from the disk and from the cache."""
+    """Initialize, write, and read from the disk and from the cache."""
     device = ComputeDevice(kind="cuda" if GPU else "cpu")
     device.open()
     processes = TorchProcesses(device=device)
@@ -53,20 +52,20 @@ def main() -> None:
     kernels.open()
     model = Qwen3Dense(kernels=kernels, **SIZES)
     try:
-        with tempfile.TemporaryDirectory(dir=os.environ.get("FOLDER")) as place:
-            folder = Path(place) / "model"
-            stages = timed("drawn", lambda: started(model, mesh, device, None))
+        with tempfile.TemporaryDirectory(dir=os.environ.get("FOLDER")) as temporary:
+            folder = Path(temporary) / "model"
+            stages = time_start("drawn", lambda: open_stages(model, mesh, device, None))
             write_folder(folder, model, stages)
             del stages
             drop_pages(folder)
-            timed("read from the disk", lambda: started(model, mesh, device, folder))
-            timed("read from the cache", lambda: started(model, mesh, device, folder))
+            time_start("read from the disk", lambda: open_stages(model, mesh, device, folder))
+            time_start("read from the cache", lambda: open_stages(model, mesh, device, folder))
     finally:
         processes.close()
 
 
-def started(model: Qwen3Dense, mesh: RankMesh, device: ComputeDevice, weights: Path | None) -> MaterializedStages:
-    """The stages of a run, open."""
+def open_stages(model: Qwen3Dense, mesh: RankMesh, device: ComputeDevice, weights: Path | None) -> MaterializedStages:
+    """Open a run's stages."""
     stages = MaterializedStages(
         model=model,
         loss=NextToken(),
@@ -83,14 +82,14 @@ def started(model: Qwen3Dense, mesh: RankMesh, device: ComputeDevice, weights: P
     return stages
 
 
-def timed(what: str, start: Callable[[], MaterializedStages]) -> MaterializedStages:
-    """Print how long a start takes, and its memory."""
+def time_start(name: str, start: Callable[[], MaterializedStages]) -> MaterializedStages:
+    """Time a start, and print its duration and memory."""
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if GPU else 0
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of the host starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     host, profile = status("VmRSS"), cProfile.Profile()
     begun = time.perf_counter()
     stages = profile.runcall(start) if "--profile" in sys.argv else start()
@@ -101,14 +100,14 @@ def timed(what: str, start: Callable[[], MaterializedStages]) -> MaterializedSta
         "host": status("VmHWM") - host,
     }
     memory = ", ".join(f"{peak / 2**30:.1f} GiB of the {where}" for where, peak in peaks.items())
-    print(f"{what:<22}{seconds:7.1f} s, {size / 1e9 / seconds:5.1f} GB/s of {size / 1e9:.1f} GB; {memory}", flush=True)
+    print(f"{name:<22}{seconds:7.1f} s, {size / 1e9 / seconds:5.1f} GB/s of {size / 1e9:.1f} GB; {memory}", flush=True)
     if "--profile" in sys.argv:
         pstats.Stats(profile).sort_stats("tottime").print_stats(12)
     return stages
 
 
 def drop_pages(folder: Path) -> None:
-    """Let the system forget what it has of the files, so that they are read from the disk."""
+    """Drop the files from the page cache, so that they are read from the disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

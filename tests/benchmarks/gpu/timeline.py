@@ -1,4 +1,4 @@
-"""What the GPU and the host did in steps that a run's profiler has traced: `traces/*.json.gz` of its folder."""
+"""Activity of the GPU and the host in traced steps, read from a run's `traces/*.json.gz`."""
 
 import gzip
 import json
@@ -22,11 +22,11 @@ RANGE = "user_annotation"
 MAIN, OTHER = "the steps' thread", "another thread"
 STEP = re.compile(r"step (\d+)")
 WAIT = re.compile(r"cu(da)?(Stream|Event|Device|Ctx)Synchronize(_\w+)?|cu(da)?Memcpy(?!\w*Async)\w*")
-"""Calls after which the GPU has done what they name; a copy waits unless it is asynchronous."""
+"""Calls that wait for the GPU. A copy waits unless it is asynchronous."""
 
 
 class Operation(NamedTuple):
-    """What ran on the GPU; `issued` is when the host asked for it, None if the trace does not say."""
+    """An operation on the GPU. `issued` is the time of the host's launch, or None if the trace has no launch."""
 
     name: str
     start: float
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a thread of the host did."""
+    """A call on a host thread."""
 
     name: str
     category: str
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Steps by number, as the host went through them; what ran on the GPU; and what the host did. Milliseconds."""
+    """The host's steps by number, the GPU's operations and the host's calls. Times are in milliseconds."""
 
     steps: dict[int, Interval]
     operations: Sequence[Operation]
@@ -56,9 +56,9 @@ class Timeline:
     @cached_property
     def spans(self) -> dict[int, Interval]:
         """
-        The GPU's time by step, without holes: from the first kernel of one step to that of the next.
+        Return the GPU's time by step, without holes: from a step's first kernel to the next step's first kernel.
 
-        What the GPU waits for at the end of a step is thereby that step's. The last one ends with its last kernel.
+        Idle time at the end of a step thereby counts for this step. The last step ends with its last kernel.
         """
         first, end = dict[int, float](), 0.0
         for operation in self.operations:
@@ -71,34 +71,40 @@ class Timeline:
         return dict(zip(numbers, pairwise(bounds), strict=True))
 
     def step_at(self, time: float) -> int | None:
-        """The step that the host was in, or had just ended; None before the first."""
+        """Return the step that the host was in or had just ended, or None before the first step."""
         index = bisect_right(self._starts, time)
         return self._numbers[index - 1] if index else None
 
     def gaps(self, kernels_alone: bool = False) -> dict[int, list[Interval]]:
-        """When nothing ran on the GPU, on any stream, or no kernel: by step, within its span."""
-        busy = list(union((each.start, each.end) for each in self.operations if each.kernel or not kernels_alone))
-        starts, found = [start for start, _ in busy], dict[int, list[Interval]]()
+        """Return the intervals without operations, or without kernels, on all streams, by step."""
+        busy = list(
+            union(
+                (operation.start, operation.end)
+                for operation in self.operations
+                if operation.kernel or not kernels_alone
+            )
+        )
+        starts, gaps_by_step = [start for start, _ in busy], dict[int, list[Interval]]()
         for number, (begin, end) in self.spans.items():
             inner = busy[max(0, bisect_right(starts, begin) - 1) : bisect_left(starts, end)]
             edges = pairwise([(begin, begin), *inner, (end, end)])
-            between = [(max(one[1], begin), other[0]) for one, other in edges]
-            found[number] = [(start, until) for start, until in between if until > start]
-        return found
+            between = [(max(before[1], begin), after[0]) for before, after in edges]
+            gaps_by_step[number] = [(start, until) for start, until in between if until > start]
+        return gaps_by_step
 
     def waits(self) -> list[tuple[int, str, str, float]]:
-        """Calls that wait for the GPU, within steps: the step, the name, whose thread it was, and milliseconds."""
-        found: list[tuple[int, str, str, float]] = []
+        """Return the host's waits for the GPU within steps: step, call name, thread and milliseconds."""
+        calls: list[tuple[int, str, str, float]] = []
         for call in self.calls:
             if call.category in RUNTIME and WAIT.fullmatch(call.name):
                 step = self.step_at(call.start)
                 if step is not None and call.start < self.steps[step][1]:
-                    found.append((step, call.name, self.threads[call.thread], call.end - call.start))
-        return found
+                    calls.append((step, call.name, self.threads[call.thread], call.end - call.start))
+        return calls
 
     @cached_property
     def threads(self) -> dict[int, str]:
-        """What a thread does: the steps, the backward passes that autograd has threads of its own for, or another."""
+        """Return thread id -> role: the steps' thread, autograd's thread, or another one."""
         names: dict[int, str] = defaultdict(lambda: OTHER)
         for call in self.calls:
             if STEP.fullmatch(call.name):
@@ -108,33 +114,33 @@ class Timeline:
         return names
 
     def doing(self, gap: Interval) -> str:
-        """What the host did in most of some time: the ranges around it, and each thread's innermost call."""
+        """Describe the host's activity in a gap: the surrounding ranges, and every thread's innermost call."""
         by_thread: dict[int, list[Call]] = defaultdict(list)
         for call in self.calls:
             if _overlap((call.start, call.end), gap) > 0 and not call.name.startswith("ProfilerStep"):
                 by_thread[call.thread].append(call)
-        said: list[str] = []
+        descriptions: list[str] = []
         for thread, calls in sorted(by_thread.items(), key=lambda item: self.threads[item[0]] != MAIN):
             half = (gap[1] - gap[0]) / 2
             around = sorted(
                 (call for call in calls if _overlap((call.start, call.end), gap) >= half),
                 key=lambda call: (call.start, -call.end),
             )
-            names = [each.name for each in around if each.category == RANGE and not STEP.fullmatch(each.name)]
-            names += [each.name for each in around[-1:] if each.category != RANGE]
-            if short := sum(each.category != RANGE and each not in around for each in calls):
+            names = [call.name for call in around if call.category == RANGE and not STEP.fullmatch(call.name)]
+            names += [call.name for call in around[-1:] if call.category != RANGE]
+            if short := sum(call.category != RANGE and call not in around for call in calls):
                 names.append(f"{short} shorter ones")
             if names:
-                said.append("" if self.threads[thread] == MAIN else f"{self.threads[thread]}: ")
-                said[-1] += " > ".join(names)
-        return "; ".join(said[:3]) or "nothing that is traced"
+                descriptions.append("" if self.threads[thread] == MAIN else f"{self.threads[thread]}: ")
+                descriptions[-1] += " > ".join(names)
+        return "; ".join(descriptions[:3]) or "nothing that is traced"
 
     def after(self, gap: Interval) -> str:
-        """What ended a gap, and when the host had asked for it."""
-        index = bisect_left(self._by_start, (gap[1],))
-        if index == len(self._by_start):
+        """Describe the operation that ended a gap, and when the host issued it."""
+        index = bisect_left(self._operations_by_start, (gap[1],))
+        if index == len(self._operations_by_start):
             return "the end"
-        _, name, issued = self._by_start[index]
+        _, name, issued = self._operations_by_start[index]
         if issued is None:
             return name
         if issued < gap[0]:
@@ -142,8 +148,11 @@ class Timeline:
         return f"{name}, issued {issued - gap[0]:.2f} ms into it"
 
     @cached_property
-    def _by_start(self) -> list[tuple[float, str, float | None]]:
-        return sorted(((each.start, each.name[:60], each.issued) for each in self.operations), key=lambda each: each[0])
+    def _operations_by_start(self) -> list[tuple[float, str, float | None]]:
+        return sorted(
+            ((operation.start, operation.name[:60], operation.issued) for operation in self.operations),
+            key=lambda operation: operation[0],
+        )
 
     @cached_property
     def _numbers(self) -> list[int]:
@@ -155,37 +164,37 @@ class Timeline:
 
 
 def read(path: Path, on_gpu: Sequence[str] = ON_GPU) -> Timeline:
-    """A trace file. Of a run on a CPU, `on_gpu=("cpu_op",)` takes torch's operations for those of a GPU."""
+    """Read a trace file. `on_gpu=("cpu_op",)` treats torch's CPU operations as GPU operations."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        return parsed(json.load(file), on_gpu)
+        return parse(json.load(file), on_gpu)
 
 
-def parsed(trace: dict[str, Any], on_gpu: Sequence[str] = ON_GPU) -> Timeline:
-    """The same of what is in the file; events without a name, a time or a length are left out."""
+def parse(trace: dict[str, Any], on_gpu: Sequence[str] = ON_GPU) -> Timeline:
+    """Parse a trace. Events without a name, a time or a duration are ignored."""
     complete = [event for event in trace["traceEvents"] if event.get("ph") == "X" and {"name", "ts", "dur"} <= {*event}]
     base = min((event["ts"] for event in complete), default=0.0)
-    steps, calls, ran = dict[int, Interval](), list[Call](), list[tuple[dict[str, Any], Interval]]()
-    issued = dict[Any, float]()
+    steps, calls, events_on_gpu = dict[int, Interval](), list[Call](), list[tuple[dict[str, Any], Interval]]()
+    launch_times = dict[Any, float]()
     for event in complete:
         name, category, start = event["name"], event.get("cat", ""), (event["ts"] - base) / 1e3
         end = start + event["dur"] / 1e3
         if category in on_gpu:
-            ran.append((event, (start, end)))
+            events_on_gpu.append((event, (start, end)))
         if category in (RANGE, "cpu_op", *RUNTIME):
             calls.append(Call(name, category, event.get("tid", 0), start, end))
         if category in RUNTIME and (correlation := _correlation(event)) is not None:
-            issued[correlation] = start
+            launch_times[correlation] = start
         if category == RANGE and (number := STEP.fullmatch(name)):
             steps[int(number[1])] = start, end
     operations = [
-        Operation(event["name"], *span, _issued(event, span, issued), event.get("cat") not in COPIES)
-        for event, span in ran
+        Operation(event["name"], *span, _issue_time(event, span, launch_times), event.get("cat") not in COPIES)
+        for event, span in events_on_gpu
     ]
     return Timeline(steps, operations, calls)
 
 
 def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """The same time, in intervals that don't overlap."""
+    """Yield the union of intervals as disjoint intervals."""
     current: Interval | None = None
     for start, end in sorted(intervals):
         if current and start <= current[1]:
@@ -198,7 +207,7 @@ def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
         yield current
 
 
-def _issued(event: dict[str, Any], span: Interval, issued: dict[Any, float]) -> float | None:
+def _issue_time(event: dict[str, Any], span: Interval, issued: dict[Any, float]) -> float | None:
     return span[0] if event.get("cat") not in ON_GPU else issued.get(_correlation(event))
 
 
@@ -206,5 +215,5 @@ def _correlation(event: dict[str, Any]) -> Any:
     return event.get("args", {}).get("correlation")
 
 
-def _overlap(one: Interval, other: Interval) -> float:
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+def _overlap(first: Interval, second: Interval) -> float:
+    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))

@@ -1,5 +1,5 @@
 """
-torchtitan beside drawloom on one GPU, in one run: `make bench-titan-gpu`.
+torchtitan compared with drawloom on one GPU, in one run: `make bench-titan-gpu`.
 
 torchtitan's part is its Qwen3 model, its compilation per block, its loss, clipping and fused AdamW; drawloom's part is
 the step of a run, as `meshes.py` takes it. Both have bfloat16 weights and the same shapes. torchtitan's Trainer needs a
@@ -28,7 +28,7 @@ INSTALL = "pip install --no-deps torchtitan==0.2.2, for float8 also torchao"
 
 
 def main() -> None:
-    """Start one process, which prints a line for each model and contender."""
+    """Start one process, which prints a line per model and contender."""
     if "RANK" in os.environ:
         return _worker()
     starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
@@ -77,7 +77,7 @@ def _worker() -> None:
 
 
 def is_installed(float8: bool = False) -> bool:
-    """Return whether the packages of the step are here."""
+    """Return whether the step's packages are installed."""
     return TITAN is not None and (not float8 or find_spec("torchao") is not None)
 
 
@@ -85,7 +85,7 @@ def make_step(config: dict[str, Any], tokens: Tensor, targets: Tensor, float8: b
     """
     Return one training step: forward, backward, clipping to norm 1 and AdamW, with bfloat16 weights.
 
-    `config` has the keys of Hugging Face's `config.json` of a dense Qwen3; `tokens` and `targets` have shape (rows,
+    `config` has the keys of a dense Qwen3's `config.json` from Hugging Face; `tokens` and `targets` have shape (rows,
     length), int64.
     """
     _skip_data_packages()
@@ -109,7 +109,7 @@ def make_step(config: dict[str, Any], tokens: Tensor, targets: Tensor, float8: b
 
 
 class AbsentModule(ModuleType):
-    """A stand-in for a package of data loading: each attribute is an empty class."""
+    """A replacement for a data loading package: every attribute is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -1,16 +1,15 @@
 """
-One training step of whole models, beside Hugging Face transformers, in one run: `make bench-train-gpu`.
+One training step of whole models, compared with Hugging Face transformers, in one run: `make bench-train-gpu`.
 
-Every contender gets the same tokens, the same random weights' shapes in bfloat16, and an AdamW step. Tokens a second
-are the median of several steps, which follow each other as in a run: the host issues one while the GPU computes the one
-before. MFU is
+Every contender gets the same tokens, the same weight shapes in bfloat16, and an AdamW step. Tokens per second are from
+the median of consecutive steps: the host issues a step while the GPU computes the step before. MFU is
 
     tokens/s * FLOPs of a token / rate
 
-with the FLOPs that `metrics.utilization` counts (`components/ports/flops.py`): 3 * (2 * P + 2 * layers * heads *
-head_dim * (length + 1)), where P are the parameters that a token is multiplied with (of experts, those it visits; of
-the embedding, the head alone), the second term is causal attention, and 3 counts forward once and backward twice.
-`rate` is what a bfloat16 product of 8192 x 8192 reaches here. Nothing is recomputed.
+with the FLOPs from `metrics.utilization` (`components/ports/flops.py`): 3 * (2 * P + 2 * layers * heads *
+head_dim * (length + 1)). P counts the parameters that multiply a token (visited experts and the head, but not the
+embedding), the second term is causal attention, and the factor 3 counts forward once and backward twice. `rate` is the
+measured speed of a bfloat16 product of 8192 x 8192. Nothing is recomputed.
 """
 
 import gc
@@ -66,7 +65,7 @@ SPARSE: dict[str, Any] = DENSE | {
     "moe_intermediate_size": 384,
     "norm_topk_prob": True,
 }
-"""A billion parameters, of which a token visits a quarter."""
+"""A billion parameters; a token visits a quarter."""
 
 SMALL = {
     "hidden_size": 32,
@@ -86,7 +85,7 @@ OURS = {"qwen3": ("dense", "Qwen3Dense"), "qwen3_moe": ("moe", "Qwen3Moe")}
 
 
 def main() -> None:
-    """Print a line for each contender of each model."""
+    """Print a line per model and contender."""
     if DEVICE.type != "cuda" and not TINY:
         sys.exit("there is no GPU here; --tiny tries the benchmark in Triton's interpreter")
     rate = clock.matmul_rate(64 if TINY else 8192)
@@ -101,8 +100,8 @@ def main() -> None:
             if wanted and not any(word in f"{name}, {contender}" for word in wanted):
                 continue
             try:
-                line = _measured(make(config, *_tokens(config, rows, length)), rows * length, config, length, rate)
-            except Exception as failure:  # one that does not run here is said so, and the others go on
+                line = _measure(make(config, *_tokens(config, rows, length)), rows * length, config, length, rate)
+            except Exception as failure:  # the failure is reported, and the next contender runs
                 line = f"  {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:100]
             print(f"  {contender:<46}{line}", flush=True)
             gc.collect()
@@ -110,16 +109,16 @@ def main() -> None:
 
 
 def contenders(config: dict[str, Any]) -> Iterator[tuple[str, Callable[[dict[str, Any], Tensor, Tensor], Step]]]:
-    """Names, and what makes a step of each; who is not here is said so."""
-    yield "drawloom", _ours
-    yield "drawloom, compiled", partial(_ours, compiled=True)
-    yield "drawloom, stochastic rounding", partial(_ours, rounded=True)
-    yield "transformers", _theirs
-    yield "transformers, compiled", partial(_theirs, compiled=True)
+    """Yield the installed contenders: a name, and a function that returns a training step."""
+    yield "drawloom", _make_our_step
+    yield "drawloom, compiled", partial(_make_our_step, compiled=True)
+    yield "drawloom, stochastic rounding", partial(_make_our_step, rounded=True)
+    yield "transformers", _make_transformers_step
+    yield "transformers, compiled", partial(_make_transformers_step, compiled=True)
     if find_spec("liger_kernel") is None:
-        print("  liger_kernel is absent, and left out: pip install liger-kernel==0.8.5")
+        print("  liger_kernel is not installed and is skipped: pip install liger-kernel==0.8.5")
     else:
-        yield "transformers, Liger", partial(_theirs, liger=True)
+        yield "transformers, Liger", partial(_make_transformers_step, liger=True)
 
 
 def _tokens(config: dict[str, Any], rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -128,7 +127,7 @@ def _tokens(config: dict[str, Any], rows: int, length: int) -> tuple[Tensor, Ten
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
-def _ours(
+def _make_our_step(
     config: dict[str, Any], tokens: Tensor, targets: Tensor, compiled: bool = False, rounded: bool = False
 ) -> Step:
     kind: Any = DEVICE.type
@@ -144,46 +143,46 @@ def _ours(
     positions = torch.arange(length, device=DEVICE).expand(rows, length)
     weights = torch.ones(targets.shape, device=DEVICE)
     shared = TokenContext(positions, torch.zeros_like(positions), weights, whole_rows=True)
-    called: Any = torch.compile(model) if compiled else model
+    compiled_model: Any = torch.compile(model) if compiled else model
 
     def losses(hidden: Tensor, head: Head) -> Tensor:
         return head.token_losses(hidden, targets, shared.weights)[0]
 
-    return _step(model, lambda: called(tokens, shared, losses).sum() / targets.numel(), rounded)
+    return _step(model, lambda: compiled_model(tokens, shared, losses).sum() / targets.numel(), rounded)
 
 
-def _theirs(
+def _make_transformers_step(
     config: dict[str, Any], tokens: Tensor, targets: Tensor, compiled: bool = False, liger: bool = False
 ) -> Step:
-    made = transformers.AutoConfig.for_model(**config)
+    model_config = transformers.AutoConfig.for_model(**config)
     with DEVICE:
         kinds: Any = transformers.AutoModelForCausalLM
-        model: Any = kinds.from_config(made, attn_implementation="sdpa").bfloat16()
+        model: Any = kinds.from_config(model_config, attn_implementation="sdpa").bfloat16()
     if liger:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
-    called: Any = torch.compile(model) if compiled else model
+    compiled_model: Any = torch.compile(model) if compiled else model
 
     def loss() -> Tensor:
         if liger:
-            return called(tokens, labels=tokens).loss  # type: ignore[no-any-return]
-        return F.cross_entropy(called(tokens).logits.float().flatten(0, 1), targets.flatten())
+            return compiled_model(tokens, labels=tokens).loss  # type: ignore[no-any-return]
+        return F.cross_entropy(compiled_model(tokens).logits.float().flatten(0, 1), targets.flatten())
 
     return _step(model, loss, False)
 
 
 def _blueprint(config: dict[str, Any], kernels: AutoKernels | None) -> Any:
-    """drawloom's model of a config; without kernels it can be built, and not be run."""
+    """Return drawloom's model for a config. Without kernels the model can be built, but not run."""
     module, name = OURS[config["model_type"]]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_whole_config(config)), "utf-8")
-        made = getattr(import_module(f"drawloom.components.model.qwen3.{module}"), name)(kernels=kernels, config=path)
-        _ = made.architecture  # read while the file is there
-    return made
+        model = getattr(import_module(f"drawloom.components.model.qwen3.{module}"), name)(kernels=kernels, config=path)
+        _ = model.architecture  # read while the file is there
+    return model
 
 
 def _whole_config(config: dict[str, Any]) -> dict[str, Any]:
-    """As `config.json` has it."""
+    """Return all keys of the model's `config.json`."""
     whole: dict[str, Any] = transformers.AutoConfig.for_model(**config).to_dict()
     return whole
 
@@ -196,7 +195,7 @@ def _fill(model: nn.Module) -> None:
 def _step(model: nn.Module, loss: Callable[[], Tensor], rounded: bool) -> Step:
     parameters = list(model.parameters())
     if rounded:
-        apply = _rounded(parameters)
+        apply = _stochastic_adamw(parameters)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         apply = optimizer.step
@@ -210,7 +209,7 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], rounded: bool) -> Step:
     return step
 
 
-def _rounded(parameters: list[nn.Parameter]) -> Callable[[], None]:
+def _stochastic_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
     module = "triton.adamw.AdamwTriton" if DEVICE.type == "cuda" else "adamw.AdamwEager"
     path, _, name = f"drawloom.kernels.{module}".rpartition(".")
     weights = [parameter.detach() for parameter in parameters]
@@ -227,14 +226,14 @@ def _rounded(parameters: list[nn.Parameter]) -> Callable[[], None]:
     return apply
 
 
-def _measured(step: Step, tokens: int, config: dict[str, Any], length: int, rate: float) -> str:
+def _measure(step: Step, tokens: int, config: dict[str, Any], length: int, rate: float) -> str:
     cost = clock.step_cost(step, DEVICE)
-    a_second = tokens / cost.seconds
-    return f"{a_second:>14,.0f}{a_second * _operations(config, length) / rate:>10.1%}{cost.allocated:>10.1f}"
+    speed = tokens / cost.seconds
+    return f"{speed:>14,.0f}{speed * _flops_per_token(config, length) / rate:>10.1%}{cost.allocated:>10.1f}"
 
 
-def _operations(config: dict[str, Any], length: int) -> float:
-    """Of the matrix units, for each token of a step: see the top."""
+def _flops_per_token(config: dict[str, Any], length: int) -> float:
+    """Return the matrix FLOPs per token of a step, by the module's formula."""
     flops = _blueprint(config, None).forward_flops()
     return float(flops.of_training(1, {None: (length + 1) / 2}))
 
