@@ -1,11 +1,11 @@
 """
-What small runs compute, to the last bit: `python tests/house/baseline.py FILE`, and later `--compare FILE`.
+Bitwise results of small runs: `python tests/house/baseline.py FILE`, and later `--compare FILE`.
 
-A change that is meant to keep every number (a rename, a move) is made between the two. Every optimizer trains a dense
-model and one with experts, on one rank and on two; two ranks make a pipeline; runs are resumed. Recorded are losses and
-gradient norms, the tensors of the export by their Hugging Face names, and the tensors of the last checkpoint without
-their names, so that state may be renamed. `--weights FOLDER` starts every run from exports that an earlier call with
-`--save-weights FOLDER` made, which compares runs whose initial weights differ.
+Record before a change that must keep every number (a rename, a move), and compare afterwards. Every optimizer trains a
+dense model and one with experts, on one rank and on two; two ranks make a pipeline; runs are resumed. The file records
+losses and gradient norms, exported tensors by their Hugging Face names, and the tensors of the last checkpoint without
+names, so that state may be renamed. If initial weights differ, `--save-weights FOLDER` exports them, and a later
+`--weights FOLDER` starts every run from these exports.
 """
 
 import argparse
@@ -61,7 +61,7 @@ COMMON = ["evaluate.every=3", "checkpoint.every=3", "checkpoint.keep=9"]
 
 @attrs.frozen
 class Case:
-    """A run: its model and optimizer, its ranks, and what else is written on its command line."""
+    """A run: model, optimizer, ranks, and further words of its command line."""
 
     model: str
     optimizer: str
@@ -72,17 +72,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as `dense-adamw-2-plain`."""
+        """Return a name such as `dense-adamw-2-plain`."""
         return f"{self.model}-{self.optimizer}-{self.ranks}-{self.kind}"
 
     @property
     def shape(self) -> str:
-        """What tells its weights from those of other cases."""
+        """Return the key of the case's initial weights."""
         return f"{self.model}-{self.layers}"
 
 
 def cases() -> Iterator[Case]:
-    """All runs of the baseline."""
+    """Yield all runs of the baseline."""
     for model in MODELS:
         for optimizer in OPTIMIZERS:
             yield Case(model, optimizer)
@@ -94,7 +94,7 @@ def cases() -> Iterator[Case]:
 
 
 def record(case: Case, folder: Path, weights: Path | None) -> dict[str, Any]:
-    """Run a case, and say what it computed."""
+    """Run a case, and return its numbers and digests."""
     run = folder / "runs" / case.name
     words = ["run", f"{case.model}.toml", f"run.name={case.name}", f"trainer.steps={STEPS}"]
     words += [*OPTIMIZERS[case.optimizer], *COMMON, *case.words]
@@ -114,72 +114,76 @@ def record(case: Case, folder: Path, weights: Path | None) -> dict[str, Any]:
 
 
 def numbers(run: Path) -> list[dict[str, str]]:
-    """Losses and norms of every step, to the last digit, under names that do not change with the metrics'."""
+    """Return every step's losses and norms to the last digit, under names that outlive renamed metrics."""
     labels = {"loss": "loss", "grad_norm": "norm", "validation_loss": "evaluated", "lr": "rate"}
     return [{label: repr(row[key]) for key, label in labels.items() if key in row} for row in rows(run)]
 
 
 def export(folder: Path) -> dict[str, str]:
-    """Digests of exported tensors by their Hugging Face names."""
+    """Return digests of exported tensors by their Hugging Face names."""
     return {name: digest(tensor) for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def state(checkpoint: Path) -> list[str]:
-    """Digests of the tensors of a checkpoint, sorted, whatever they are called there."""
+    """Return sorted digests of a checkpoint's tensors, without names."""
     return sorted(digest(tensor) for path in checkpoint.glob("*.safetensors") for tensor in load_file(path).values())
 
 
 def digest(tensor: Tensor) -> str:
-    """The sha256 of dtype, shape and bytes."""
+    """Return the sha256 of dtype, shape and bytes."""
     head = f"{tensor.dtype} {[*tensor.shape]} ".encode()
     return hashlib.sha256(head + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Every place in which two baselines differ."""
+    """Yield every difference between two baselines."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
-            place = f"{where}/{key}"
+            key_path = f"{where}/{key}"
             if key not in before or key not in now:
-                yield f"{place}: {'missing now' if key in before else 'new'}"
+                yield f"{key_path}: {'missing now' if key in before else 'new'}"
             else:
-                yield from differences(before[key], now[key], place)
+                yield from differences(before[key], now[key], key_path)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for index, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from differences(one, other, f"{where}/{index}")
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from differences(old, new, f"{where}/{index}")
     elif before != now:
         yield f"{where}: {before} before, {now} now"
 
 
 def main() -> int:
-    """Record or compare; 1 if anything differs."""
+    """Record or compare, and return 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, nargs="?", help="where to write what was computed")
+    parser.add_argument("file", type=Path, nargs="?", help="the file to write")
     parser.add_argument("--compare", type=Path, help="an earlier file to compare with")
     parser.add_argument("--weights", type=Path, help="exports to start from")
-    parser.add_argument("--save-weights", type=Path, help="where to put exports to start from")
+    parser.add_argument("--save-weights", type=Path, help="the folder for exports to start from")
     parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     arguments = parser.parse_args()
-    weights, kept = (path and path.resolve() for path in (arguments.weights, arguments.save_weights))
-    found = {}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    weights, weights_folder = (path and path.resolve() for path in (arguments.weights, arguments.save_weights))
+    records = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_corpus(folder)
         for name, text in MODELS.items():
             (folder / f"{name}.toml").write_text(text, "utf-8")
         for case in cases():
             if arguments.only in case.name:
-                found[case.name] = record(case, folder, weights)
-                if kept is not None and case.optimizer == "adamw" and not (kept / case.shape).exists():
-                    shutil.copytree(folder / "runs" / case.name / "export", kept / case.shape)
+                records[case.name] = record(case, folder, weights)
+                if (
+                    weights_folder is not None
+                    and case.optimizer == "adamw"
+                    and not (weights_folder / case.shape).exists()
+                ):
+                    shutil.copytree(folder / "runs" / case.name / "export", weights_folder / case.shape)
     if arguments.file is not None:
-        arguments.file.write_text(json.dumps(found, indent=1), "utf-8")
+        arguments.file.write_text(json.dumps(records, indent=1), "utf-8")
     if arguments.compare is None:
         return 0
     before = json.loads(arguments.compare.read_text("utf-8"))
-    wrong = list(differences({name: case for name, case in before.items() if arguments.only in name}, found))
-    print("\n".join(wrong) or f"{len(found)} runs: all numbers, exports and states are those of {arguments.compare}")
-    return bool(wrong)
+    differing = list(differences({name: case for name, case in before.items() if arguments.only in name}, records))
+    print("\n".join(differing) or f"{len(records)} runs: all numbers, exports and states equal {arguments.compare}")
+    return bool(differing)
 
 
 if __name__ == "__main__":

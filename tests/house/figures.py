@@ -1,11 +1,11 @@
 """
-Figures of the source, `make figures`: how long functions and files are, how much of them is said in words, and what is
-hard to follow. `python tests/house/figures.py --sites` prints where. `make figures ONLY=prose` lists the worst
+Figures of the source, `make figures`: lengths of functions and files, shares of comments and docstrings, and code that
+is hard to follow. `python tests/house/figures.py --sites` prints where. `make figures ONLY=prose` lists the worst
 sentences and names per file, `ONLY="prose components/loss"` in a folder.
 
 "Code lines" are neither blank nor comments nor docstrings. "Files per 1000 lines" leaves out __init__.py and files that
-hold a component, whose name is its path. Docstrings count for public classes and functions; shapes are looked for in
-those of functions that take or give a Tensor.
+hold a component, whose name is its path. Docstrings count for public classes and functions; shapes count for functions
+that accept or return a Tensor.
 """
 
 import ast
@@ -28,13 +28,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main() -> None:
-    """Print a line for each folder, and one for all; with `prose`, the worst sentences per file."""
+    """Print a line per folder and one for all, or with `prose` the worst sentences per file."""
     if sys.argv[1:2] == ["prose"]:
         return _print_worst_sentences(sys.argv[2:] or prose.ROOMS)
     print(f"{'':<12}" + "".join(f"{head:>22}" for head in HEADS))
     for folders in (*((name,) for name in FOLDERS), FOLDERS):
         files = [path for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
-        print(f"{'all' if len(folders) > 1 else folders[0]:<12}" + "".join(f"{cell:>22}" for cell in measured(files)))
+        print(f"{'all' if len(folders) > 1 else folders[0]:<12}" + "".join(f"{cell:>22}" for cell in measure(files)))
     paths = [path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.py"))]
     texts = {module_name(path): path.read_text("utf-8") for path in paths}
     print(f"{'import circles':<22}{count_circles(texts):>6}")
@@ -72,8 +72,8 @@ HEADS = (
 )
 
 
-def measured(files: list[Path]) -> list[str]:
-    """The cells of a line."""
+def measure(files: list[Path]) -> list[str]:
+    """Return the cells of a line."""
     texts = {path: path.read_text("utf-8") for path in files}
     trees = {path: ast.parse(text) for path, text in texts.items()}
     own = [path for path in files if path.name != "__init__.py" and "@component" not in texts[path]]
@@ -97,7 +97,7 @@ def measured(files: list[Path]) -> list[str]:
 
 
 def _public(tree: ast.Module) -> Iterator[Function | ast.ClassDef]:
-    """Public functions, classes and methods."""
+    """Yield public functions, classes and methods."""
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
             yield node
@@ -119,8 +119,8 @@ def _is_for_tools(comment: str) -> bool:
     return comment.startswith(("# type:", "# noqa"))
 
 
-def _share(found: list[bool]) -> float:
-    return sum(found) / max(1, len(found))
+def _share(flags: list[bool]) -> float:
+    return sum(flags) / max(1, len(flags))
 
 
 if __name__ == "__main__":

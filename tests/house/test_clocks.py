@@ -1,4 +1,4 @@
-"""Which clocks are read: one that somebody sets is good for people alone."""
+"""The wall clock, which people can set, only informs people."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ ALLOWED = {
 
 
 def test_nothing_is_decided_by_a_clock_that_can_jump() -> None:
-    """Limits are measured by the monotonic clock, and checkpoints ordered by their steps."""
+    """Only the listed files read the wall clock; limits use the monotonic clock, and steps order checkpoints."""
     sources = [path for floor in ("components", "graph", "kernels") for path in (ROOT / floor).rglob("*.py")]
     reading = {str(path.relative_to(ROOT)) for path in sources if any(word in path.read_text("utf-8") for word in WALL)}
     assert reading == ALLOWED

@@ -1,4 +1,4 @@
-"""What documents say of tests is true as far as it can be seen: the tests are there."""
+"""Tests that documents name exist."""
 
 import ast
 import re
@@ -12,20 +12,20 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def _tests(path: Path) -> set[str]:
-    """The functions of a test file that pytest runs, those in an `if` too."""
+    """Return the names of a test file's functions, including functions within an `if`."""
     return {node.name for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_tests_that_a_document_names_exist(document: str) -> None:
-    """By file and function."""
+    """Every file and every test function that a document names exists."""
     for file, function in NAMED.findall((ROOT / "docs" / document).read_text("utf-8")):
         assert (ROOT / file).is_file(), file
         assert not function or (function.startswith("test_") and function in _tests(ROOT / file)), f"{file}::{function}"
 
 
-def test_every_fault_is_told_once() -> None:
-    """From F01 on without a gap, each with a test."""
+def test_faults_are_numbered_without_gaps() -> None:
+    """Faults are numbered from F01 without gaps, and every row names a test."""
     rows = [line.split("|") for line in (ROOT / "docs/faults.md").read_text("utf-8").splitlines() if "| F" in line[:4]]
     assert sorted(row[1].strip() for row in rows) == [f"F{number:02}" for number in range(1, len(rows) + 1)]
     assert all(NAMED.search(row[4]) for row in rows)

@@ -1,5 +1,5 @@
 """
-Who may import whom.
+Allowed imports between folders.
 
 Read FLOORS from the ground up: a folder may import itself, the folders named beside it, and those third parties; the
 standard library is free to all. No subject imports another: they meet in `ports`, and the recipe introduces them.
@@ -108,7 +108,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "components.run": (BELOW, {"attrs", "numpy", "torch"}),
     "components.listeners": (BELOW, {"attrs", "torch", "rich"}),
-    # Commands are no components: each puts the work of several subjects at a person's disposal.
+    # Commands are not components; they combine several subjects for a user.
     "components.commands": (
         BELOW
         | {
@@ -124,37 +124,37 @@ SOURCES = sorted(path for floor in ("graph", "kernels", "components") for path i
 
 
 def home(path: Path) -> str:
-    """The floor or subject that a file belongs to."""
+    """Return the floor or subject of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     room = ".".join(parts[:2])
     return room if room in FLOORS or (parts[0] == "components" and len(parts) > 2) else parts[0]
 
 
-def imported(path: Path) -> set[str]:
-    """Every module and member that a file imports, at its top or inside a function."""
+def find_imports(path: Path) -> set[str]:
+    """Return every module and member that a file imports, at its top or inside a function."""
     nodes = list(ast.walk(ast.parse(path.read_bytes())))
     froms = [f"{node.module}.{name.name}" for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names]
     return set(froms) | {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
 
 
-def allowed(module: str, here: str) -> bool:
-    """Whether a floor or subject may import a module."""
-    ours, theirs = FLOORS.get(here, SUBJECT)
+def is_allowed(module: str, here: str) -> bool:
+    """Return whether a floor or subject may import a module."""
+    own_floors, libraries = FLOORS.get(here, SUBJECT)
     top, _, rest = module.partition(".")
     if top == NAME:
-        return any(f"{rest}.".startswith(f"{floor}.") for floor in ours | {here})
-    return top in theirs | sys.stdlib_module_names
+        return any(f"{rest}.".startswith(f"{floor}.") for floor in own_floors | {here})
+    return top in libraries | sys.stdlib_module_names
 
 
-def test_imports_only_from_below() -> None:
-    """A file imports its own subject, what lies below it, and the third parties of its floor."""
-    wrong = [
+def test_files_import_only_from_below() -> None:
+    """A file imports its own subject, the folders below, and the third parties of its floor."""
+    problems = [
         f"{path.relative_to(ROOT)}: {home(path)} may not import {module}"
         for path in SOURCES
-        for module in sorted(imported(path))
-        if not allowed(module, home(path))
+        for module in sorted(find_imports(path))
+        if not is_allowed(module, home(path))
     ]
-    assert not wrong, "\n".join(wrong)
+    assert not problems, "\n".join(problems)
 
 
 def test_annotations_can_be_read_at_run_time() -> None:

@@ -1,4 +1,4 @@
-"""Who looks for something by the word of the field finds its file and its page at the first try."""
+"""A search for a word of the field finds the right file and the right page."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for name in ("graph", "components", "kernels") for path in (ROOT / name).rglob("*.py")]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 MAX_FILES = 8
-"""How many files a reader looks through, in the order of how often the word occurs."""
+"""Number of files a reader opens, in order of how often they use the word."""
 MAX_PAGES = 4
-"""How many pages a reader looks through."""
+"""Number of pages a reader opens."""
 
 # A newcomer's question: the word of the field, the file that answers, and the page that answers.
 QUESTIONS = {
@@ -55,15 +55,15 @@ QUESTIONS = {
 
 
 def texts(paths: list[Path], folder: str) -> dict[str, str]:
-    """Return the words of files, in lower case with single spaces, by path below a folder."""
+    """Return path -> lower-case text with single spaces. Paths have no `folder` prefix."""
     return {
         str(path.relative_to(ROOT)).removeprefix(folder): " ".join(path.read_text("utf-8").lower().split())
         for path in paths
     }
 
 
-def ranked(files: dict[str, str], word: str) -> list[str]:
-    """Return the files that contain a word or have it in their name: names first, then by the number of uses."""
+def rank_files(files: dict[str, str], word: str) -> list[str]:
+    """Return the files with a word in their name or text: names first, then by number of uses."""
     pattern = re.compile(r"(?<![a-z])" + re.escape(word))
     uses = {path: len(pattern.findall(text)) for path, text in files.items()}
     uses |= {path: count + 1000 for path, count in uses.items() if re.sub(r"[ -]", "_", word) in path}
@@ -75,9 +75,9 @@ DOCUMENTS = texts(PAGES, "docs/")
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_the_word_of_the_field_leads_to_file_and_page(question: str) -> None:
-    """File and page are among the few in whose name the word stands, or which use it most often."""
+def test_word_of_the_field_leads_to_file_and_page(question: str) -> None:
+    """The right file and page are among the first few by name or by number of uses."""
     word, file, page = QUESTIONS[question]
-    files, pages = ranked(FILES, word)[:MAX_FILES], ranked(DOCUMENTS, word)[:MAX_PAGES]
+    files, pages = rank_files(FILES, word)[:MAX_FILES], rank_files(DOCUMENTS, word)[:MAX_PAGES]
     assert file in files, files
     assert page in pages, pages

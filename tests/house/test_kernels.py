@@ -1,7 +1,7 @@
 """
-Triton's kernels as the compiler for GPUs sees them, on any machine.
+Triton kernels compiled for GPUs on any machine.
 
-The interpreter, in which they are tested, is lenient about types; and it compiles nothing, so it can't tell how often a
+The interpreter, which runs the other tests, is lenient about types and compiles nothing, so it cannot tell how often a
 GPU would have to wait for the compiler.
 """
 
@@ -13,23 +13,23 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-MOST = 5
-"""Varieties: sizes of 1, sizes that 16 divides, and the smallest ones, which take smaller tiles."""
+MAX_VARIANTS = 5
+"""Most compiled variants: for sizes of 1, multiples of 16, and small sizes with smaller tiles."""
 
 
-def found(what: str) -> Any:
-    """What a process finds out that has Triton's compiler, and not its interpreter."""
+def compile_report(report: str) -> Any:
+    """Compile in a process without Triton's interpreter, and return the report."""
     program = str(ROOT / "tests" / "support" / "ahead_of_time.py")
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    return json.loads(subprocess.check_output([sys.executable, program, what], env=environment))
+    return json.loads(subprocess.check_output([sys.executable, program, report], env=environment))
 
 
-def test_types_of_all_kernels_are_right() -> None:
-    """Every kernel, in every direction and for the dtypes of models, gets past the compiler's front."""
-    assert found("failures") == {}
+def test_all_kernels_pass_type_checks() -> None:
+    """Every kernel, forward and backward and for all model dtypes, passes the compiler's front end."""
+    assert compile_report("failures") == {}
 
 
-def test_sizes_do_not_bring_new_kernels() -> None:
-    """A hundred random sizes take a few compiled kernels and no more: training does not stop to compile."""
-    varieties = found("varieties")
-    assert varieties and all(0 < count <= MOST for count in varieties.values()), varieties
+def test_random_sizes_need_few_compiled_kernels() -> None:
+    """A hundred random sizes need at most MAX_VARIANTS compiled kernels, so that training does not stop to compile."""
+    varieties = compile_report("varieties")
+    assert varieties and all(0 < count <= MAX_VARIANTS for count in varieties.values()), varieties

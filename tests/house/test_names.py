@@ -1,4 +1,4 @@
-"""The name of a component is its path, and a file is found where one would look for it."""
+"""A component's name is its path, and tests mirror the source tree."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ CATALOGUE = Registry.of("drawloom.components")
 
 
 def test_every_file_with_a_component_holds_exactly_one() -> None:
-    """A component can be named by its file's path, and says in one line what it is, and of each setting."""
+    """Every component is named by its file's path, and has a one-line docstring and documented settings."""
     for name in CATALOGUE.names():
         spec = CATALOGUE.find(name)
         assert not isinstance(spec, Problem), spec
@@ -19,7 +19,7 @@ def test_every_file_with_a_component_holds_exactly_one() -> None:
 
 
 def test_every_folder_is_a_package() -> None:
-    """A folder without __init__.py would be missing from the wheel."""
+    """Every source folder has __init__.py; otherwise the wheel would miss it."""
     folders = [path for floor in ("graph", "components", "kernels") for path in (ROOT / floor).rglob("*")]
     bare = [p for p in folders if p.is_dir() and p.name != "__pycache__" and not (p / "__init__.py").exists()]
     assert not bare
@@ -30,11 +30,11 @@ def test_tests_mirror_the_source_tree() -> None:
     tests = [
         path for floor in ("graph", "components", "kernels") for path in (ROOT / "tests" / floor).rglob("test_*.py")
     ]
-    places = [path.relative_to(ROOT / "tests") for path in tests]
-    assert not [place for place in places if not _tested(place)]
+    paths = [path.relative_to(ROOT / "tests") for path in tests]
+    assert not [path for path in paths if not _has_source(path)]
 
 
-def _tested(place: Path) -> bool:
-    words = place.stem.removeprefix("test_").split("_")
+def _has_source(test_path: Path) -> bool:
+    words = test_path.stem.removeprefix("test_").split("_")
     stems = ["_".join(words[:length]) for length in range(1, len(words) + 1)]
-    return any((ROOT / place.with_name(f"{stem}.py")).exists() for stem in stems)
+    return any((ROOT / test_path.with_name(f"{stem}.py")).exists() for stem in stems)

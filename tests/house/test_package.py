@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"graph", "components", "kernels", "recipes"}
 
 
-def test_src_holds_the_public_modules_and_a_link_to_each_folder() -> None:
-    """The import package consists of links to the folders that people see, and of what is public."""
+def test_src_contains_public_modules_and_folder_links() -> None:
+    """The import package contains the public modules and links to the four folders, and nothing else."""
     package = ROOT / "src" / "drawloom"
     links = {path.name: path.readlink() for path in package.iterdir() if path.is_symlink()}
     files = {path.name for path in package.iterdir() if not path.is_symlink() and path.name != "__pycache__"}
@@ -23,14 +23,14 @@ def test_src_holds_the_public_modules_and_a_link_to_each_folder() -> None:
 
 
 def test_graph_needs_no_torch() -> None:
-    """Importing the graph layer, or recipes for Python, leaves torch out."""
+    """Importing the graph layer or drawloom.Recipe does not import torch."""
     code = "import sys, drawloom.graph, drawloom.graph.cli.main, drawloom.testing; drawloom.Recipe;"
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
 
 
 def test_constraints_pin_every_direct_dependency() -> None:
-    """`make` installs the same releases everywhere, and pip has nothing to choose."""
+    """constraints.txt pins every dependency in pyproject.toml, so that `make` installs the same releases everywhere."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     wanted = {re.split(r"[<>=;\[ ]", words)[0].lower() for group in groups for words in group}
@@ -40,7 +40,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 
 def test_every_public_name_is_found_at_its_first_use() -> None:
-    """`import drawloom` itself imports nothing, and each name in `__all__` is there with a docstring."""
+    """`import drawloom` imports no submodule, and every name in `__all__` exists with a docstring."""
     code = "import sys, drawloom; assert 'drawloom.graph' not in sys.modules;"
     code += "assert all(getattr(drawloom, name).__doc__ for name in drawloom.__all__);"
     code += "assert set(drawloom.__all__) == set(dir(drawloom)); hasattr(drawloom, 'Graph') and sys.exit(1)"
@@ -48,7 +48,7 @@ def test_every_public_name_is_found_at_its_first_use() -> None:
 
 
 def test_every_port_is_public() -> None:
-    """`drawloom.ports` has every public name of `components/ports`, of a step's state and of options, but no others."""
+    """`drawloom.ports` exports the public names of components/ports, step state and attention options alone."""
     names = []
     state = [ROOT / "components" / "state" / name for name in ("batch.py", "specs.py", "step_state.py")]
     options = ROOT / "kernels" / "attention_options.py"

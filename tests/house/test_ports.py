@@ -1,4 +1,4 @@
-"""Ports declare every attribute read from a component; nobody reads a name known only to the reader."""
+"""Ports declare every attribute that is read from a component by name."""
 
 import ast
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from drawloom.graph.testing.misspellings import capabilities
 from drawloom.graph.types.port_match import find_members
 from house.test_floors import ROOT, SOURCES
 
-OF_OTHERS = {
+LIBRARY_ATTRIBUTES = {
     ("components/parallel/data_shard.py", "set_reduce_scatter_unused_params"): "a method of later releases of torch",
     ("components/ports/slices.py", "placements"): "DTensor, whose import takes a second",
 }
-"""Attributes of objects of libraries, by the file that reads them, each with a reason."""
+"""File and attribute of a library's object -> reason for the exception."""
 
 LIFECYCLE = {
     name for cls in vars(lifecycle).values() if isinstance(cls, type) and hasattr(cls, "_is_protocol")
@@ -21,7 +21,7 @@ LIFECYCLE = {
 
 
 def find_undeclared(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of each attribute read by a constant name, with or without a default."""
+    """Yield line and name of attributes that are read by a constant name, with or without a default."""
     tree = ast.parse(source)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {name.asname or name.name for node in imports for name in node.names}
@@ -29,43 +29,43 @@ def find_undeclared(source: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[owner, ast.Constant(str(name)), *_]):
                 of_module = isinstance(owner, ast.Name) and owner.id in imported
-                # Names with an underscore are those of the language, and internals of torch.
+                # Names with an underscore belong to Python or to torch's internals.
                 if not of_module and not name.startswith("_"):
                     yield node.lineno, name
 
 
-def test_no_component_is_read_by_an_undeclared_name() -> None:
-    """What a component may have is a Protocol in components/ports/ or graph/lifecycle.py, and is tested with it."""
+def test_components_are_read_only_by_declared_names() -> None:
+    """Optional members of components are declared by a Protocol, and tested with isinstance."""
     wrong = [
         f"{path}:{line}: declare {name!r} in a runtime_checkable Protocol of components/ports/, and use isinstance"
         for path, line, name in _reads("components")
-        if (path, name) not in OF_OTHERS
+        if (path, name) not in LIBRARY_ATTRIBUTES
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_graph_calls_only_declared_methods() -> None:
-    """The graph asks classes and objects only for methods of graph/lifecycle.py, and for what Python itself defines."""
+    """The graph reads only methods that graph/lifecycle.py declares, and members of the language."""
     asked = {name for path, _, name in _reads("graph") if "cli/" not in path and "types/" not in path}
-    assert asked - LIFECYCLE == {"cls"}  # of what the registry finds, a component or a problem
+    assert asked - LIFECYCLE == {"cls"}  # the registry returns a component or a problem
     assert LIFECYCLE - asked == set()
 
 
-def test_exceptions_are_needed() -> None:
-    """Each exception is an attribute still read by some file."""
-    assert OF_OTHERS.keys() <= {(path, name) for path, _, name in _reads("components")}
+def test_listed_exceptions_are_still_needed() -> None:
+    """Every listed exception is still read by its file."""
+    assert LIBRARY_ATTRIBUTES.keys() <= {(path, name) for path, _, name in _reads("components")}
 
 
-def test_each_capability_is_asked_for() -> None:
-    """A Protocol of an optional member that no source file tests would promise something that has no effect."""
+def test_optional_protocols_are_used() -> None:
+    """Some source file tests for every Protocol of an optional member; otherwise the member would have no effect."""
     texts = [path.read_text("utf-8") for path in SOURCES]
     names = [cls.__name__ for cls in capabilities("drawloom.components.ports")]
     asked = [name for name in names if any(f", {name})" in text or f", {name}]" in text for text in texts)]
     assert sorted(names) == sorted(asked)
 
 
-def test_constant_names_are_found() -> None:
-    """Only constant names count, of objects other than modules, without those of the language."""
+def test_only_constant_public_names_are_reported() -> None:
+    """Reads by a constant public name are reported, except reads from modules."""
     source = 'import os\ngetattr(a, "b", 1)\nhasattr(os, "c")\nhasattr(a.d, "e")\ngetattr(a, f)\nhasattr(a, "__g__")\n'
     assert list(find_undeclared(source)) == [(2, "b"), (4, "e")]
 

@@ -1,4 +1,4 @@
-"""Every setting of every component has an effect: each is changed, and what the component does is compared."""
+"""Every setting of every component has an effect: a changed value changes the component's behavior."""
 
 import json
 import typing
@@ -27,7 +27,7 @@ REGISTRY = Registry.of("drawloom.components")
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    """Yield each setting of each component, and each key of its tables."""
+    """Yield every component's settings, and the keys of their tables."""
     for use in REGISTRY.names():
         spec = REGISTRY.find(use)
         assert not isinstance(spec, Problem), spec
@@ -37,7 +37,7 @@ def settings() -> Iterator[tuple[str, str]]:
 
 
 def _keys(kind: Any) -> list[str]:
-    """Return the keys of a table, or of a list's tables."""
+    """Return the keys of a table, or of the tables in a list."""
     own = [field.name for field in attrs.fields(kind)] if attrs.has(kind) else []
     return own + [key for part in typing.get_args(kind) for key in _keys(part)]
 
@@ -84,11 +84,13 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_tokenizer(path: Path, text: str) -> None:
-    made = HuggingFace(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = HuggingFace(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([text] * 9, trainers.BpeTrainer(special_tokens=["<a>", "<b>"], initial_alphabet=alphabet))
-    made.save(str(path))
+    tokenizer.train_from_iterator(
+        [text] * 9, trainers.BpeTrainer(special_tokens=["<a>", "<b>"], initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(path))
 
 
 DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "qwen2", "smollm3")
@@ -96,54 +98,54 @@ DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "qw
 
 @attrs.frozen
 class Refusal:
-    """The message with which values are refused."""
+    """A refusal of values, with its message."""
 
     text: str
 
 
-def observed(observer: Observer, use: str, values: dict[str, Any], place: Path) -> Any:
-    """An observation in a new folder."""
-    place.mkdir()
+def observe(observer: Observer, use: str, values: dict[str, Any], folder: Path) -> Any:
+    """Create a folder, and return the observation or the refusal in it."""
+    folder.mkdir()
     try:
-        return observer(use, values, place)
+        return observer(use, values, folder)
     except (RecipeError, UserError) as error:
         return Refusal(str(error))
 
 
 _before: dict[str, Any] = {}
-"""Observations of components as they are before a change, which many settings share."""
+"""Observations before a change, cached because many settings share them."""
 
 
-def _observed_before(observer: Observer, use: str, given: dict[str, Any], folder: Path) -> Any:
-    key = f"{observer.__name__} {use} {given}"
+def _observe_before(observer: Observer, use: str, values: dict[str, Any], folder: Path) -> Any:
+    key = f"{observer.__name__} {use} {values}"
     if key not in _before:
-        before = observed(observer, use, given, folder / "before")
+        before = observe(observer, use, values, folder / "before")
         assert not isinstance(before, Refusal), before
-        # What differs by itself would differ after any change.
-        assert before == observed(observer, use, given, folder / "again"), "two observations of the same are different"
+        # Observations that vary by themselves would differ after any change.
+        assert before == observe(observer, use, values, folder / "again"), "two observations of the same are different"
         _before[key] = before
     return _before[key]
 
 
 @pytest.mark.parametrize(("use", "name"), sorted(set(settings()) - UNOBSERVED.keys()))
-def test_a_changed_setting_has_an_effect(
+def test_changed_setting_has_an_effect(
     use: str, name: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another value of one setting, the component behaves in another way."""
+    """With another value of a setting, the component behaves differently."""
     assert use in ROWS and name in ROWS[use].changes, f"write in ROWS how a change of {name!r} of {use!r} is observed"
     monkeypatch.chdir(samples)
     row = ROWS[use]
     change = row.changes[name] if isinstance(row.changes[name], Change) else Change(row.changes[name])
-    given = {key: value for key, value in (row.base | change.given).items() if value is not None}
+    values = {key: value for key, value in (row.base | change.given).items() if value is not None}
     observer = change.observer or row.observer
-    before = _observed_before(observer, use, given, tmp_path)
-    after = observed(observer, use, given | {name.partition(".")[0]: change.value}, tmp_path / "after")
+    before = _observe_before(observer, use, values, tmp_path)
+    after = observe(observer, use, values | {name.partition(".")[0]: change.value}, tmp_path / "after")
     assert before != after, f"{name} = {change.value!r} in {use!r} changes nothing"
     assert isinstance(after, Refusal) == change.refused, after
 
 
-def test_the_tables_name_no_others() -> None:
-    """No row is left over when a component or a setting is gone, and each exception has a reason."""
+def test_tables_name_only_existing_settings() -> None:
+    """Every row names an existing setting, and every exception has a reason."""
     named = {(use, name) for use, row in ROWS.items() for name in row.changes}
     assert named | UNOBSERVED.keys() == set(settings()) and not named & UNOBSERVED.keys()
     assert all(len(reason) > 20 for reason in UNOBSERVED.values())

@@ -1,4 +1,4 @@
-"""What people read of tensors before they read the code."""
+"""Docstrings state tensor shapes."""
 
 import ast
 import re
@@ -6,8 +6,8 @@ import re
 from house.figures import FOLDERS, ROOT, SHAPE, Function
 
 
-def test_every_forward_tells_its_shapes() -> None:
-    """The docstring of each function `forward` that takes tensors has a shape."""
+def test_every_forward_documents_its_shapes() -> None:
+    """The docstring of every `forward` that accepts tensors has a shape."""
     silent = []
     for path in (path for name in FOLDERS for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

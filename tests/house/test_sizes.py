@@ -1,4 +1,4 @@
-"""Integers that decide memory have an upper bound: `check` refuses greater values before anything is allocated."""
+"""Integer settings that determine memory have an upper bound: `check` rejects larger values before any allocation."""
 
 import typing
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ UNBOUNDED = {
         *("embedding_layer_cost", "head_layer_cost"),
     },
 }
-"""Why settings of these names have no upper bound."""
+"""Reason -> names of settings without an upper bound."""
 
 
 def find_unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
-    """Yield the names of a setting's integers, also in its tables, without an upper bound."""
+    """Yield the names of a setting's unbounded integers, also within its tables."""
     if (kind is int or int in typing.get_args(kind)) and not (check and check(HUGE)):
         yield name
     for table in filter(attrs.has, (kind, *typing.get_args(kind))):
@@ -42,14 +42,14 @@ def find_unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
 
 
 def test_every_size_has_an_upper_bound() -> None:
-    """An integer setting refuses a huge value, or its name is in the table with the reason; the table has no others."""
-    registry, found = Registry.of("drawloom.components"), set[str]()
+    """Integer settings reject a huge value, or are listed with a reason; the list has no other names."""
+    registry, unbounded = Registry.of("drawloom.components"), set[str]()
     for use in registry.names():
         spec = registry.find(use)
         assert not isinstance(spec, Problem), spec
         for field in (field for field in spec.fields.values() if field.kind == "setting"):
-            found.update(find_unbounded(field.name, field.type, field.check))
-    assert found == set.union(*UNBOUNDED.values())
+            unbounded.update(find_unbounded(field.name, field.type, field.check))
+    assert unbounded == set.union(*UNBOUNDED.values())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_every_size_has_an_upper_bound() -> None:
         ["data.lengths=[{length=1000000000000, until_step=3}]"],
     ],
 )
-def test_check_refuses_a_size_that_no_machine_holds(words: list[str]) -> None:
-    """The message has the setting, its value and the greatest value."""
+def test_check_rejects_sizes_beyond_any_machine(words: list[str]) -> None:
+    """`check` rejects the value with a message that has the value and the largest allowed one."""
     with pytest.raises(RecipeError, match=r"1000000000000 is more than \d+ \(DL303\)"):
         Recipe.load("first_run", *words).check(elsewhere=True)

@@ -20,7 +20,7 @@ RUN_FILES = {"recipe.lock.toml", "metrics.jsonl", "checkpoints", "export", "samp
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel."""
+    """Build the wheel, and return its path."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved on one mesh and loaded on another, and steps of optimizers on each."""
+"""Checkpoints saved on one mesh and loaded on another, and optimizer steps on every mesh."""
 
 import random
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ MESHES: dict[int, list[Mapping[str, int]]] = {
         {"data_replicate": 2, "data_shard": 2, "expert": 4},
     ],
 }
-ALL = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]
+ALL_MESHES = [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes]
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "muon": Muon, "stochastic": StochasticAdamW}
 
 
@@ -74,7 +74,7 @@ def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
 
 
 def _state(nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights and moments of this rank, and of which slices they are."""
+    """Return this rank's weights, moments and averages, and their slices."""
     moments = nodes["optimizer"].state_dict()
     return {
         "slices": {**nodes["stages"].state_slices()},
@@ -84,10 +84,10 @@ def _state(nodes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stepped(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, Any]]:
-    """This rank's weights after two steps of each optimizer, with gradients that every mesh has."""
-    found: dict[str, dict[str, Any]] = {}
-    places = stages.slices()
+def _take_steps(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, Any]]:
+    """Take two steps with every optimizer and mesh-independent gradients, and return this rank's weights."""
+    weights_by_optimizer: dict[str, dict[str, Any]] = {}
+    slices = stages.slices()
     before = {name: part.detach().clone() for name, part in stages.named_parameters()}
     for kind, use in OPTIMIZERS.items():
         more = {"job": pipelines.Job(), "device": device} if kind == "stochastic" else {}
@@ -95,19 +95,19 @@ def _stepped(stages: Any, mesh: RankMesh, device: Any) -> dict[str, dict[str, An
         optimizer.open()
         for number in (1, 2):
             for name, parameter in stages.named_parameters():
-                place = places[name] or TensorSlice.whole(tuple(parameter.shape))
-                whole = torch.randn(place.shape, generator=generator(number, name))
-                gradient_of(parameter).copy_(whole[place.index()])
+                tensor_slice = slices[name] or TensorSlice.whole(tuple(parameter.shape))
+                whole = torch.randn(tensor_slice.shape, generator=generator(number, name))
+                gradient_of(parameter).copy_(whole[tensor_slice.index()])
             optimizer.run_phase(Step(number, 2))
-        found[kind] = {name: part.detach().clone() for name, part in stages.named_parameters()}
+        weights_by_optimizer[kind] = {name: part.detach().clone() for name, part in stages.named_parameters()}
         for name, part in stages.named_parameters():
             part.data.copy_(before[name])
-    return found
+    return weights_by_optimizer
 
 
-def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[dict[str, Any]]:
-    """Of each folder, on its mesh: take a step and save, or restore; this rank's state afterwards."""
-    found = []
+def _save_or_load(folders: list[tuple[Path, Mapping[str, int], bool]]) -> list[dict[str, Any]]:
+    """Take a step and save, or restore, in every folder on its mesh, and return this rank's states."""
+    states = []
     with join_processes() as (processes, device):
         for folder, sizes, saves in folders:
             mesh = RankMesh(processes=processes, **{"data_replicate": 1, **sizes})
@@ -123,64 +123,72 @@ def _saved_or_loaded(folders: list[tuple[Path, Mapping[str, int], bool]]) -> lis
                 node.save(Step(1, 9))
             elif node.restore() != 1:
                 raise ValueError("there is no checkpoint")
-            found.append(_state(nodes))
+            states.append(_state(nodes))
             if saves:
-                found[-1] |= _stepped(nodes["stages"], mesh, device)
-        return found
+                states[-1] |= _take_steps(nodes["stages"], mesh, device)
+        return states
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
-    """A folder with a checkpoint of each mesh, under its number, and the states of its ranks."""
+    """Save a checkpoint on every mesh in a folder with the mesh's number, and return all ranks' states."""
     folder = tmp_path_factory.mktemp("saved")
     work: dict[int, list[tuple[Path, Mapping[str, int], bool]]] = {ranks: [] for ranks in MESHES}
-    for number, (ranks, mesh) in enumerate(ALL):
+    for number, (ranks, mesh) in enumerate(ALL_MESHES):
         work[ranks].append((folder / str(number), mesh, True))
     states: dict[int, Any] = {}
     for ranks, jobs in work.items():
-        parts = run_ranks(_saved_or_loaded, ranks, jobs, timeout=120)
-        for place, (path, _, _) in enumerate(jobs):
-            states[int(path.name)] = [part[place] for part in parts]
+        parts = run_ranks(_save_or_load, ranks, jobs, timeout=120)
+        for position, (path, _, _) in enumerate(jobs):
+            states[int(path.name)] = [part[position] for part in parts]
     return folder, states
 
 
 def test_every_optimizer_takes_the_same_steps_on_any_mesh(saved: tuple[Path, dict[int, list[dict[str, Any]]]]) -> None:
     """
-    From equal gradients weights are those of one process, also where a rank has no row of a weight.
+    Equal gradients result in one process's weights on every mesh, also if a rank has no row of a weight.
 
-    Those that are rounded stochastically, and Muon's, are so to the bit: noise and products of matrices do not depend
-    on who has which part. torch's kernels on a CPU round the last elements of a slice otherwise than those before.
+    Weights of Muon and of stochastic rounding are bitwise equal: noise and matrix products do not depend on the slices.
+    For other optimizers torch's CPU kernels round the last elements of a slice differently.
     """
     _, states = saved
-    assert any(place is not None and not place.numel for each in states[6] for place in each["slices"].values())
+    assert any(
+        tensor_slice is not None and not tensor_slice.numel
+        for state in states[6]
+        for tensor_slice in state["slices"].values()
+    )
     for kind in OPTIMIZERS:
         whole = pipelines.assemble(states[0], kind)
-        close = 0.0 if kind in ("muon", "stochastic") else 1e-6
+        tolerance = 0.0 if kind in ("muon", "stochastic") else 1e-6
         for number, parts in states.items():
             for name, tensor in pipelines.assemble(parts, kind).items():
-                torch.testing.assert_close(tensor, whole[name], rtol=0, atol=close, msg=f"{kind} {ALL[number]} {name}")
+                torch.testing.assert_close(
+                    tensor, whole[name], rtol=0, atol=tolerance, msg=f"{kind} {ALL_MESHES[number]} {name}"
+                )
 
 
 def test_weights_and_moments_are_bitwise_the_same_on_another_mesh(
     saved: tuple[Path, dict[int, list[dict[str, Any]]]],
 ) -> None:
-    """Sixteen random pairs of meshes: what is loaded is what was saved, to the bit, and each element is saved once."""
+    """For sixteen random pairs of meshes the loaded state is bitwise the saved one, and every element is saved once."""
     folder, states = saved
-    pairs = random.Random(5).sample([(a, b) for a in range(len(ALL)) for b in range(len(ALL)) if a != b], 16)
+    pairs = random.Random(5).sample(
+        [(a, b) for a in range(len(ALL_MESHES)) for b in range(len(ALL_MESHES)) if a != b], 16
+    )
     for ranks in MESHES:
-        mine = [(a, b) for a, b in pairs if ALL[b][0] == ranks]
-        jobs = [(folder / str(a), ALL[b][1], False) for a, b in mine]
-        parts = run_ranks(_saved_or_loaded, ranks, jobs, timeout=120) if jobs else []
-        for place, (a, _) in enumerate(mine):
-            loaded = [part[place] for part in parts]
-            for what in ("weights", "exp_avg", "exp_avg_sq", "average"):
-                expected = pipelines.assemble(states[a], what)
-                for name, tensor in pipelines.assemble(loaded, what).items():
-                    assert tensor is not None and torch.equal(tensor, expected[name]), (a, what, name)  # type: ignore[arg-type]
-    assert len({_elements(folder / str(number) / "checkpoints/step-1") for number in range(len(ALL))}) == 1
+        loads = [(a, b) for a, b in pairs if ALL_MESHES[b][0] == ranks]
+        jobs = [(folder / str(a), ALL_MESHES[b][1], False) for a, b in loads]
+        parts = run_ranks(_save_or_load, ranks, jobs, timeout=120) if jobs else []
+        for position, (a, _) in enumerate(loads):
+            loaded = [part[position] for part in parts]
+            for kind in ("weights", "exp_avg", "exp_avg_sq", "average"):
+                expected = pipelines.assemble(states[a], kind)
+                for name, tensor in pipelines.assemble(loaded, kind).items():
+                    assert tensor is not None and torch.equal(tensor, expected[name]), (a, kind, name)  # type: ignore[arg-type]
+    assert len({_count_elements(folder / str(number) / "checkpoints/step-1") for number in range(len(ALL_MESHES))}) == 1
 
 
-def _elements(checkpoint: Path) -> int:
-    """How many elements all files of a checkpoint have, without counters, which each slice has."""
+def _count_elements(checkpoint: Path) -> int:
+    """Return the number of elements in a checkpoint's files, without counters, which are saved per slice."""
     tensors = (load_file(path).values() for path in checkpoint.glob("*.safetensors"))
-    return sum(tensor.numel() for found in tensors for tensor in found if tensor.ndim)
+    return sum(tensor.numel() for values in tensors for tensor in values if tensor.ndim)

@@ -1,4 +1,4 @@
-"""Steps of a model with experts on every kind of mesh, against the same steps in one process."""
+"""Steps of a model with experts on every kind of mesh, compared with the same steps in one process."""
 
 import math
 from collections.abc import Mapping
@@ -19,133 +19,133 @@ EIGHT: pipelines.Case = ("gpipe", 8, True, False, "plain")
 
 
 @attrs.frozen
-class Meshed:
-    """Cases on a mesh; pipeline ranks are what the other sizes leave of four."""
+class MeshCases:
+    """Cases on a mesh of four ranks. The pipeline has the ranks that the other sizes leave."""
 
     sizes: Mapping[str, int]
     cases: list[pipelines.Case]
     lengths: tuple[int, int] = (4, 1)
 
 
-def of_schedules(*names: str) -> list[pipelines.Case]:
-    """A case for each schedule."""
+def schedule_cases(*names: str) -> list[pipelines.Case]:
+    """Return one case per schedule."""
     return [(name, 4, True, False, "plain") for name in names]
 
 
 OUTER = pipelines.schedule("circular", stages_per_rank=1, pipeline_parallel_layers=3)
 
 MESHES = [
-    Meshed({"data_shard": 4, "expert": 2}, [PLAIN, SYMMETRIC, ("gpipe", 4, False, True, "tempered")]),
-    Meshed({"data_shard": 4, "expert": 4}, [MUON]),
-    Meshed({"data_shard": 2, "tensor": 2, "expert": 2}, [PLAIN, SYMMETRIC], (5, 1)),
-    Meshed({"tensor": 4, "expert": 2}, [MUON], (5, 1)),
-    Meshed({"tensor": 2, "data_shard": 2}, [PLAIN], (5, 1)),
-    Meshed({"context": 2, "data_shard": 2, "expert": 2}, [PLAIN], (8, 4)),
-    Meshed({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
-    Meshed(
+    MeshCases({"data_shard": 4, "expert": 2}, [PLAIN, SYMMETRIC, ("gpipe", 4, False, True, "tempered")]),
+    MeshCases({"data_shard": 4, "expert": 4}, [MUON]),
+    MeshCases({"data_shard": 2, "tensor": 2, "expert": 2}, [PLAIN, SYMMETRIC], (5, 1)),
+    MeshCases({"tensor": 4, "expert": 2}, [MUON], (5, 1)),
+    MeshCases({"tensor": 2, "data_shard": 2}, [PLAIN], (5, 1)),
+    MeshCases({"context": 2, "data_shard": 2, "expert": 2}, [PLAIN], (8, 4)),
+    MeshCases({"context": 2, "tensor": 2, "expert": 4}, [PLAIN], (6, 4)),
+    MeshCases(
         {"data_shard": 2, "expert": 2},
-        [*of_schedules("one_f_one_b", "zero_bubble_v", "dual_pipe_v", "circular"), ("dual_pipe_v", *SYMMETRIC[1:])],
+        [*schedule_cases("one_f_one_b", "zero_bubble_v", "dual_pipe_v", "circular"), ("dual_pipe_v", *SYMMETRIC[1:])],
     ),
-    Meshed({"data_replicate": 2, "data_shard": 2, "expert": 2}, [MUON]),
-    Meshed({"data_replicate": 4, "expert": 4}, [PLAIN, SYMMETRIC, MUON]),
-    Meshed({"data_replicate": 4, "expert": 2}, [("gpipe", 4, False, True, "tempered")]),
-    Meshed({"data_replicate": 2, "data_shard": 2, "expert": 4}, [MUON]),
-    Meshed({"data_replicate": 2, "tensor": 2, "expert": 4}, [PLAIN], (5, 1)),
-    Meshed({"data_replicate": 2, "expert": 2}, [*of_schedules("dual_pipe_v"), (OUTER, *PLAIN[1:])]),
+    MeshCases({"data_replicate": 2, "data_shard": 2, "expert": 2}, [MUON]),
+    MeshCases({"data_replicate": 4, "expert": 4}, [PLAIN, SYMMETRIC, MUON]),
+    MeshCases({"data_replicate": 4, "expert": 2}, [("gpipe", 4, False, True, "tempered")]),
+    MeshCases({"data_replicate": 2, "data_shard": 2, "expert": 4}, [MUON]),
+    MeshCases({"data_replicate": 2, "tensor": 2, "expert": 4}, [PLAIN], (5, 1)),
+    MeshCases({"data_replicate": 2, "expert": 2}, [*schedule_cases("dual_pipe_v"), (OUTER, *PLAIN[1:])]),
 ]
 
-OF_EIGHT = [
-    Meshed({"data_shard": 4, "tensor": 2, "expert": 4}, [EIGHT], (5, 1)),
-    Meshed({"data_replicate": 2, "tensor": 2, "context": 2, "expert": 2}, [EIGHT], (6, 4)),
-    Meshed({"data_replicate": 2, "tensor": 4, "expert": 2}, [EIGHT], (5, 1)),
-    Meshed({"data_replicate": 2, "data_shard": 4, "expert": 2}, [EIGHT]),
-    Meshed({"data_shard": 4, "expert": 2}, [("dual_pipe_v", *EIGHT[1:])]),
-    Meshed({"data_replicate": 4, "data_shard": 2, "expert": 4}, [EIGHT]),
+EIGHT_RANK_MESHES = [
+    MeshCases({"data_shard": 4, "tensor": 2, "expert": 4}, [EIGHT], (5, 1)),
+    MeshCases({"data_replicate": 2, "tensor": 2, "context": 2, "expert": 2}, [EIGHT], (6, 4)),
+    MeshCases({"data_replicate": 2, "tensor": 4, "expert": 2}, [EIGHT], (5, 1)),
+    MeshCases({"data_replicate": 2, "data_shard": 4, "expert": 2}, [EIGHT]),
+    MeshCases({"data_shard": 4, "expert": 2}, [("dual_pipe_v", *EIGHT[1:])]),
+    MeshCases({"data_replicate": 4, "data_shard": 2, "expert": 4}, [EIGHT]),
 ]
 
 
 @cache
 def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
-    """Three steps of a case in one process; its schedule makes no difference there."""
-    [found] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=LAYERS, lengths=lengths, experts=EXPERTS)
-    return found
+    """Return three steps of a case in one process, where the schedule makes no difference."""
+    [steps] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=LAYERS, lengths=lengths, experts=EXPERTS)
+    return steps
 
 
 @pytest.fixture(scope="module")
-def meshed() -> list[list[list[dict[str, Any]]]]:
-    """What four ranks find on each mesh; in the same processes, since to start these takes longer than the steps."""
+def steps_on_meshes() -> list[list[list[dict[str, Any]]]]:
+    """Return four ranks' steps on every mesh, in shared processes because starting takes longer than the steps."""
     meshes = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in MESHES]
     return run_ranks(pipelines.steps_on_meshes, 4, meshes, "cpu", pipelines.FLOAT64, 3, LAYERS, EXPERTS, timeout=240)
 
 
-def named(mesh: Meshed) -> str:
-    """What a test calls it."""
+def mesh_id(mesh: MeshCases) -> str:
+    """Return a mesh's test id."""
     return " ".join(f"{name}={size}" for name, size in mesh.sizes.items())
 
 
-def assert_same_steps(mesh: Meshed, ranks: list[list[dict[str, Any]]]) -> None:
-    """The steps of each case are those of one process, to 1e-10."""
+def assert_same_steps(mesh: MeshCases, ranks: list[list[dict[str, Any]]]) -> None:
+    """Assert that every case's steps equal one process's to 1e-10."""
     for number, case in enumerate(mesh.cases):
-        pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
+        pipelines.assert_same_steps([rank[number] for rank in ranks], whole(("gpipe", *case[1:]), mesh.lengths))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=named)
-def test_three_steps_are_those_of_one_process(mesh: Meshed, meshed: list[list[list[dict[str, Any]]]]) -> None:
-    """Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10."""
-    assert_same_steps(mesh, [found[MESHES.index(mesh)] for found in meshed])
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_three_steps_match_one_process(mesh: MeshCases, steps_on_meshes: list[list[list[dict[str, Any]]]]) -> None:
+    """Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10."""
+    assert_same_steps(mesh, [rank[MESHES.index(mesh)] for rank in steps_on_meshes])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", OF_EIGHT, ids=named)
-def test_eight_processes_have_the_steps_of_one(mesh: Meshed) -> None:
-    """With replicas of shards of experts, and tensor ranks that have the same: steps are one process's, to 1e-10."""
+@pytest.mark.parametrize("mesh", EIGHT_RANK_MESHES, ids=mesh_id)
+def test_eight_processes_match_one_process(mesh: MeshCases) -> None:
+    """With sharded and replicated experts, and tensor ranks that share experts, steps equal one process's to 1e-10."""
     common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
     assert_same_steps(mesh, run_ranks(pipelines.steps, 8, mesh.cases, *common, timeout=300))
 
 
 @pytest.mark.soak
-def test_expert_groups_that_straddle_replicas_have_the_steps_of_one_process() -> None:
-    """Of six ranks, the middle two share experts across the border of two sharded replicas; steps are one process's."""
-    mesh = Meshed({"data_replicate": 2, "context": 3, "expert": 2}, [PLAIN], (6, 3))
+def test_expert_groups_across_replicas_match_one_process() -> None:
+    """Steps equal one process's if the middle two of six ranks share experts across the border of two replicas."""
+    mesh = MeshCases({"data_replicate": 2, "context": 3, "expert": 2}, [PLAIN], (6, 3))
     common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, LAYERS, mesh.lengths, EXPERTS
     assert_same_steps(mesh, run_ranks(pipelines.steps, 6, mesh.cases, *common, timeout=300))
 
 
-def test_mixed_precision_is_that_of_one_process() -> None:
-    """With bfloat16 compute, experts that FSDP shards, and casts of experts that it does not, have its gradients."""
+def test_mixed_precision_matches_one_process() -> None:
+    """With bfloat16 compute, experts have one process's gradients, whether FSDP shards them or they are only cast."""
     sizes: list[dict[str, int]] = [{"data_shard": 4, "expert": 2}, {"data_shard": 4, "expert": 4}]
-    meshes: list[Any] = [([PLAIN], each, (4, 1)) for each in sizes]
+    meshes: list[Any] = [([PLAIN], size, (4, 1)) for size in sizes]
     [one] = pipelines.steps([PLAIN], {}, "cpu", pipelines.MIXED, 1, LAYERS, (4, 1), EXPERTS)
     common = meshes, "cpu", pipelines.MIXED, 1, LAYERS, EXPERTS
-    meshed = run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=120)
+    steps_on_meshes = run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=120)
     for number in range(len(sizes)):
-        ranks = [found[number][0] for found in meshed]
-        assert sum(each["loss"] for each in ranks) == pytest.approx(one["loss"], rel=1e-4)
+        ranks = [steps[number][0] for steps in steps_on_meshes]
+        assert sum(size["loss"] for size in ranks) == pytest.approx(one["loss"], rel=1e-4)
         for name, grad in pipelines.assemble(ranks, "grads").items():
             assert grad is not None and grad.dtype == one["grads"][name].dtype
             assert (grad - one["grads"][name]).norm() < 0.01 * one["grads"][name].norm(), name
 
 
-def test_passes_that_are_computed_again_exchange_tokens_again() -> None:
-    """With recomputation of blocks, by collectives and by shared memory, steps are those of one process."""
+def test_recomputed_passes_exchange_tokens_again() -> None:
+    """With recomputed blocks, steps by collectives and by shared memory equal one process's."""
     sizes = {"data_shard": 2, "expert": 2, "pipeline": 1}
     common = "cpu", pipelines.FLOAT64, 3, LAYERS, (4, 1), EXPERTS, ["blocks"]
     ranks = run_ranks(pipelines.steps, 2, [PLAIN, SYMMETRIC], sizes, *common, timeout=120)
     for number, case in enumerate((PLAIN, SYMMETRIC)):
-        pipelines.assert_same_steps([found[number] for found in ranks], whole(case, (4, 1)))
+        pipelines.assert_same_steps([rank[number] for rank in ranks], whole(case, (4, 1)))
 
 
-def test_each_rank_holds_its_experts_alone(meshed: list[list[list[dict[str, Any]]]]) -> None:
-    """A rank has its part of each layer's experts; ranks that have the same ones, if anything is sharded, slices."""
-    for place, mesh in enumerate(MESHES):
+def test_every_rank_holds_only_its_experts(steps_on_meshes: list[list[list[dict[str, Any]]]]) -> None:
+    """A rank has its share of every layer's experts; if the mesh shards, ranks with the same experts have slices."""
+    for position, mesh in enumerate(MESHES):
         if "expert" not in mesh.sizes:
             continue
         replica = math.prod(size for name, size in mesh.sizes.items() if name in ("data_shard", "context", "tensor"))
-        among = math.lcm(replica, mesh.sizes["expert"])
+        sharers = math.lcm(replica, mesh.sizes["expert"])
         shards = mesh.sizes.keys() & {"data_shard", "context"}
-        for found, *_ in (rank[place] for rank in meshed):
-            of_experts = {name: part for name, part in found["weights"].items() if ".experts." in name}
-            assert of_experts
-            for name, part in of_experts.items():
-                whole = found["slices"][name].shape
-                assert math.prod(whole) == part.numel() * (among if shards else mesh.sizes["expert"]), (mesh, name)
+        for steps, *_ in (rank[position] for rank in steps_on_meshes):
+            expert_weights = {name: part for name, part in steps["weights"].items() if ".experts." in name}
+            assert expert_weights
+            for name, part in expert_weights.items():
+                whole = steps["slices"][name].shape
+                assert math.prod(whole) == part.numel() * (sharers if shards else mesh.sizes["expert"]), (mesh, name)

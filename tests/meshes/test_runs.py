@@ -1,4 +1,4 @@
-"""Whole runs on meshes, against the same run in one process."""
+"""Whole runs on meshes, compared with the same run in one process."""
 
 from pathlib import Path
 
@@ -15,85 +15,87 @@ LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, the tiny recipe, and a run of it on one process."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, the tiny recipe, and its run in one process."""
     folder = tmp_path_factory.mktemp("meshes")
     write_corpus(folder)
     assert drawloom(folder, *COMMON, "run.name=one")[0].code == 0
     return folder
 
 
-def exported(run: Path) -> dict[str, Tensor]:
-    """The tensors of a run's export, which pipeline ranks write as a file each."""
+def load_export(run: Path) -> dict[str, Tensor]:
+    """Return the tensors of a run's export, which has one file per pipeline rank."""
     return {name: part for file in (run / "export").glob("*.safetensors") for name, part in load_file(file).items()}
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Losses and gradient norms of every step are equal to 1e-6 relative; weights of exports to float32's rounding."""
+    """Assert that losses and gradient norms agree to 1e-6, and exported weights to float32's rounding."""
     ours, theirs = series(run, *LEARNED), series(other, *LEARNED)
     assert len(ours) == len(theirs) == 10
     for mine, yours in zip(ours, theirs, strict=True):
         assert [value or 0 for value in mine] == pytest.approx([value or 0 for value in yours], rel=1e-6)
-    weights, others = map(exported, (run, other))
+    weights, others = map(load_export, (run, other))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert (weight - others[name]).abs().max() < 1e-5, name
 
 
-def test_a_sharded_run_resumes_on_one_process_and_on_a_sharded_pipeline(place: Path) -> None:
-    """Trained on two ranks that shard, then on one, then on a pipeline of shards: the losses of one process."""
-    codes = drawloom(place, *COMMON, "run.name=moved", "mesh.data_shard=2", ranks=2)
+def test_sharded_run_resumes_on_one_process_and_on_sharded_pipeline(shared_folder: Path) -> None:
+    """A run on two sharding ranks, resumed on one rank and on a sharded pipeline, has one process's losses."""
+    codes = drawloom(shared_folder, *COMMON, "run.name=moved", "mesh.data_shard=2", ranks=2)
     assert [outcome.code for outcome in codes] == [0, 0], codes
-    run = place / "runs/moved"
-    assert_same(place / "runs/one", run)
+    run = shared_folder / "runs/moved"
+    assert_same(shared_folder / "runs/one", run)
     assert (run / "sample.txt").exists()
     for sizes, ranks in ((("mesh.data_shard=1",), 1), (("mesh.pipeline=2", "mesh.data_shard=2"), 4)):
         take_back(run, 5)
-        codes = drawloom(place, *COMMON, "run.name=moved", *sizes, ranks=ranks)
+        codes = drawloom(shared_folder, *COMMON, "run.name=moved", *sizes, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-        assert_same(place / "runs/one", run)
+        assert_same(shared_folder / "runs/one", run)
 
 
-def test_ranks_without_validation_rows_take_part_in_an_evaluation(place: Path) -> None:
-    """With fewer rows than ranks that shard, evaluations end, and have the loss of one process."""
+def test_ranks_without_validation_rows_join_evaluations(shared_folder: Path) -> None:
+    """Evaluations with fewer rows than sharding ranks finish, and have one process's loss."""
     few = "validation.rows_used=1", "trainer.steps=2", "evaluate.every=1", "trainer.on_finish=[]"
-    found = []
+    losses = []
     for name, ranks, again in (("few", 1, "false"), ("once", 2, "false"), ("again", 2, "true")):
         words = f"run.name={name}", f"mesh.data_shard={ranks}", f"stages.reshard_after_forward={again}"
-        codes = drawloom(place, *COMMON, *few, *words, ranks=ranks)
+        codes = drawloom(shared_folder, *COMMON, *few, *words, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-        found.append([loss for (loss,) in series(place / "runs" / name, "validation_loss")])
-    for meshed in found[1:]:
-        assert meshed == pytest.approx(found[0], rel=1e-6)
+        losses.append([loss for (loss,) in series(shared_folder / "runs" / name, "validation_loss")])
+    for meshed in losses[1:]:
+        assert meshed == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_rows_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -> None:
-    """Two ranks with half of each row: losses, bits per byte, counts of tokens, export and sample of one process."""
+def test_context_parallel_run_matches_one_process(shared_folder: Path) -> None:
+    """Two ranks with half rows have one process's losses, bits per byte, token counts, export and sample."""
     bits = ("metrics.bits.use=metrics.bits_per_byte",)
     for name, size in (("rows", 1), ("parts", 2)):
-        codes = drawloom(place, *COMMON, *bits, f"run.name={name}", f"mesh.context={size}", ranks=size)
+        codes = drawloom(shared_folder, *COMMON, *bits, f"run.name={name}", f"mesh.context={size}", ranks=size)
         assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(place / "runs/one", place / "runs/parts")
-    ours, theirs = (series(place / "runs" / name, "bits_per_byte") for name in ("rows", "parts"))
+    assert_same(shared_folder / "runs/one", shared_folder / "runs/parts")
+    ours, theirs = (series(shared_folder / "runs" / name, "bits_per_byte") for name in ("rows", "parts"))
     assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
 
 
-def test_shared_matrix_products_have_the_losses_of_one_process(place: Path) -> None:
+def test_tensor_parallel_run_matches_one_process(shared_folder: Path) -> None:
     """
-    Two ranks along tensor, which share 257 bytes unevenly, of two that shard: the losses, export and sample of one
-    process, also after a resume.
+    Two tensor ranks, which share 257 bytes unevenly, times two sharding ranks have one process's losses, export and
+    sample, also after a resume.
     """
     heads = ("model.num_key_value_heads=2",)
     sizes = ("mesh.tensor=2", "mesh.data_shard=2")
     for name, size, ranks in (("heads", (), 1), ("tensors", sizes, 4)):
-        codes = drawloom(place, *COMMON, *heads, f"run.name={name}", *size, ranks=ranks)
+        codes = drawloom(shared_folder, *COMMON, *heads, f"run.name={name}", *size, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(place / "runs/heads", place / "runs/tensors")
-    assert (place / "runs/heads/sample.txt").read_text() == (place / "runs/tensors/sample.txt").read_text()
-    take_back(place / "runs/tensors", 5)
-    codes = drawloom(place, *COMMON, *heads, "run.name=tensors", "mesh.tensor=1", ranks=2)
+    assert_same(shared_folder / "runs/heads", shared_folder / "runs/tensors")
+    assert (shared_folder / "runs/heads/sample.txt").read_text() == (
+        shared_folder / "runs/tensors/sample.txt"
+    ).read_text()
+    take_back(shared_folder / "runs/tensors", 5)
+    codes = drawloom(shared_folder, *COMMON, *heads, "run.name=tensors", "mesh.tensor=1", ranks=2)
     assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(place / "runs/heads", place / "runs/tensors")
+    assert_same(shared_folder / "runs/heads", shared_folder / "runs/tensors")
 
 
 EXPERTS = """
@@ -115,38 +117,38 @@ dispatcher = { use = "experts.all_to_all" }
 """
 
 
-def test_experts_that_ranks_share_out_have_the_losses_of_one_process(place: Path) -> None:
-    """Two ranks with half of the experts each: losses, export and sample of one process, also if one goes on alone."""
-    (place / "experts.toml").write_text(EXPERTS, "utf-8")
+def test_expert_parallel_run_matches_one_process(shared_folder: Path) -> None:
+    """Two ranks with half of the experts have one process's losses, export and sample, also after one rank resumes."""
+    (shared_folder / "experts.toml").write_text(EXPERTS, "utf-8")
     common = ("run", "experts.toml", *COMMON[2:4])
     for name, ranks in (("all", 1), ("halves", 2)):
         words = (f"run.name={name}", f"mesh.data_shard={ranks}", f"mesh.expert={ranks}")
-        codes = drawloom(place, *common, *words, ranks=ranks)
+        codes = drawloom(shared_folder, *common, *words, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-    one, run = place / "runs/all", place / "runs/halves"
+    one, run = shared_folder / "runs/all", shared_folder / "runs/halves"
     assert_same(one, run)
     assert (one / "sample.txt").read_text() == (run / "sample.txt").read_text()
     take_back(run, 5)
-    codes = drawloom(place, *common, "run.name=halves", ranks=1)
+    codes = drawloom(shared_folder, *common, "run.name=halves", ranks=1)
     assert {outcome.code for outcome in codes} == {0}, codes
     assert_same(one, run)
 
 
-def test_a_sample_after_a_kill_is_that_of_a_straight_run(place: Path) -> None:
-    """A process that has only the sample left to make draws the same text, from experts in shared memory, too."""
-    (place / "shared.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
+def test_sample_after_kill_equals_uninterrupted_sample(shared_folder: Path) -> None:
+    """A restarted run with only the sample missing samples the same text, also with experts in shared memory."""
+    (shared_folder / "shared.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
     words = ("run", "shared.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "sample.tokens=60")
     texts = []
     for _ in range(2):
-        codes = drawloom(place, *words, "run.name=shared", ranks=2)
+        codes = drawloom(shared_folder, *words, "run.name=shared", ranks=2)
         assert {outcome.code for outcome in codes} == {0}, codes
-        texts.append((place / "runs/shared/sample.txt").read_bytes())
-        (place / "runs/shared/sample.txt").unlink()
+        texts.append((shared_folder / "runs/shared/sample.txt").read_bytes())
+        (shared_folder / "runs/shared/sample.txt").unlink()
     assert texts[0] == texts[1] and b"experts.symmetric" not in texts[0]
 
 
 def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
-    """For each dimension of the mesh that divides parameters there is a line, on any machine."""
+    """Every mesh dimension that divides parameters has a line, on any machine."""
     sizes = ("mesh.pipeline=2", "mesh.tensor=2", "mesh.data_shard=4", "batch.micro_size=4")
     recipe = api.Recipe.load("first_run", *sizes)
     for line in (
@@ -161,27 +163,27 @@ def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
     assert "ranks" not in api.Recipe.load("first_run").explain("stages").partition("used by")[0]
 
 
-def test_an_export_after_a_sample_holds_masters_and_not_what_was_gathered(place: Path) -> None:
-    """What a forward has gathered is in the compute dtype, and stays gathered; an export is of the float32 slices."""
+def test_export_after_sample_has_float32_master_weights(shared_folder: Path) -> None:
+    """An export contains the float32 slices, although a forward pass leaves weights gathered in the compute dtype."""
     last = ("trainer.steps=2", 'trainer.on_finish=["@sample", "@export"]', "precision.compute=bfloat16")
-    codes = drawloom(place, *COMMON, *last, "run.name=sampled", "mesh.data_shard=2", ranks=2)
+    codes = drawloom(shared_folder, *COMMON, *last, "run.name=sampled", "mesh.data_shard=2", ranks=2)
     assert {outcome.code for outcome in codes} == {0}, codes
-    assert {tensor.dtype for tensor in exported(place / "runs/sampled").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_export(shared_folder / "runs/sampled").values()} == {torch.float32}
 
 
-def test_stochastic_rounding_has_the_same_noise_on_shards(place: Path) -> None:
-    """bfloat16 weights that are rounded stochastically are the same on one process and on two that shard."""
+def test_stochastic_rounding_has_the_same_noise_on_shards(shared_folder: Path) -> None:
+    """Stochastically rounded bfloat16 weights agree on one process and on two sharding ranks."""
     rounded = (
         "optimizer.use=optim.stochastic_adamw",
         "optimizer.lr=1e-3",
         "precision.parameter=bfloat16",
         "trainer.steps=3",
     )
-    found = []
+    exports = []
     for name, ranks in (("noise of one", 1), ("noise of two", 2)):
-        codes = drawloom(place, *COMMON, *rounded, f"run.name={name}", f"mesh.data_shard={ranks}", ranks=ranks)
+        codes = drawloom(shared_folder, *COMMON, *rounded, f"run.name={name}", f"mesh.data_shard={ranks}", ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-        found.append(exported(place / f"runs/{name}"))
-    for name, weight in found[0].items():
-        # Gradients differ in their last bits, so that a few elements are rounded otherwise.
-        assert (weight != found[1][name]).float().mean() < 0.02, name
+        exports.append(load_export(shared_folder / f"runs/{name}"))
+    for name, weight in exports[0].items():
+        # Gradients differ in their last bits, so that a few elements are rounded differently.
+        assert (weight != exports[1][name]).float().mean() < 0.02, name

@@ -1,4 +1,4 @@
-"""Steps on every kind of mesh, against the same steps in one process."""
+"""Steps on every kind of mesh, compared with the same steps in one process."""
 
 import math
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from support.processes import run_ranks
 
 
 @attrs.frozen
-class Meshed:
-    """Cases on a mesh; pipeline ranks are what the other sizes leave of four."""
+class MeshCases:
+    """Cases on a mesh of four ranks. The pipeline has the ranks that the other sizes leave."""
 
     name: str
     sizes: Mapping[str, int]
@@ -25,15 +25,15 @@ class Meshed:
 
 
 MESHES = [
-    Meshed("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "muon")]),
-    Meshed("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")]),
-    Meshed(
+    MeshCases("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "muon")]),
+    MeshCases("replicas", {"data_replicate": 4}, [("gpipe", 8, True, True, "tempered")]),
+    MeshCases(
         "pipelines of replicas",
         {"data_replicate": 2},
         [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
     ),
-    Meshed("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
-    Meshed(
+    MeshCases("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
+    MeshCases(
         "pipelines of shards",
         {"data_shard": 2},
         [
@@ -41,19 +41,19 @@ MESHES = [
             ("zero_bubble_1p", 4, False, False, "norms"),  # a rank has nothing to train
         ],
     ),
-    Meshed(
+    MeshCases(
         "pipelines of shards, reduced by microbatch",
         {"data_shard": 2},
         [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
         settings={"sync_each_microbatch": True},
     ),
-    Meshed(
+    MeshCases(
         "replicas of shards, reduced by microbatch",
         {"data_replicate": 2, "data_shard": 2},
         [("gpipe", 8, True, True, "tempered")],
         settings={"sync_each_microbatch": True},
     ),
-    Meshed(
+    MeshCases(
         "contexts of shards",
         {"context": 2, "data_shard": 2},
         [
@@ -62,7 +62,7 @@ MESHES = [
         ],
         (8, 4),
     ),
-    Meshed(
+    MeshCases(
         "tensors of shards",
         {"tensor": 2, "data_shard": 2},
         [
@@ -72,7 +72,7 @@ MESHES = [
             *(("gpipe", 4, True, False, family) for family in pipelines.FAMILIES),
         ],
     ),
-    Meshed(
+    MeshCases(
         "pipelines of tensors",
         {"tensor": 2},
         [
@@ -83,8 +83,8 @@ MESHES = [
             *(("zero_bubble_v", 4, True, False, family) for family in pipelines.FAMILIES),
         ],
     ),
-    Meshed("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
-    Meshed(
+    MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
+    MeshCases(
         "pipelines of contexts",
         {"context": 2},
         [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
@@ -99,32 +99,32 @@ WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3"}
 
 @cache
 def whole(case: pipelines.Case, lengths: tuple[int, int]) -> dict[str, Any]:
-    """Three steps of a case in one process; its schedule makes no difference there."""
-    [found] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=4, lengths=lengths)
-    return found
+    """Return three steps of a case in one process, where the schedule makes no difference."""
+    [steps] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=4, lengths=lengths)
+    return steps
 
 
-def held(found: Mapping[str, Any]) -> int:
-    """The elements of a rank's weights and moments."""
-    count: int = found["moments"] + sum(part.numel() for part in found["weights"].values())
+def count_elements(rank: Mapping[str, Any]) -> int:
+    """Return the number of elements in a rank's weights and moments."""
+    count: int = rank["moments"] + sum(part.numel() for part in rank["weights"].values())
     return count
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
-def test_three_steps_are_those_of_one_process(mesh: Meshed) -> None:
+def test_three_steps_match_one_process(mesh: MeshCases) -> None:
     """
-    Losses, norms, gradients and weights after updates equal those of one process in float64, to 1e-10.
+    Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10.
 
-    Only replicas have the same weights and moments; else ranks have those of one process together, and a tenth more for
-    what tensor ranks or the ends of a pipeline share, such as norms. Adapters are small, and on every rank.
+    Only replicas duplicate weights and moments. Other ranks together hold at most a tenth more than one process, for
+    parameters that tensor ranks or the ends of a pipeline share, such as norms. Small adapters are on every rank.
     """
     common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, 4, mesh.lengths, 0, ("none",), mesh.settings
     ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
     for number, case in enumerate(mesh.cases):
-        found, expected = [each[number] for each in ranks], whole(("gpipe", *case[1:]), mesh.lengths)
-        pipelines.assert_same_steps(found, expected)
-        most = 1.1 * mesh.sizes.get("data_replicate", 1) * held(expected)
-        assert case[4] in WHOLE_ON_TENSOR_RANKS or sum(map(held, found)) < most
+        steps, expected = [rank[number] for rank in ranks], whole(("gpipe", *case[1:]), mesh.lengths)
+        pipelines.assert_same_steps(steps, expected)
+        limit = 1.1 * mesh.sizes.get("data_replicate", 1) * count_elements(expected)
+        assert case[4] in WHOLE_ON_TENSOR_RANKS or sum(map(count_elements, steps)) < limit
 
 
 OUTER = pipelines.schedule("circular", stages_per_rank=1, pipeline_parallel_layers=4)
@@ -137,21 +137,21 @@ OUTSIDE: list[tuple[list[pipelines.Case], Mapping[str, int], tuple[int, int]]] =
 ]
 
 
-def test_layers_outside_of_the_circular_pipeline_are_computed_for_a_share_of_the_microbatches() -> None:
+def test_layers_outside_the_circular_pipeline_compute_shares_of_the_microbatches() -> None:
     """
-    With four of six layers in stages steps are one process's, to 1e-10.
+    With four of six layers in stages, steps equal one process's to 1e-10.
 
-    Each rank has the last two layers, and of the others its own alone, of which layer 0 may be frozen.
+    Every rank has the last two layers, and only its own stage's layers before (layer 0 may be frozen).
     """
     ranks = run_ranks(pipelines.steps_on_meshes, 4, OUTSIDE, "cpu", pipelines.FLOAT64, 3, 6, timeout=120)
-    for place, (cases, sizes, lengths) in enumerate(OUTSIDE):
+    for position, (cases, sizes, lengths) in enumerate(OUTSIDE):
         for number, case in enumerate(cases):
-            found = [each[place][number] for each in ranks]
+            steps = [rank[position][number] for rank in ranks]
             [expected] = pipelines.steps([("gpipe", *case[1:])], step_count=3, layers=6, lengths=lengths)
-            pipelines.assert_same_steps(found, expected)
+            pipelines.assert_same_steps(steps, expected)
             inner = 4 // (4 // math.prod(sizes.values()))
-            for each in found:
-                layers = {int(name.split(".")[2]) for name in each["weights"] if name.startswith("model.layers.")}
+            for rank in steps:
+                layers = {int(name.split(".")[2]) for name in rank["weights"] if name.startswith("model.layers.")}
                 assert layers >= {4, 5} and inner - 1 <= len(layers - {4, 5}) <= inner
 
 
@@ -172,17 +172,17 @@ EIGHT: list[Mapping[str, int]] = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sizes", EIGHT, ids=lambda sizes: " ".join(f"{name}={size}" for name, size in sizes.items()))
-def test_eight_processes_have_the_steps_of_one(sizes: Mapping[str, int]) -> None:
-    """On every combination of dimensions, of which pipelines take the rest, steps are one process's to 1e-10."""
+def test_eight_processes_match_one_process(sizes: Mapping[str, int]) -> None:
+    """Steps equal one process's to 1e-10 on every combination of dimensions, with the remaining ranks in a pipeline."""
     cases: list[pipelines.Case] = [("one_f_one_b", 8, True, False, "plain"), ("gpipe", 8, False, False, "tempered")]
     lengths = (8, 4)
     ranks = run_ranks(pipelines.steps, 8, cases, sizes, "cpu", pipelines.FLOAT64, 3, 4, lengths, timeout=300)
     for number, case in enumerate(cases):
-        pipelines.assert_same_steps([found[number] for found in ranks], whole(("gpipe", *case[1:]), lengths))
+        pipelines.assert_same_steps([rank[number] for rank in ranks], whole(("gpipe", *case[1:]), lengths))
 
 
-def test_mixed_precision_is_that_of_one_process() -> None:
-    """Loss and gradients are those of one process, to bfloat16, with float32 masters and without, on each dimension."""
+def test_mixed_precision_matches_one_process() -> None:
+    """Loss and gradients equal one process's to bfloat16 precision, with and without float32 master weights."""
     tied: pipelines.Case = ("gpipe", 4, True, False, "plain")
     split: pipelines.Case = ("zero_bubble_v", 4, False, False, "plain")
     data: list[Mapping[str, int]] = [{"data_shard": 2}, {"data_replicate": 2}]
@@ -199,9 +199,9 @@ def test_mixed_precision_is_that_of_one_process() -> None:
         cases = [([case], sizes, lengths) for sizes in meshes]
         meshed = run_ranks(pipelines.steps_on_meshes, ranks, cases, "cpu", precision, timeout=120)
         for number, sizes in enumerate(meshes):
-            mine = [each[number][0] for each in meshed]
-            assert sum(each["loss"] for each in mine) == pytest.approx(one["loss"], rel=1e-4), sizes
-            for name, grad in pipelines.assemble(mine, "grads").items():
+            steps = [rank[number][0] for rank in meshed]
+            assert sum(rank["loss"] for rank in steps) == pytest.approx(one["loss"], rel=1e-4), sizes
+            for name, grad in pipelines.assemble(steps, "grads").items():
                 expected = one["grads"][name]
                 assert grad is not None and grad.dtype == dtype
                 assert (grad - expected).norm() < part * expected.norm(), (sizes, name)

@@ -1,4 +1,4 @@
-"""Checkpoints under all faults at once, for a long time."""
+"""Long tests of checkpoints with many faults."""
 
 import errno
 import os
@@ -37,8 +37,8 @@ from support.processes import run_ranks
 
 def _flip(path: Path, moments: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    place = moments.randrange(len(data) - (path.name == "manifest.json"))  # its line end is of no account
-    data[place] ^= 1 << moments.randrange(8)
+    position = moments.randrange(len(data) - (path.name == "manifest.json"))  # its final newline does not matter
+    data[position] ^= 1 << moments.randrange(8)
     path.write_bytes(data)
 
 
@@ -62,7 +62,7 @@ def _grow(path: Path, moments: random.Random) -> None:
 def test_every_corruption_of_every_file_is_detected(
     tmp_path: Path, corrupt: Callable[[Path, random.Random], None], times: int
 ) -> None:
-    """Many times, at random positions, in each kind of file of a checkpoint; the error names the file."""
+    """Random corruption of any checkpoint file is detected, and the error names the file."""
     memory = StateNode({"weight": torch.randn(300), "list": list(range(30))})
     checkpointer(tmp_path, {"memory": memory, "own": LocalNode(state_of(1))}).save(Step(1, 9, state={"loss": 0.5}))
     checkpoint, moments = tmp_path / "checkpoints/step-1", random.Random(5)
@@ -81,14 +81,13 @@ def test_every_corruption_of_every_file_is_detected(
 
 class Folder(RuleBasedStateMachine):
     """
-    A run folder with random faults. What is restored was committed, is valid, and is the newest valid checkpoint; if
-    there is none, restoring raises.
+    Run folder with random faults. Restoring returns the newest valid committed checkpoint, or raises if there is none.
     """
 
     @initialize()
     def begin(self) -> None:
-        """Make an empty folder, and a run in it."""
-        self.place = Path(tempfile.mkdtemp(prefix="stateful-"))
+        """Create an empty folder, and start a run in it."""
+        self.folder = Path(tempfile.mkdtemp(prefix="stateful-"))
         self.memory = StateNode()
         self.step = 0
         self.whole: set[int] = set()
@@ -97,15 +96,15 @@ class Folder(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self) -> None:
-        """Start a new process on the same folder."""
-        self.node: Checkpointer = checkpointer(self.place, {"memory": self.memory}, keep=2, staging=Blocking())
+        """Open the folder as a new process does."""
+        self.node: Checkpointer = checkpointer(self.folder, {"memory": self.memory}, keep=2, staging=Blocking())
 
     @rule(ahead=st.integers(1, 3))
     def save(self, ahead: int) -> None:
-        """Save some steps later."""
+        """Save a checkpoint some steps later."""
         self.step += ahead
         self.memory.state = state_of(self.step)
         self.node.save(Step(self.step, 10**6))
@@ -114,14 +113,14 @@ class Folder(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 25), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
     def save_with_an_error(self, number: int, code: int) -> None:
-        """A call of the save fails; if it was the last call, the checkpoint is committed anyway."""
+        """Let one system call of a save fail. If it was the last call, the checkpoint is committed anyway."""
         self.step += 1
         self.memory.state = state_of(self.step)
         try:
             with watch_calls(FailAt(number, code)):
                 self.node.save(Step(self.step, 10**6))
         except UserError:
-            if not (self.place / f"checkpoints/step-{self.step}").exists():
+            if not (self.folder / f"checkpoints/step-{self.step}").exists():
                 return
         self.unsure += 1
         self.whole.add(self.step)
@@ -129,11 +128,11 @@ class Folder(RuleBasedStateMachine):
     @precondition(lambda self: self.whole)
     @rule(data=st.data(), how=st.sampled_from([_flip, _cut, None]))
     def corrupt(self, data: st.DataObject, how: Callable[[Path, random.Random], None] | None) -> None:
-        """Change or remove a file of some checkpoint."""
-        there = sorted(step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists())
-        if not there:
+        """Change or remove a checkpoint file."""
+        steps = sorted(step for step in self.whole if (self.folder / f"checkpoints/step-{step}").exists())
+        if not steps:
             return
-        checkpoint = self.place / f"checkpoints/step-{data.draw(st.sampled_from(there))}"
+        checkpoint = self.folder / f"checkpoints/step-{data.draw(st.sampled_from(steps))}"
         path = checkpoint / data.draw(st.sampled_from(sorted(os.listdir(checkpoint))))
         before = path.read_bytes()
         if how is None:
@@ -145,19 +144,19 @@ class Folder(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """End the process; another one restores."""
-        there = {step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()}
-        names = list((self.place / "checkpoints").glob("step-*"))
+        """Restart, and restore the newest valid checkpoint."""
+        steps = {step for step in self.whole if (self.folder / f"checkpoints/step-{step}").exists()}
+        names = list((self.folder / "checkpoints").glob("step-*"))
         self.start()
         try:
             restored = self.node.restore()
         except UserError as error:
-            assert not there and names, error
+            assert not steps and names, error
             for path in names:
                 shutil.rmtree(path)
             restored = 0
         else:
-            assert restored == max(there, default=0)
+            assert restored == max(steps, default=0)
         if restored:
             expected = state_of(restored)
             assert torch.equal(self.memory.state.pop("weight"), expected.pop("weight"))
@@ -166,21 +165,21 @@ class Folder(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_over(self) -> None:
-        """Apart from corrupt folders and those of a failed save, there are never more than the kept checkpoints."""
-        there = [step for step in self.whole if (self.place / f"checkpoints/step-{step}").exists()]
-        assert len(there) <= 3 + self.unsure
+        """Check that retention leaves no more checkpoints than allowed, apart from corrupt ones and failed saves."""
+        steps = [step for step in self.whole if (self.folder / f"checkpoints/step-{step}").exists()]
+        assert len(steps) <= 3 + self.unsure
 
 
 @pytest.mark.parametrize("times", [15, pytest.param(150, marks=pytest.mark.soak)])
 def test_any_sequence_of_faults_restores_the_newest_valid_checkpoint(times: int) -> None:
-    """Saves, full disks, corruption and restarts in any order."""
+    """Any sequence of saves, full disks, corruption and restarts restores the newest valid checkpoint."""
     run_state_machine_as_test(
         Folder, settings=settings(max_examples=times, stateful_step_count=15, suppress_health_check=list(HealthCheck))
     )
 
 
 def _expire_or_read(folder: Path, seconds: float) -> int:
-    """The first process saves without end, the other one reads the newest checkpoint; how often."""
+    """Save on rank 0 and read the newest checkpoint on rank 1, until time is over; return how often."""
     end, times = time.monotonic() + seconds, 0
     memory = StateNode()
     node = checkpointer(folder, {"memory": memory}, keep=1) if os.environ["RANK"] == "0" else None
@@ -189,27 +188,27 @@ def _expire_or_read(folder: Path, seconds: float) -> int:
         if node is not None:
             memory.state = {"weight": torch.full((100_000,), float(times))}
             node.save(Step(times, 10**9))
-        elif (found := newest(folder)) is not None:
+        elif (path := newest(folder)) is not None:
             try:
-                weight = load_node(found, "memory")["weight"]
+                weight = load_node(path, "memory")["weight"]
             except UserError:
-                if found.exists():
+                if path.exists():
                     raise
-                continue  # it was rotated away after it was found, which is no corrupt
-            if weight.unique().numel() != 1 or weight[0].item() != int(found.name.removeprefix("step-")):
-                raise ValueError(f"{found} holds {weight.unique()}")
+                continue  # it was expired after newest() returned it
+            if weight.unique().numel() != 1 or weight[0].item() != int(path.name.removeprefix("step-")):
+                raise ValueError(f"{path} holds {weight.unique()}")
     return times
 
 
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=pytest.mark.soak)])
 def test_a_reader_during_saves_sees_valid_checkpoints(tmp_path: Path, seconds: float) -> None:
-    """A command never reads a partly removed checkpoint, and never memory-maps a file."""
+    """A reader never sees a partly removed checkpoint."""
     saved, read = run_ranks(_expire_or_read, 2, tmp_path, seconds, timeout=seconds + 60)
     assert saved > 10 and read > 10
 
 
 def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]:
-    """Open files, threads and memory of a process, early and at the end of a long run with faults."""
+    """Run long with faults, and return open files, threads and peak memory early and at the end."""
     moments = random.Random(1)
     weight = torch.zeros(20_000)
     memory = StateNode({"weight": weight, "step": 0})
@@ -233,8 +232,8 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
 
 
 @pytest.mark.parametrize(("steps", "every"), [(300, 5), pytest.param(10_000, 20, marks=pytest.mark.soak)])
-def test_a_long_run_leaks_nothing(tmp_path: Path, steps: int, every: int) -> None:
-    """Hundreds of saves, some of which fail, leave no file, thread or memory behind."""
+def test_long_run_leaks_nothing(tmp_path: Path, steps: int, every: int) -> None:
+    """Hundreds of saves, some with errors, leak no file, thread or memory."""
     [(early, late)] = run_ranks(_endure, 1, tmp_path, steps, every, timeout=500)
     assert late[0] <= early[0] + 3 and late[1] <= early[1] + 3  # a save may be under way
     assert late[2] - early[2] < 8_000  # KiB
@@ -243,8 +242,8 @@ def test_a_long_run_leaks_nothing(tmp_path: Path, steps: int, every: int) -> Non
     assert memory.state["step"] == steps - 1 and set(memory.state["weight"].tolist()) == {steps - 1}
 
 
-def test_checkpoints_of_two_runs_can_t_be_mixed(tmp_path: Path) -> None:
-    """A manifest or a file of another run, with the same step and sizes, is detected."""
+def test_files_of_another_run_are_detected(tmp_path: Path) -> None:
+    """A manifest or a file from another run with the same step and sizes is detected."""
     for run, factor in (("a", 1.0), ("b", 2.0)):
         checkpointer(tmp_path / run, {"memory": StateNode({"w": torch.ones(5) * factor})}).save(Step(3, 9))
     ours, theirs = (tmp_path / run / "checkpoints/step-3" for run in ("a", "b"))

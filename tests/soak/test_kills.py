@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments end with the bits of the uninterrupted run."""
+"""Runs killed at random moments finish with the bits of the uninterrupted run."""
 
 from pathlib import Path
 
@@ -18,16 +18,16 @@ def _soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, 
 
 
 def _assert_sound(findings: Findings) -> None:
-    assert not findings.different  # weights, moments, generators, data position, every number of every step
-    assert not findings.lost  # no committed step, ever
-    assert not findings.torn  # what has the name of a step is whole
-    assert not findings.grown  # the disk holds no more than it should
-    assert not findings.stuck  # a rank that loses a peer ends
-    assert findings.slowest <= SURVIVOR  # and soon
+    assert not findings.different  # weights, moments, generators, data position, and the metrics of every step
+    assert not findings.lost  # every committed step is restored
+    assert not findings.torn  # folders named by a step are complete
+    assert not findings.grown  # no files are left over
+    assert not findings.stuck  # ranks that lose a peer end
+    assert findings.slowest <= SURVIVOR  # and they end soon
 
 
-def test_a_few_kills(tmp_path: Path) -> None:
-    """The test below for a few kills: one process that writes at once, and two that write in the background."""
+def test_run_survives_a_few_kills(tmp_path: Path) -> None:
+    """A few kills change no bit and lose no step, with blocking writes and with overlapped writes on two ranks."""
     findings = _soak(tmp_path, [JOBS[0], JOBS[3]], kills=6, seed=1, seconds=60)
     _assert_sound(findings)
     assert findings.kills.total() >= 2
@@ -35,8 +35,8 @@ def test_a_few_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_two_hundred_kills(tmp_path: Path) -> None:
-    """Every run is bit-exact, no committed step is lost, and kills hit every phase that takes time."""
+def test_run_survives_two_hundred_kills(tmp_path: Path) -> None:
+    """Two hundred kills in every longer phase change no bit and lose no committed step."""
     findings = _soak(tmp_path, JOBS, kills=200, seed=2, seconds=900)
     _assert_sound(findings)
     assert findings.kills.total() >= 200
@@ -44,8 +44,8 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_fifty_kills_of_four_ranks(tmp_path: Path) -> None:
-    """The same for four ranks: side by side, as two pipelines of two, and on meshes whose state is in slices."""
+def test_four_ranks_survive_fifty_kills(tmp_path: Path) -> None:
+    """Fifty kills change no bit and lose no step on four ranks: replicas, pipelines, and meshes with sliced state."""
     meshes = [(), (("pipeline", 2),), (("data_shard", 4),), (("tensor", 2), ("data_shard", 2))]
     jobs = [Job(4, ("overlapped", "blocking")[number % 2], mesh=mesh) for number, mesh in enumerate(meshes)]
     findings = _soak(tmp_path, jobs, kills=50, seed=5, seconds=900)
@@ -54,8 +54,8 @@ def test_fifty_kills_of_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.soak)])
-def test_a_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
-    """Killed repeatedly while it starts and loads, the run loses nothing, leaves no files, and completes."""
+def test_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
+    """A run that is killed repeatedly while it starts and loads loses nothing, leaves no files, and completes."""
     arguments = tmp_path, Job(1, "blocking"), times, 4
     findings: Findings = run_ranks(crash_loop, 1, *arguments, timeout=300, variables=False)[0]
     print(findings)
@@ -73,7 +73,7 @@ def test_a_crash_loop_loses_nothing(tmp_path: Path, times: int) -> None:
         ("expire_before_commit", "lost"),
     ],
 )
-def test_the_harness_finds_faults(tmp_path: Path, mutation: str, where: str) -> None:
-    """Each of these mutations is found by its own assertion; missing fsyncs only by power cuts."""
+def test_harness_finds_faults(tmp_path: Path, mutation: str, where: str) -> None:
+    """Every mutation is caught by its own assertion; only power cuts reveal a missing fsync."""
     findings = _soak(tmp_path, [Job(1, "blocking", mutation)], kills=40, seed=3, seconds=120, wanted=where)
     assert getattr(findings, where)

@@ -1,4 +1,4 @@
-"""Power cuts on a real file system, where this process may mount one."""
+"""Power cuts on a real file system, if this process may mount one."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LOST = -1
 
 
 def _save(first: int, last: int, folder: Path, committed: Callable[[int], None]) -> None:
-    """Save one step after another, until the power is cut."""
+    """Save consecutive steps until the power is cut."""
     committed(0)
     for step in range(first, last + 1):
         save_steps(folder / "run", step, keep=2)
@@ -28,34 +28,34 @@ def _save(first: int, last: int, folder: Path, committed: Callable[[int], None])
         pass
 
 
-def _find(folder: Path) -> int:
+def _restore_or_lost(folder: Path) -> int:
     try:
         return restore_step(folder / "run")
     except (UserError, ValueError, OSError):
         return LOST
 
 
-def _cuts(mutation: str, moments: list[float], last: int) -> list[Cut]:
-    """Cut the power at these moments; runs in a separate process."""
+def _cut_power(mutation: str, moments: list[float], last: int) -> list[Cut]:
+    """Apply a mutation to this process, and cut the power at the given moments."""
     MUTATIONS[mutation]()
-    return [cut(partial(_save, 1, last), after, _find) for after in moments]
+    return [cut(partial(_save, 1, last), after, _restore_or_lost) for after in moments]
 
 
 if is_possible():
 
     def test_committed_steps_survive_power_cuts(tmp_path: Path) -> None:
-        """Cut at random moments of many saves with retention: every committed step is restored."""
+        """Every committed step is restored after a power cut at a random moment of saves with retention."""
         moments = [random.Random(seed).uniform(0.0, 0.5) for seed in range(30)]
-        [cuts] = run_ranks(_cuts, 1, "nothing", moments, 200, timeout=300)
-        assert not [each for each in cuts if each.found < each.committed]
-        assert len({each.committed for each in cuts}) > 5
+        [cuts] = run_ranks(_cut_power, 1, "nothing", moments, 200, timeout=300)
+        assert not [result for result in cuts if result.found < result.committed]
+        assert len({result.committed for result in cuts}) > 5
 
-    def test_a_step_is_on_disk_right_after_its_save(tmp_path: Path) -> None:
-        """Also seconds later, after the file system has written its delayed blocks."""
-        [cuts] = run_ranks(_cuts, 1, "nothing", [0.3, 0.3, 0.3, 2.0, 7.0], 3, timeout=300)
-        assert [(each.committed, each.found) for each in cuts] == [(3, 3)] * 5
+    def test_step_is_on_disk_right_after_its_save(tmp_path: Path) -> None:
+        """Saved steps survive a power cut right after the save, and one after the file system's delayed writes."""
+        [cuts] = run_ranks(_cut_power, 1, "nothing", [0.3, 0.3, 0.3, 2.0, 7.0], 3, timeout=300)
+        assert [(result.committed, result.found) for result in cuts] == [(3, 3)] * 5
 
     def test_without_fsync_committed_steps_are_lost(tmp_path: Path) -> None:
-        """The same program without fsync loses committed steps: the test above can fail."""
-        [cuts] = run_ranks(_cuts, 1, "no_fsync", [0.3] * 5, 3, timeout=300)
-        assert [each for each in cuts if each.found < each.committed]
+        """Without fsync committed steps are lost, so the tests above can fail."""
+        [cuts] = run_ranks(_cut_power, 1, "no_fsync", [0.3] * 5, 3, timeout=300)
+        assert [result for result in cuts if result.found < result.committed]

@@ -1,4 +1,4 @@
-"""Disks that are really full or read-only, where this process may mount one."""
+"""Full and read-only disks, if this process may mount one."""
 
 import os
 import subprocess
@@ -29,15 +29,15 @@ def _small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 if is_possible():
 
     @pytest.mark.parametrize("staging", [False, True])
-    def test_a_full_disk_skips_checkpoints_until_there_is_space(
+    def test_full_disk_skips_checkpoints_until_there_is_space(
         tmp_path: Path, caplog: pytest.LogCaptureFixture, staging: bool
     ) -> None:
         """
-        Checkpoints that do not fit are skipped with a warning each and leave no files; committed ones are kept, and
-        once there is space the next one is committed.
+        Checkpoints that do not fit are skipped with a warning and leave no files; committed checkpoints are kept, and
+        the first checkpoint after space is freed is committed.
         """
         with _small_disk(tmp_path, 1000) as disk:
-            memory = StateNode({"weight": torch.zeros(100_000)})  # 400 kB: two fit, and not a third
+            memory = StateNode({"weight": torch.zeros(100_000)})  # 400 kB: only two fit
             stager = Blocking() if staging else None
             node = checkpointer(disk, {"memory": memory}, every=1, keep=9, staging=stager, failures=9)
             (disk / "other").write_bytes(bytes(100_000))
@@ -47,11 +47,11 @@ if is_possible():
             node._finish()
             left = sorted(path.name for path in (disk / "checkpoints").iterdir())
             assert left == ["step-1", "step-2"]
-            said = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
-            assert [line.split()[1] for line in said] == ["3", "4", "5"]
-            for line in said:
-                assert "skipped: disk full: needs 400.0 kB, " in line and f" free in {disk}/checkpoints (" in line
-                assert "rank-0.safetensors: No space left on device)" in line
+            messages = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+            assert [message.split()[1] for message in messages] == ["3", "4", "5"]
+            for message in messages:
+                assert "skipped: disk full: needs 400.0 kB, " in message and f" free in {disk}/checkpoints (" in message
+                assert "rank-0.safetensors: No space left on device)" in message
             (disk / "other").unlink()
             for path in (disk / "checkpoints/step-1").iterdir():
                 path.unlink()
@@ -61,13 +61,13 @@ if is_possible():
             fresh = StateNode()
             again = checkpointer(disk, {"memory": fresh})
             assert set(fresh.state) == set() and again._load_newest() is not None
-            found = again._load_newest()
-            assert found is not None and found.manifest.step == 6
-            assert set(found.states["memory"]["weight"].tolist()) == {6.0}
+            checkpoint = again._load_newest()
+            assert checkpoint is not None and checkpoint.manifest.step == 6
+            assert set(checkpoint.states["memory"]["weight"].tolist()) == {6.0}
 
     @pytest.mark.parametrize("staging", [False, True])
-    def test_a_disk_that_turns_read_only_fails_saves_only(tmp_path: Path, staging: bool) -> None:
-        """As some disks do after an error: committed steps are restored, and later saves raise with the reason."""
+    def test_disk_that_turns_read_only_fails_only_saves(tmp_path: Path, staging: bool) -> None:
+        """On a disk that turned read-only, saves raise with the reason, and committed steps are restored."""
         with _small_disk(tmp_path, 1000) as disk:
             memory = StateNode(state_of(1))
             node = checkpointer(disk, {"memory": memory}, staging=Blocking() if staging else None)
@@ -81,7 +81,7 @@ if is_possible():
             node.save(Step(2, 99))
             assert restore_step(disk) == 2
 
-    def test_a_run_in_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    def test_run_in_read_only_folder_is_rejected(tmp_path: Path) -> None:
         """The error names the folder and the reason, before anything is computed."""
         (tmp_path / "disk").mkdir()
         write_corpus(tmp_path)

@@ -1,4 +1,4 @@
-"""A save with retention, disturbed at every system call by strace, where it is installed."""
+"""Saves with retention, disturbed at every system call by strace, if it is installed."""
 
 import errno
 import os
@@ -16,34 +16,34 @@ from support.processes import run_ranks
 from support.tracing import CHANGING, STRACE, run_disturbed
 
 
-def _note(path: Path, step: int) -> None:
+def _record_commit(path: Path, step: int) -> None:
     file = os.open(path, os.O_WRONLY)
     os.pwrite(file, bytes([step]), 0)
     os.close(file)
 
 
-def _everywhere(base: Path, staging: bool, what: str) -> list[tuple[int, Remains]]:
-    """For each call of each name in turn: the exit code, and what is left."""
+def _disturb_everywhere(base: Path, staging: bool, disturbance: str) -> list[tuple[int, Remains]]:
+    """Disturb every system call in turn, and return exit codes and remains."""
     os.chdir(base)
     save_steps(base / "good", 1, 2, keep=2)
-    found: list[tuple[int, Remains]] = []
+    outcomes: list[tuple[int, Remains]] = []
     for call in CHANGING:
         for number in count(1):
             folder, note = base / "run", base / "committed"
             shutil.copytree(base / "good", folder)
             note.write_bytes(b"\x02")
-            code, came_so_far = run_disturbed(partial(_save, folder, note, staging), call, number, what)
-            found.append((code, remains(folder, note.read_bytes()[0])))
+            code, came_so_far = run_disturbed(partial(_save, folder, note, staging), call, number, disturbance)
+            outcomes.append((code, remains(folder, note.read_bytes()[0])))
             shutil.rmtree(folder)
             if not came_so_far:
                 break
-    return found
+    return outcomes
 
 
 def _save(folder: Path, note: Path, staging: bool) -> None:
-    """Save; a full disk raises its own error and no other."""
+    """Save, and ignore only the error of a full disk."""
     try:
-        save_two(folder, staging, lambda step: _note(note, step))
+        save_two(folder, staging, lambda step: _record_commit(note, step))
     except (UserError, OSError) as error:
         if os.strerror(errno.ENOSPC) not in str(error):
             raise
@@ -52,17 +52,17 @@ def _save(folder: Path, note: Path, staging: bool) -> None:
 if STRACE is not None:
 
     @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
-    def test_a_kill_at_every_system_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
-        """This includes all calls of Python and torch."""
-        [found] = run_ranks(_everywhere, 1, tmp_path, staging, "signal=SIGKILL", timeout=400)
-        steps = [each.restored for _, each in found]
-        assert len(found) > 50
-        assert not [each for _, each in found if each.restored < each.committed or each.torn]
+    def test_kill_at_every_system_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
+        """A kill at any system call, also of Python and torch, loses no committed step and leaves no torn one."""
+        [outcomes] = run_ranks(_disturb_everywhere, 1, tmp_path, staging, "signal=SIGKILL", timeout=400)
+        steps = [left.restored for _, left in outcomes]
+        assert len(outcomes) > 50
+        assert not [left for _, left in outcomes if left.restored < left.committed or left.torn]
         assert {2, 3} <= {*steps} <= {2, 3, 4}
 
     @pytest.mark.parametrize("staging", [pytest.param(False, marks=pytest.mark.soak), True])
-    def test_a_full_disk_at_every_system_call_is_an_error(tmp_path: Path, staging: bool) -> None:
-        """It is never treated as success or as another error; committed steps are restored."""
-        [found] = run_ranks(_everywhere, 1, tmp_path, staging, "error=ENOSPC", timeout=400)
-        assert {code for code, _ in found} == {0}
-        assert not [each for _, each in found if each.restored < each.committed or each.torn]
+    def test_full_disk_at_every_system_call_is_an_error(tmp_path: Path, staging: bool) -> None:
+        """A full disk is never treated as success or as another error, and committed steps are restored."""
+        [outcomes] = run_ranks(_disturb_everywhere, 1, tmp_path, staging, "error=ENOSPC", timeout=400)
+        assert {code for code, _ in outcomes} == {0}
+        assert not [left for _, left in outcomes if left.restored < left.committed or left.torn]

@@ -1,4 +1,4 @@
-"""A save of two ranks, one of which is killed or has I/O errors, at each of its calls in turn."""
+"""Saves of two ranks, with one rank killed or failing at every I/O call in turn."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def _save(folder: Path, *steps: int) -> None:
             _node(folder, mesh, step).save(Step(step, 100))
 
 
-def _killed(folder: Path, rank: int, number: int) -> None:
+def _save_and_kill(folder: Path, rank: int, number: int) -> None:
     with _mesh() as mesh:
         if mesh.world.rank == rank:
             with watch_calls(kill_at(number)):
@@ -53,15 +53,15 @@ def _killed(folder: Path, rank: int, number: int) -> None:
             _node(folder, mesh, 3).save(Step(3, 100))
 
 
-def _restored(folder: Path) -> tuple[int, int]:
+def _restore(folder: Path) -> tuple[int, int]:
     with _mesh() as mesh:
         node = _node(folder, mesh, 0)
         return node.restore(), node.states["own"].state["step"]
 
 
-def _io_errors(base: Path, rank: int, code: int) -> list[tuple[list[str], int, list[str]]]:
-    """For each call of one rank: the errors of all ranks at steps 3 and 4, the restored step, and the files."""
-    found: list[tuple[list[str], int, list[str]]] = []
+def _fail_every_call(base: Path, rank: int, code: int) -> list[tuple[list[str], int, list[str]]]:
+    """Let every call of one rank fail in turn; return the errors at steps 3 and 4, the restored step, and the files."""
+    outcomes: list[tuple[list[str], int, list[str]]] = []
     with _mesh() as mesh:
         for number in range(1, 100):
             folder = base / f"run-{number}"
@@ -79,44 +79,44 @@ def _io_errors(base: Path, rank: int, code: int) -> list[tuple[list[str], int, l
                         errors.append(str(error))
             restored, left = _node(folder, mesh, 0).restore(), sorted(os.listdir(folder / "checkpoints"))
             if not any(mesh.world.gather_json(fault.hit is not None)):
-                return found
-            every: list[list[str]] = mesh.world.gather_json(errors)
-            if every[0] != every[1]:
-                raise ValueError(f"the ranks raised different errors: {every}")
-            found.append((errors, restored, left))
+                return outcomes
+            all_errors: list[list[str]] = mesh.world.gather_json(errors)
+            if all_errors[0] != all_errors[1]:
+                raise ValueError(f"the ranks raised different errors: {all_errors}")
+            outcomes.append((errors, restored, left))
     raise ValueError("there is no end to the calls")
 
 
 @pytest.mark.parametrize(("rank", "code"), [(0, errno.ENOSPC), (1, errno.EIO)])
-def test_an_io_error_of_one_rank_skips_the_save_on_both(tmp_path: Path, rank: int, code: int) -> None:
-    """At each call both ranks raise the same error, with rank, path and reason, and the next save is committed."""
+def test_io_error_of_one_rank_skips_the_save_on_both(tmp_path: Path, rank: int, code: int) -> None:
+    """Both ranks raise the same error with rank, path and reason, and the next save is committed."""
     run_ranks(_save, 2, tmp_path / "good", 1, 2)
-    for found in run_ranks(_io_errors, 2, tmp_path, rank, code):
-        assert len(found) > (6 if rank else 14)
-        for errors, restored, left in found:
+    for outcomes in run_ranks(_fail_every_call, 2, tmp_path, rank, code):
+        assert len(outcomes) > (6 if rank else 14)
+        for errors, restored, left in outcomes:
             assert restored == 4 or (restored == 3 and "after step 4 failed" in errors[0])
             assert not [name for name in left if name.startswith((".tmp", ".trash"))]
             for line in errors:
                 assert f"rank {rank}: {tmp_path}" in line and os.strerror(code) in line
                 assert ("disk full: needs " in line) == (code == errno.ENOSPC)
-        assert sum(bool(errors) for errors, *_ in found) >= (5 if rank else 12)
+        assert sum(bool(errors) for errors, *_ in outcomes) >= (5 if rank else 12)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_at_any_call_loses_no_committed_step(tmp_path: Path, rank: int) -> None:
-    """The other rank raises, and both restore the same step: the old one until the new one is committed."""
+def test_rank_killed_at_any_call_loses_no_committed_step(tmp_path: Path, rank: int) -> None:
+    """If one rank is killed, the other raises, and both restore the same step: the new one once it is committed."""
     run_ranks(_save, 2, tmp_path / "good", 1, 2)
     steps: list[int] = []
     for number in range(1, 100):
         folder = tmp_path / f"run-{number}"
         shutil.copytree(tmp_path / "good", folder)
         try:
-            run_ranks(_killed, 2, folder, rank, number)
+            run_ranks(_save_and_kill, 2, folder, rank, number)
             break
         except RanksFailedError as failed:
             assert "exit code -9" in failed.failures[rank]
-        both = run_ranks(_restored, 2, folder)
+        both = run_ranks(_restore, 2, folder)
         assert both[0] == both[1] and both[0][0] == both[0][1]
         steps.append(both[0][0])
     assert len(steps) > (4 if rank else 14)
