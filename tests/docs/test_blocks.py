@@ -1,4 +1,4 @@
-"""Every code block of README and docs does what its page says; one that can't run here says why."""
+"""Every code block of README and docs works as its page shows, or states why it cannot run here."""
 
 import re
 import shlex
@@ -40,7 +40,7 @@ NUMBER = re.compile(r"\d[\d,.:]*(e-?\d+)?( ([kMGT]?i?B|bytes)\b)?")
 
 @pytest.fixture(scope="session")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small shipped recipes."""
+    """Write small versions of the shipped recipes, and return their folder."""
     folder = tmp_path_factory.mktemp("small") / "recipes"
     write_recipes(folder)
     return folder
@@ -48,7 +48,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_block_of_a_page_works(page: Path, recipes: Path, base: Path, tmp_path: Path) -> None:
-    """In order, in one folder: recipes are valid, programs run, and commands print what the page shows below them."""
+    """A page's blocks work in order: recipes are valid, programs run, and commands print the shown output."""
     prepare(tmp_path)
     if "path/to/folder" in page.read_text("utf-8"):
         for name in ("path/to/folder", "runs/first_run/export"):
@@ -57,14 +57,14 @@ def test_every_block_of_a_page_works(page: Path, recipes: Path, base: Path, tmp_
         CHECKS[block.language](Reader(tmp_path, recipes), block)
 
 
-def test_a_block_without_a_language_is_found() -> None:
-    """What is not code is marked as text, so that no code escapes."""
+def test_every_block_has_a_known_language() -> None:
+    """Blocks without code are marked as text, so that no code stays untested."""
     assert [str(block) for page in PAGES for block in blocks(page) if block.language not in CHECKS] == []
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokenizer has a chat template, as a Hugging Face folder."""
+    """Export a tiny model whose tokenizer has a chat template, and return its folder."""
     folder = tmp_path_factory.mktemp("base")
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
     values: dict[str, Any] = {"model": TINY, "run": {"name": "base", "folder": str(folder / "run")}}
@@ -74,7 +74,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """What readers have: texts of their own, a recipe, conversations and preferences."""
+    """Create a reader's files: texts, a recipe, conversations and preferences."""
     for number in range(6):
         (folder / "corpus" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
         text = f"Chapter {number}. " + f"It was the weaver who drew {number} threads, and the pattern that chose. " * 12
@@ -87,16 +87,16 @@ def prepare(folder: Path) -> None:
 
 
 class Reader:
-    """Runs blocks in a folder, with the small recipes."""
+    """A reader who runs blocks in a folder, with small recipes."""
 
     def __init__(self, folder: Path, recipes: Path) -> None:
         self.folder, self.recipes = folder, recipes
 
     def toml(self, block: Block) -> None:
-        """A file is written, for commands; a recipe, or a part of one over first_run, has no problem."""
+        """Write a titled file, or check a recipe or a part of one over first_run."""
         data = tomli.loads(block.text)
         if block.kind == "from":
-            excerpt(block)
+            check_excerpt(block)
         elif block.title:
             assert any(block.title in later.text for later in blocks(block.page) if later.line > block.line), block
             self._write(block, shorten(block.text))
@@ -107,9 +107,9 @@ class Reader:
             assert outcome.code == 0, f"{block}\n{outcome.text}"
 
     def python(self, block: Block) -> None:
-        """A file is written, anything else is run with its test functions."""
+        """Write a titled file, or run the code and its test functions."""
         if block.kind == "from":
-            excerpt(block)
+            check_excerpt(block)
         elif block.title:
             compile(block.text, str(block), "exec")
             self._write(block, block.text)
@@ -117,37 +117,39 @@ class Reader:
             run_ranks(run_source, 1, self.folder, block.text, self.recipes, timeout=120, variables=False)
 
     def console(self, block: Block) -> None:
-        """Commands succeed, or exit as the marker says, and print each line that is shown, but for its numbers."""
+        """Run commands, and check the exit code and the shown lines, ignoring numbers."""
         if block.kind == "not run":
             return
-        for each in commands(block):
-            outcome = self._run(each)
-            assert outcome.code == int(block.value if block.kind == "exit" else 0), f"{block} {each.words}\n{outcome}"
-            missing = unmatched(each.shown, outcome.text)
-            assert not missing, f"{block} {each.words}: {missing!r} is not printed in\n{outcome.text}"
+        for command in commands(block):
+            outcome = self._run(command)
+            assert outcome.code == int(block.value if block.kind == "exit" else 0), (
+                f"{block} {command.words}\n{outcome}"
+            )
+            missing = find_unprinted(command.shown, outcome.text)
+            assert not missing, f"{block} {command.words}: {missing!r} is not printed in\n{outcome.text}"
 
     def bash(self, block: Block) -> None:
-        """Scripts of clusters are read by bash, and not run."""
+        """Check the syntax of a cluster script without running it."""
         assert block.kind == "not run", f"{block}: write a console block, or say why it is not run"
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
 
     def yaml(self, block: Block) -> None:
-        """Configurations of other programs are read."""
+        """Parse a configuration of another program."""
         assert block.kind == "not run", f"{block}: say why it is not run"
         yaml.safe_load(block.text)
 
     def lua(self, block: Block) -> None:
-        """Configurations of editors are not run."""
+        """Accept an editor's configuration without running it."""
         assert block.kind == "not run", f"{block}: say why it is not run"
 
     def text(self, block: Block) -> None:
-        """Diagrams, which are no code."""
+        """Accept a diagram."""
 
-    def _run(self, each: Command) -> Outcome:
-        path = str(self.folder) if each.words.startswith(HERE) else ""
-        words, target = split_redirection(each.words.removeprefix(HERE))
+    def _run(self, command: Command) -> Outcome:
+        path = str(self.folder) if command.words.startswith(HERE) else ""
+        words, target = split_redirection(command.words.removeprefix(HERE))
         if words[0] == "make":
-            words = recipe_of_make(words[1])
+            words = find_make_command(words[1])
             if words[0] != "drawloom":
                 return Outcome(0, "")
         ranks = 1
@@ -157,8 +159,8 @@ class Reader:
             arguments = self.folder, words, self.recipes, path
             outcome: Outcome = run_ranks(run_words, ranks, *arguments, timeout=120, variables=ranks > 1)[0]
         else:
-            assert words[0] in SHELL, f"{each.words}: not known to be harmless"
-            done = subprocess.run(each.words, shell=True, cwd=self.folder, capture_output=True, text=True)
+            assert words[0] in SHELL, f"{command.words}: not known to be harmless"
+            done = subprocess.run(command.words, shell=True, cwd=self.folder, capture_output=True, text=True)
             outcome = Outcome(done.returncode, done.stdout + done.stderr)
         if target:
             (self.folder / target).write_text(outcome.text, "utf-8")
@@ -175,34 +177,34 @@ CHECKS: dict[str, Callable[[Reader, Block], None]] = {
 } | {"json": Reader.yaml}  # JSON is YAML
 
 
-def excerpt(block: Block) -> None:
-    """An excerpt has only lines of its file, in their order; `...` stands for what is left out."""
+def check_excerpt(block: Block) -> None:
+    """Check that an excerpt has only lines of its file, in order; `...` stands for omitted lines."""
     lines = iter((ROOT / block.value).read_text("utf-8").splitlines())
     for line in block.text.splitlines():
         assert not line or line.strip() == "..." or line in lines, f"{block}: {block.value} does not have\n{line}"
 
 
-def recipe_of_make(target: str) -> list[str]:
-    """The last command of a target of the Makefile, which must exist."""
-    found = {match["name"]: match[0] for match in TARGET.finditer((ROOT / "Makefile").read_text("utf-8"))}
-    return found[target].splitlines()[-1].strip().removeprefix("$(BIN)/").split()
+def find_make_command(target: str) -> list[str]:
+    """Return the last command of a Makefile target."""
+    targets = {match["name"]: match[0] for match in TARGET.finditer((ROOT / "Makefile").read_text("utf-8"))}
+    return targets[target].splitlines()[-1].strip().removeprefix("$(BIN)/").split()
 
 
-def unmatched(shown: list[str], printed: str) -> str:
-    """The first line that a page shows and a command does not print, in this order, whatever the numbers."""
-    lines = iter([plain(line) for line in printed.splitlines()])
+def find_unprinted(shown: list[str], printed: str) -> str:
+    """Return the first shown line that is not printed in order, ignoring numbers, or an empty string."""
+    lines = iter([normalize(line) for line in printed.splitlines()])
     free = False
     for line in shown:
         if line.strip() == "..." or (free and not line.startswith("trained")):
             continue
-        free = line == "a sample:"  # what a model writes differs
-        if plain(line) not in lines:
+        free = line == "a sample:"  # a model's text varies
+        if normalize(line) not in lines:
             return line
     return ""
 
 
-def plain(line: str) -> str:
-    """A line with single spaces and, unless it reports a problem in a recipe, without numbers and units of bytes."""
+def normalize(line: str) -> str:
+    """Return a line with single spaces and without numbers and byte units, or a problem's line unchanged."""
     if POSITION.match(line):
         return line
     return " ".join(NUMBER.sub("#", line.partition("  # ")[0]).split())

@@ -1,4 +1,4 @@
-"""What docs/comparison.md says that drawloom takes is what its blocks have."""
+"""Line counts in docs/comparison.md match its blocks."""
 
 import ast
 import re
@@ -10,17 +10,17 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_lines_of_the_tasks_are_counted() -> None:
-    """A row for each block, with its lines of TOML; the loss has those of its class in docs/components.md as well."""
-    found = [f"{len(block.text.split(chr(10))) - 1} TOML" for block in blocks(DOCS / "comparison.md")]
+    """Every row states its block's lines of TOML, and for the loss also the Python lines in docs/components.md."""
+    counts = [f"{len(block.text.split(chr(10))) - 1} TOML" for block in blocks(DOCS / "comparison.md")]
     [loss] = [block.text for block in blocks(DOCS / "components.md") if block.title == "my_lab/focal.py"]
-    found[4] += f", {lines_of_code(loss)} Python"
+    counts[4] += f", {count_code_lines(loss)} Python"
     rows = re.findall(r"^\| \d\. [^|]+\| ([^|]+?) \|", (DOCS / "comparison.md").read_text("utf-8"), re.MULTILINE)
-    assert rows == found
+    assert rows == counts
 
 
-def lines_of_code(source: str) -> int:
-    """Lines that are not blank, comments, docstrings or imports."""
-    left_out = {
+def count_code_lines(source: str) -> int:
+    """Count the lines that are not blank, comments, docstrings or imports."""
+    ignored = {
         line
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -28,4 +28,4 @@ def lines_of_code(source: str) -> int:
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     lines = enumerate(source.splitlines(), 1)
-    return sum(1 for number, line in lines if line.strip() and line.strip()[0] != "#" and number not in left_out)
+    return sum(1 for number, line in lines if line.strip() and line.strip()[0] != "#" and number not in ignored)

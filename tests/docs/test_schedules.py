@@ -1,8 +1,8 @@
-"""The page of schedules."""
+"""The schedules page."""
 
 from generate.schedules import PAGE, page
 
 
-def test_the_page_shows_the_schedules_as_they_are() -> None:
-    """Table, sources and pictures are those that `python tests/golden` writes."""
+def test_schedules_page_is_up_to_date() -> None:
+    """The page equals the output of `python tests/golden`."""
     assert PAGE.read_text("utf-8") == page()

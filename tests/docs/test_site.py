@@ -1,4 +1,4 @@
-"""The site is built without a warning and without a network, and its pages have what they are made of."""
+"""The site is built offline without warnings, and documents all components, names and commands."""
 
 import ast
 import os
@@ -32,7 +32,7 @@ cli(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The built site."""
+    """Build the site, and return its folder."""
     folder = tmp_path_factory.mktemp("site")
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-c", OFFLINE, "build", "--strict", "--site-dir", str(folder)]
@@ -42,8 +42,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.soak  # the build takes half a minute
-def test_every_component_and_setting_has_its_place(site: Path) -> None:
-    """A page for each subject has each component with all settings."""
+def test_every_component_and_setting_is_documented(site: Path) -> None:
+    """Every component, with all its settings, is on its subject's page."""
     for spec in specs():
         page = (site / "reference" / "components" / f"{spec.use.partition('.')[0]}.html").read_text("utf-8")
         assert f'<h2 id="{spec.use.replace(".", "")}"' in page, spec.use
@@ -53,7 +53,7 @@ def test_every_component_and_setting_has_its_place(site: Path) -> None:
 
 @pytest.mark.soak  # the build takes half a minute
 def test_every_public_name_is_explained(site: Path) -> None:
-    """The ports in their pages, all else in the page of the Python API."""
+    """Ports are on the pages of ports, and all other public names on the page of the Python API."""
     ports = "".join(path.read_text("utf-8") for path in (site / "ports").glob("*.html"))
     assert [name for name in drawloom.ports.__all__ if f'id="{name.lower()}"' not in ports] == []
     python = (site / "reference" / "python.html").read_text("utf-8")
@@ -64,14 +64,14 @@ def test_every_public_name_is_explained(site: Path) -> None:
 
 @pytest.mark.soak  # the build takes half a minute
 def test_no_page_fetches_anything(site: Path) -> None:
-    """Scripts, styles and pictures are files of the site: it is read without a network, too."""
+    """Scripts, styles and pictures are files of the site, so that it works offline."""
     for path in site.rglob("*.html"):
         fetched = re.findall(r"""<(?:script|img|link)[^>]+(?:src|href)=["']?https?:[^>]+>""", path.read_text("utf-8"))
         assert fetched == [], path
 
 
 def test_every_command_has_an_example() -> None:
-    """Commands have a heading and a block, which `tests/docs/test_blocks.py` runs."""
+    """Every command has a heading and a block, which `tests/docs/test_blocks.py` runs."""
     page = ROOT / "docs" / "commands.md"
     assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == command_names()
     lines = [line.split() for block in blocks(page) for line in block.text.splitlines() if line.startswith("$ ")]
@@ -79,7 +79,7 @@ def test_every_command_has_an_example() -> None:
 
 
 def test_values_and_events_of_a_step_are_all_described() -> None:
-    """Every value read or written by a component, and every event, has a row; the page fails otherwise."""
+    """Every value that a component reads or writes, and every event, has a row."""
     page = step_page()
     assert all(f"| `{name}` |" in page for name in [*VALUES, *typing.get_args(EventKind)])
     row = next(line for line in page.splitlines() if line.startswith("| `gradients` |"))
@@ -102,12 +102,12 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
     ],
 )
 def test_users_of_a_member_are_found(member: tuple[str, str], function: str) -> None:
-    """By fields, loops, arguments, results of calls, given functions, `isinstance`, attributes from `__init__`."""
+    """Users are found by fields, loops, arguments, call results, passed functions, `isinstance` and attributes."""
     assert function in [use.function for use in uses()[member]]
 
 
 def test_nearly_every_member_of_a_port_has_a_user() -> None:
-    """Those without are few: what tells users apart does not fall behind the source."""
+    """Few members have no user, so the search for users keeps up with the source."""
     members = [
         (name, function.name)
         for file, module in modules().items()

@@ -1,4 +1,4 @@
-"""Write what people read anew: `python tests/golden`. Read the difference before keeping it."""
+"""Rewrite the recorded output: `python tests/golden`. Read the difference before keeping it."""
 
 from generate.schedules import PAGE, page
 from generate.step import PICTURE, step_picture
@@ -8,7 +8,7 @@ from support.schedules import NAMES, golden
 
 for recipe in sorted(FAULTY.glob("*.toml")):
     recipe.with_suffix(".txt").write_text(run_check(recipe), "utf-8")
-for recipe in sorted(GOOD.glob("[!f]*.toml")):  # those of the shop; first_run changes with what ships
+for recipe in sorted(GOOD.glob("[!f]*.toml")):  # only the shop's recipes; first_run changes with drawloom
     recipe.with_suffix(".txt").write_text(resolve_recipe(recipe), "utf-8")
 (GOLDEN / "editing.txt").write_text(record(), "utf-8")
 for name in NAMES:

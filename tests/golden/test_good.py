@@ -1,4 +1,4 @@
-"""The meaning of good recipes, word for word: they freeze the grammar of values."""
+"""Recorded results of resolving good recipes, which freeze the grammar of values."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ FROZEN = [recipe for recipe in RECIPES if recipe.with_suffix(".txt").exists()]
 
 
 @pytest.mark.parametrize("recipe", FROZEN, ids=lambda path: path.stem)
-def test_a_good_recipe_resolves_as_in_the_golden_file(recipe: Path) -> None:
-    """The resolved recipe is the recorded one, with the origin of every line, and there is no problem."""
+def test_good_recipe_resolves_as_recorded(recipe: Path) -> None:
+    """The resolved recipe equals the recorded one, with every line's origin, and has no problem."""
     assert resolve_recipe(recipe) == recipe.with_suffix(".txt").read_text("utf-8")
 
 
@@ -23,5 +23,5 @@ def test_recipes_extending_shipped_ones_have_no_problems(recipe: Path) -> None:
 
 
 def test_there_are_at_least_30_good_recipes() -> None:
-    """The corpus covers extending, overlays, groups, variables, nodes in place, and values of every type."""
+    """At least 30 good recipes cover extends, overlays, groups, variables, inline nodes and values of all types."""
     assert len(RECIPES) >= 30

@@ -1,4 +1,4 @@
-"""The programs of every schedule, word for word."""
+"""Recorded programs of every schedule."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from support.schedules import NAMES, golden
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_programs_are_those_of_the_golden_file(name: str) -> None:
-    """Each rank does what is recorded, in that order, messages included."""
+def test_programs_match_the_golden_file(name: str) -> None:
+    """Every rank's actions and messages are as recorded, in order."""
     assert golden(name) == (GOLDEN / "schedules" / f"{name}.txt").read_text("utf-8")
 
 
-def test_every_golden_file_is_of_a_schedule() -> None:
-    """No file is left of a schedule that is gone."""
+def test_every_golden_file_belongs_to_a_schedule() -> None:
+    """No golden file is left over from a removed schedule."""
     assert sorted(path.stem for path in (GOLDEN / "schedules").glob("*.txt")) == sorted(NAMES)

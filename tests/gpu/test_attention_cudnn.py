@@ -1,4 +1,4 @@
-"""Attention of whole rows by cuDNN, called past torch's choice of an implementation, beside that choice."""
+"""Attention for whole rows by direct calls of cuDNN, compared with torch's implementations."""
 
 from collections.abc import Callable
 
@@ -16,14 +16,14 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def inputs(heads: int, kv_heads: int, head_dim: int, length: int = 300) -> list[Tensor]:
-    """Queries, keys and values in bfloat16, (2, length, heads, head_dim)."""
+    """Return random queries, keys and values in bfloat16, (2, length, heads, head_dim)."""
     torch.manual_seed(0)
     drawn = [torch.randn(2, length, count, head_dim, device="cuda") for count in (heads, kv_heads, kv_heads)]
-    return [each.bfloat16().requires_grad_() for each in drawn]
+    return [tensor.bfloat16().requires_grad_() for tensor in drawn]
 
 
-def by(backend: SDPBackend) -> Attention:
-    """torch's attention, by this implementation alone."""
+def attention_by(backend: SDPBackend) -> Attention:
+    """Return torch's attention by one backend."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         grouped = q.shape[2] != k.shape[2]
@@ -34,61 +34,70 @@ def by(backend: SDPBackend) -> Attention:
     return attend
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return CUDNN.attend(q, k, v, WHOLE_ROWS)
 
 
-def with_gradients(attend: Attention, given: list[Tensor]) -> list[Tensor]:
-    """The result and the three gradients."""
-    result = attend(*given)
+def compute_gradients(attend: Attention, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the result and the three gradients."""
+    result = attend(*tensors)
     torch.manual_seed(1)
     seed = torch.randn(result.shape, device="cuda").bfloat16().to(result.dtype)
-    return [result.detach(), *torch.autograd.grad(result, given, seed)]
+    return [result.detach(), *torch.autograd.grad(result, tensors, seed)]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 SHAPES = pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 128), (6, 1, 64)])
 
 
 @SHAPES
-def test_results_are_cudnns_to_the_bit(heads: int, kv_heads: int, head_dim: int) -> None:
-    """With any grouping of heads the result is bitwise cuDNN's; gradients are its own to its order of adding up."""
-    given = inputs(heads, kv_heads, head_dim)
-    (found, *grads), (expected, *theirs) = (
-        with_gradients(each, given) for each in (ours, by(SDPBackend.CUDNN_ATTENTION))
+def test_results_equal_cudnn_bitwise(heads: int, kv_heads: int, head_dim: int) -> None:
+    """The result is bitwise cuDNN's for any grouping of heads; gradients agree up to the order of summation."""
+    tensors = inputs(heads, kv_heads, head_dim)
+    (result, *grads), (expected, *cudnn_grads) = (
+        compute_gradients(attend, tensors) for attend in (attend_by_cudnn, attention_by(SDPBackend.CUDNN_ATTENTION))
     )
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(grads, theirs, atol=0.02, rtol=0.02)
+    assert torch.equal(result, expected)
+    torch.testing.assert_close(grads, cudnn_grads, atol=0.02, rtol=0.02)
     with torch.no_grad():
-        assert torch.equal(ours(*given), expected)
+        assert torch.equal(attend_by_cudnn(*tensors), expected)
 
 
 @SHAPES
-def test_results_are_those_of_math(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Results and gradients are those of torch's own arithmetic in float64, to bfloat16's rounding."""
-    given = inputs(heads, kv_heads, head_dim)
-    wide = [each.detach().double().requires_grad_() for each in given]
-    found, expected = with_gradients(ours, given), with_gradients(by(SDPBackend.MATH), wide)
-    for one, other, tolerance in zip(found, expected, (0.02, 0.05, 0.05, 0.05), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=tolerance, rtol=tolerance)
+def test_results_match_float64_arithmetic(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Results and gradients equal torch's float64 arithmetic to bfloat16's rounding."""
+    tensors = inputs(heads, kv_heads, head_dim)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    results, expected = (
+        compute_gradients(attend_by_cudnn, tensors),
+        compute_gradients(attention_by(SDPBackend.MATH), wide),
+    )
+    for result, exact, tolerance in zip(results, expected, (0.02, 0.05, 0.05, 0.05), strict=True):
+        torch.testing.assert_close(result.double(), exact, atol=tolerance, rtol=tolerance)
 
 
-def test_deterministic_algorithms_take_flash_attention() -> None:
-    """Where torch is told to be deterministic, results and gradients are bitwise those of flash attention."""
-    given = inputs(4, 2, 64)
+def test_deterministic_algorithms_use_flash_attention() -> None:
+    """With deterministic algorithms, results and gradients are bitwise those of flash attention."""
+    tensors = inputs(4, 2, 64)
     torch.use_deterministic_algorithms(True)
     try:
-        assert same(with_gradients(ours, given), with_gradients(by(SDPBackend.FLASH_ATTENTION), given))
+        assert are_equal(
+            compute_gradients(attend_by_cudnn, tensors),
+            compute_gradients(attention_by(SDPBackend.FLASH_ATTENTION), tensors),
+        )
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 12)])
-def test_what_cudnn_cannot_compute_others_do(dtype: torch.dtype, head_dim: int) -> None:
-    """A dtype or a head_dim that cuDNN does not know gives the numbers of torch's own arithmetic."""
-    given = [each.detach().to(dtype).requires_grad_() for each in inputs(4, 2, head_dim)]
-    found, expected = with_gradients(ours, given), with_gradients(by(SDPBackend.MATH), given)
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+def test_unsupported_inputs_fall_back_to_other_backends(dtype: torch.dtype, head_dim: int) -> None:
+    """With a dtype or head_dim that cuDNN does not support, results match torch's arithmetic."""
+    tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs(4, 2, head_dim)]
+    results, expected = (
+        compute_gradients(attend_by_cudnn, tensors),
+        compute_gradients(attention_by(SDPBackend.MATH), tensors),
+    )
+    torch.testing.assert_close(results, expected, atol=0.05, rtol=0.05)

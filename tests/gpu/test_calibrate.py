@@ -1,4 +1,4 @@
-"""Measuring a GPU for plans."""
+"""Calibration of plans on a GPU."""
 
 import time
 from pathlib import Path
@@ -15,16 +15,16 @@ pytestmark = [pytest.mark.gpu]
 GPU = torch.device("cuda")
 
 
-def test_what_only_a_first_call_takes_counts_as_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    A library that loads for longer than is measured changes nothing: what is found is within reach of the table.
+    A library that takes longer to load than the measurement does not change the result.
 
-    The limits are wide, since the sizes are small and others may use the GPU.
+    The limits around the device table are wide, since sizes are small and other processes may use the GPU.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loaded, attention = list[bool](), calibrate._attention
 
-    def loading(device: torch.device, *sizes: Any) -> object:
+    def load_slowly(device: torch.device, *sizes: Any) -> object:
         run = attention(device, *sizes)
 
         def slow() -> object:
@@ -35,10 +35,10 @@ def test_what_only_a_first_call_takes_counts_as_attention(tmp_path: Path, monkey
 
         return slow
 
-    monkeypatch.setattr(calibrate, "_attention", loading)
+    monkeypatch.setattr(calibrate, "_attention", load_slowly)
     calibrate.calibrate(GPU, seconds=0.2)
-    found, known = at_hand(), model_of_gpu(torch.cuda.get_device_name())
+    measured, known = at_hand(), model_of_gpu(torch.cuda.get_device_name())
     assert loaded
-    assert 0.1 < found.reached.attention < 2
+    assert 0.1 < measured.reached.attention < 2
     if known is not None:
-        assert 0.5 < found.bandwidth / known.bandwidth < 1.1
+        assert 0.5 < measured.bandwidth / known.bandwidth < 1.1

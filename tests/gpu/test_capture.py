@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: what is learned is what passes learn that are launched kernel by kernel."""
+"""Passes captured as CUDA graphs compute the same as passes launched kernel by kernel."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CASES: list[pipelines.Case] = [
 
 
 def steps(ranks: int, capture: bool, **how: Any) -> list[list[dict[str, Any]]]:
-    """What the last of four steps leaves on each rank, by case."""
+    """Return the last of four steps on all ranks, by case."""
     how = {"dtypes": pipelines.FLOAT64, "taken": 4, "layers": 4, "lengths": (6, 0), **how}
     return run_ranks(_steps, ranks, CASES, {**how, "settings": {"capture": capture}}, timeout=240)
 
@@ -42,15 +42,15 @@ def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, A
     ],
     ids=str,
 )
-def test_graphs_have_the_gradients_of_kernels(ranks: int, how: dict[str, Any]) -> None:
-    """In float64 after three updates, under schedules of all kinds, on one GPU and over two."""
-    for found, plain in zip(steps(ranks, True, **how), steps(ranks, False, **how), strict=True):
-        for case, mine, other in zip(CASES, found, plain, strict=True):
-            assert mine["loss"] == pytest.approx(other["loss"], rel=1e-10), case
-            assert mine["held_out"] == pytest.approx(other["held_out"], rel=1e-10), case
-            for what in ("grads", "weights"):
-                for name, tensor in mine[what].items():
-                    torch.testing.assert_close(tensor, other[what][name], rtol=1e-9, atol=1e-12)
+def test_cuda_graphs_have_the_same_gradients(ranks: int, how: dict[str, Any]) -> None:
+    """CUDA graphs have the same float64 gradients after three updates, for all kinds of schedules."""
+    for graphs, plain in zip(steps(ranks, True, **how), steps(ranks, False, **how), strict=True):
+        for case, graph, other in zip(CASES, graphs, plain, strict=True):
+            assert graph["loss"] == pytest.approx(other["loss"], rel=1e-10), case
+            assert graph["held_out"] == pytest.approx(other["held_out"], rel=1e-10), case
+            for kind in ("grads", "weights"):
+                for name, tensor in graph[kind].items():
+                    torch.testing.assert_close(tensor, other[kind][name], rtol=1e-9, atol=1e-12)
 
 
 COMMON = ("tiny.toml", "batch.micro_size=2", "trainer.steps=8", "randomness.deterministic=true")
@@ -75,15 +75,15 @@ EXPERTS = (
     ],
     ids=["dense", "experts", "recompute", "split", "compiled"],
 )
-def test_a_run_by_graphs_learns_what_a_run_by_kernels_learns(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Losses and norms of eight steps in mixed precision by the GPU's own kernels, to bfloat16's rounding."""
+def test_run_with_cuda_graphs_has_the_same_losses(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Eight steps in mixed precision have the same losses and norms to bfloat16's rounding."""
     write_corpus(tmp_path)
     for name in ("graphs", "kernels"):
         capture = f"stages.capture={'true' if name == 'graphs' else 'false'}"
-        found = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", capture)
-        assert found.code == 0, found.text
-        # torch's compiler has advice of its own.
-        assert "stages.compile=true" in words or "arning" not in found.text, found.text
+        outcome = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", capture)
+        assert outcome.code == 0, outcome.text
+        # torch's compiler prints its own warnings.
+        assert "stages.compile=true" in words or "arning" not in outcome.text, outcome.text
     ours, theirs = (series(tmp_path / "runs" / name, "loss", "grad_norm") for name in ("graphs", "kernels"))
     assert len(ours) == 8
     for mine, other in zip(ours, theirs, strict=True):

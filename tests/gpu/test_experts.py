@@ -1,4 +1,4 @@
-"""Experts of two GPUs, which read tokens from each other's memory."""
+"""Experts on two GPUs that read tokens from each other's memory."""
 
 from typing import Any
 
@@ -20,41 +20,41 @@ pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("meshes")]
 
 
 def _round(dispatcher: Dispatcher, number: int, rank: int) -> list[Tensor]:
-    """What a rank gets back, and the gradients of its tokens and probabilities; tokens differ from round to round."""
+    """Return a rank's combined tokens, and the gradients of tokens and probabilities, for a round's random tokens."""
     generator = torch.Generator("cuda").manual_seed(2 * number + rank)
     common: Any = {"generator": generator, "device": "cuda"}
     tokens = TOKENS - 100 * rank - number
     hidden = torch.randn(tokens, WIDTH, **common).bfloat16().requires_grad_()
     probabilities, chosen = torch.rand(tokens, EXPERTS, **common).topk(CHOICES)
     probabilities.requires_grad_()
-    here = dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS)
-    used = int(here.ends[-1])
-    scaled = (here.rows[:used] * here.scale[:used, None]).to(here.rows.dtype)
-    rows = torch.cat([scaled, here.rows.new_zeros(len(here.rows) - used, WIDTH)])
-    given = here.combine(rows)
-    grads = torch.autograd.grad(given.float().square().sum(), (hidden, probabilities))
-    return [given.detach(), *grads]
+    dispatched = dispatcher.dispatch(hidden, chosen, probabilities, EXPERTS)
+    used = int(dispatched.ends[-1])
+    scaled = (dispatched.rows[:used] * dispatched.scale[:used, None]).to(dispatched.rows.dtype)
+    rows = torch.cat([scaled, dispatched.rows.new_zeros(len(dispatched.rows) - used, WIDTH)])
+    combined = dispatched.combine(rows)
+    grads = torch.autograd.grad(combined.float().square().sum(), (hidden, probabilities))
+    return [combined.detach(), *grads]
 
 
 def _rounds() -> list[list[float]]:
-    """By round, the relative differences of each dispatcher's results from those of all-to-all collectives."""
+    """Return every round's relative differences between symmetric dispatchers and all-to-all collectives."""
     with join_processes("cuda", timeout=60.0) as (processes, device):
         mesh = RankMesh(processes=processes, data_shard=2, expert=2)
         mesh.open()
         common: Any = {"kernels": kernels_on(device.device), "mesh": mesh}
         known = AllToAllExperts(**common)
         tried = [SymmetricExperts(**common), SymmetricExperts(**common, max_tokens=TOKENS, capacity=1.9)]
-        found = []
+        differences = []
         for number in range(ROUNDS):
             wanted = _round(known, number, processes.rank)
             for dispatcher in tried:
                 ours = _round(dispatcher, number, processes.rank)
                 pairs = zip(ours, wanted, strict=True)
-                found.append([float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs])
-        return found
+                differences.append([float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs])
+        return differences
 
 
-def test_tokens_are_exchanged_as_by_collectives_round_after_round() -> None:
-    """With ever other tokens, results and gradients are those of all-to-all: no rank reads what is not written yet."""
-    for found in run_ranks(_rounds, 2, timeout=180):
-        assert all(difference < 0.01 for differences in found for difference in differences), max(map(max, found))
+def test_symmetric_exchange_matches_collectives_in_every_round() -> None:
+    """Results and gradients match all-to-all for changing tokens: no rank reads before the data is written."""
+    for rounds in run_ranks(_rounds, 2, timeout=180):
+        assert all(difference < 0.01 for differences in rounds for difference in differences), max(map(max, rounds))

@@ -1,4 +1,4 @@
-"""Kernels on tensors whose last elements lie more than 2^31 behind the first: these take about 30 GiB, one by one."""
+"""Kernels on tensors with more than 2^31 elements; a test needs about 30 GiB."""
 
 from typing import Any
 
@@ -30,105 +30,105 @@ pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("great"), pytest.mark.use
 GPU: Any = {"device": "cuda", "dtype": torch.bfloat16}
 WIDTH = 4096
 ROWS = 2**31 // WIDTH + 5
-"""A little more than 2^31 elements; the last rows lie beyond."""
+"""Rows for slightly more than 2^31 elements."""
 
 LAST = slice(-5, None)
-CLOSE: Any = {"atol": 0.02, "rtol": 0.02}
+TOLERANCE: Any = {"atol": 0.02, "rtol": 0.02}
 
 
-def filled(*shape: int) -> Tensor:
-    """Numbers at the end of a great tensor, and none in the rest of it: what is beyond is what counts."""
-    made = torch.zeros(shape, **GPU)
-    made[LAST] = torch.randn(made[LAST].shape, **GPU)
-    return made
+def fill_end(*shape: int) -> Tensor:
+    """Return a large tensor with random numbers only at its end, beyond 2^31 elements."""
+    tensor = torch.zeros(shape, **GPU)
+    tensor[LAST] = torch.randn(tensor[LAST].shape, **GPU)
+    return tensor
 
 
-def test_swiglu_beyond_32_bits() -> None:
-    """Results and gradients at the end of great tensors are right, contiguous or not."""
-    gate, up = filled(ROWS, WIDTH).requires_grad_(), filled(ROWS, WIDTH).requires_grad_()
-    found = swiglu_triton(gate, up)
+def test_swiglu_is_right_beyond_32_bits() -> None:
+    """SwiGLU's results and gradients are right at the end of large tensors."""
+    gate, up = fill_end(ROWS, WIDTH).requires_grad_(), fill_end(ROWS, WIDTH).requires_grad_()
+    result = swiglu_triton(gate, up)
     small = [x.detach()[LAST].requires_grad_() for x in (gate, up)]
     expected = swiglu_eager(*small)
-    torch.testing.assert_close(found[LAST], expected, **CLOSE)
-    grads = torch.autograd.grad(found, (gate, up), torch.ones_like(found))
+    torch.testing.assert_close(result[LAST], expected, **TOLERANCE)
+    grads = torch.autograd.grad(result, (gate, up), torch.ones_like(result))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), small), strict=True):
-        torch.testing.assert_close(ours[LAST], theirs, **CLOSE)
+        torch.testing.assert_close(ours[LAST], theirs, **TOLERANCE)
 
 
-def test_rms_norm_beyond_32_bits() -> None:
-    """The same for the norm, whose weight's gradient sums over all rows."""
-    x, weight = filled(ROWS, WIDTH).requires_grad_(), torch.randn(WIDTH, **GPU).requires_grad_()
-    found = rms_norm_triton(x, weight, 1e-6)
+def test_rms_norm_is_right_beyond_32_bits() -> None:
+    """RMSNorm's results and gradients are right at the end; the weight's gradient sums over all rows."""
+    x, weight = fill_end(ROWS, WIDTH).requires_grad_(), torch.randn(WIDTH, **GPU).requires_grad_()
+    result = rms_norm_triton(x, weight, 1e-6)
     small = x.detach()[LAST].requires_grad_()
     expected = rms_norm_eager(small, weight, 1e-6)
-    torch.testing.assert_close(found[LAST], expected, **CLOSE)
-    grads = torch.autograd.grad(found, (x, weight), torch.ones_like(found))
+    torch.testing.assert_close(result[LAST], expected, **TOLERANCE)
+    grads = torch.autograd.grad(result, (x, weight), torch.ones_like(result))
     exact = torch.autograd.grad(expected.sum(), (small, weight))
-    torch.testing.assert_close(grads[0][LAST], exact[0], **CLOSE)
+    torch.testing.assert_close(grads[0][LAST], exact[0], **TOLERANCE)
     torch.testing.assert_close(grads[1], exact[1], atol=0.1, rtol=0.02)
 
 
-def test_rope_beyond_32_bits() -> None:
-    """The same for rotations, of which the last are in the last heads of the last positions."""
+def test_rope_is_right_beyond_32_bits() -> None:
+    """Rotations are right at the last positions."""
     length = ROWS
-    x = filled(length, 32, 128).unsqueeze(0)
+    x = fill_end(length, 32, 128).unsqueeze(0)
     cos, sin = rope_angles(torch.arange(length, device="cuda").unsqueeze(0), 128, 1e6)
-    found = rope_triton(x, cos, sin)
+    result = rope_triton(x, cos, sin)
     expected = rope_eager(x[:, LAST], cos[:, LAST], sin[:, LAST])
-    torch.testing.assert_close(found[:, LAST], expected, **CLOSE)
+    torch.testing.assert_close(result[:, LAST], expected, **TOLERANCE)
 
 
-def test_rounding_beyond_32_bits() -> None:
-    """Noise belongs to the element's place also there; the step changes what is there."""
+def test_stochastic_rounding_is_right_beyond_32_bits() -> None:
+    """Noise depends on the element's index, and AdamW updates the last elements."""
     count, tail = 2**31 + 4096, 4096
     source = torch.randn(tail, device="cuda")
-    great = torch.zeros(count, device="cuda")
-    great[-tail:] = source
-    found, expected = torch.zeros(count, **GPU), torch.zeros(tail, **GPU)
-    stochastic_copy_triton(found, great, 3, 4)
+    large_source = torch.zeros(count, device="cuda")
+    large_source[-tail:] = source
+    result, expected = torch.zeros(count, **GPU), torch.zeros(tail, **GPU)
+    stochastic_copy_triton(result, large_source, 3, 4)
     stochastic_copy_eager(expected, source, 3, 4, count - tail)
-    assert torch.equal(found[-tail:], expected)
-    del great
+    assert torch.equal(result[-tail:], expected)
+    del large_source
     kept = [torch.zeros(count, **GPU) for _ in "ms"]
-    AdamwTriton([ParamState(found, kept[0], kept[1], 0.1, 9)]).step(
+    AdamwTriton([ParamState(result, kept[0], kept[1], 0.1, 9)]).step(
         [torch.ones(count, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
     small = [torch.zeros(tail, **GPU) for _ in "ms"]
     AdamwEager([ParamState(expected, small[0], small[1], 0.1, 9, count - tail)]).step(
         [torch.ones(tail, **GPU)], step_scalars(1e-2, (0.9, 0.95), 1e-8, 1), 1
     )
-    assert torch.equal(found[-tail:], expected)
+    assert torch.equal(result[-tail:], expected)
     assert torch.equal(kept[1][-tail:], small[1])
 
 
-def test_sums_of_parts_beyond_32_bits() -> None:
-    """Also rows that begin there are added."""
+def test_sums_of_parts_are_right_beyond_32_bits() -> None:
+    """Rows that start beyond 2^31 elements are added."""
     rows, size = 3, 2**30 + 8
-    parts, found = torch.zeros(rows, size, **GPU), torch.zeros(size, **GPU)
+    parts, total = torch.zeros(rows, size, **GPU), torch.zeros(size, **GPU)
     parts[:, LAST] = torch.tensor([[1.0], [2.0], [4.0]], **GPU)
-    sum_parts_triton(found.clone(), parts, found)
-    assert torch.equal(found[LAST], torch.full_like(found[LAST], 7.0))
-    assert not found[:-5].any()
+    sum_parts_triton(total.clone(), parts, total)
+    assert torch.equal(total[LAST], torch.full_like(total[LAST], 7.0))
+    assert not total[:-5].any()
 
 
-def test_experts_beyond_32_bits() -> None:
-    """Rows of tokens, and their products, are right where their offsets need more than 32 bits."""
+def test_experts_are_right_beyond_32_bits() -> None:
+    """Permuted rows and grouped products are right at offsets of more than 32 bits."""
     tokens, choices = ROWS // 8 + 1, 8
-    x = filled(tokens, WIDTH)
+    x = fill_end(tokens, WIDTH)
     expert_indices = torch.arange(choices, device="cuda").expand(tokens, choices)
     routes, probabilities = moe_routes_triton(expert_indices, choices), torch.ones(tokens, choices, device="cuda")
     rows, _ = moe_permute_triton(x, probabilities, routes)
     assert rows.numel() > 2**31
     assert torch.equal(rows[LAST], x[LAST])
     back = moe_unpermute_triton(rows, routes)
-    torch.testing.assert_close(back[LAST], 8 * x[LAST], **CLOSE)
+    torch.testing.assert_close(back[LAST], 8 * x[LAST], **TOLERANCE)
     weight = torch.randn(choices, WIDTH, 64, **GPU) / 64
     product = grouped_gemm_triton(rows, weight, routes.offsets)
-    torch.testing.assert_close(product[LAST], x[LAST] @ weight[-1], **CLOSE)
+    torch.testing.assert_close(product[LAST], x[LAST] @ weight[-1], **TOLERANCE)
 
 
-def test_losses_beyond_32_bits() -> None:
-    """Words whose rows of the weight lie there have their logits and their gradients."""
+def test_losses_are_right_beyond_32_bits() -> None:
+    """Losses and gradients are right for the last rows of a large head."""
     words, width = 2**31 // 2048 + 100, 2048
     weight = torch.zeros(words, width, **GPU)
     weight[-3:] = torch.randn(3, width, **GPU) / 32

@@ -1,4 +1,4 @@
-"""What only a GPU can show of steps that the host learns of late: that it does not wait for the device."""
+"""Steps whose numbers reach the host late do not make the host wait for the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Within it, torch raises an error where the host waits for the device."""
+    """Make torch raise an error if the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -25,8 +25,8 @@ def no_waits() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_host_does_not_wait_between_backward_and_update(optimizer: str) -> None:
-    """Steps are skipped and learned as by a host that waits for the exact norm."""
+def test_host_does_not_wait_between_backward_and_update(optimizer: str) -> None:
+    """A host that does not wait skips the same steps and has the same losses as a host that waits for the norm."""
     mesh: Any = SingleRankMesh()
     device = ComputeDevice(kind="cuda")
     device.open()

@@ -1,4 +1,4 @@
-"""Sharded parameters over NCCL: two or four processes, each on a GPU of its own, or in turns on one."""
+"""Meshes over NCCL: two or four processes, on separate GPUs or sharing one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,45 +40,43 @@ SPLIT: list[pipelines.Case] = [(name, 8, True, False, "dft") for name in pipelin
         "pipelines of tensors",
     ],
 )
-def test_steps_over_nccl_are_those_of_one_process(
-    ranks: int, sizes: Mapping[str, int], cases: list[pipelines.Case]
-) -> None:
-    """Losses, norms, gradients and weights of three steps equal one process's in float64, to 1e-10."""
+def test_steps_over_nccl_match_one_process(ranks: int, sizes: Mapping[str, int], cases: list[pipelines.Case]) -> None:
+    """Three steps over NCCL have one process's losses, norms, gradients and weights in float64, to 1e-10."""
     alone = sorted({("gpipe", *case[1:]) for case in cases})
-    (found,) = run_ranks(pipelines.steps, 1, alone, {}, "cuda", pipelines.FLOAT64, 3, timeout=120)
-    whole = {case[1:]: each for case, each in zip(alone, found, strict=True)}
+    (steps,) = run_ranks(pipelines.steps, 1, alone, {}, "cuda", pipelines.FLOAT64, 3, timeout=120)
+    whole = {case[1:]: step for case, step in zip(alone, steps, strict=True)}
     meshed = run_ranks(pipelines.steps, ranks, cases, sizes, "cuda", pipelines.FLOAT64, 3, timeout=180)
     for number, case in enumerate(cases):
-        pipelines.assert_same_steps([each[number] for each in meshed], whole[case[1:]])
+        pipelines.assert_same_steps([rank[number] for rank in meshed], whole[case[1:]])
 
 
-def test_rows_that_gpus_share_out_have_the_gradients_of_one_process() -> None:
-    """Two GPUs with half of each row, whose lengths are those of documents: losses and gradients of one, in float64."""
+def test_context_parallel_gpus_match_one_process() -> None:
+    """Two GPUs with half rows of several documents have one process's losses and gradients in float64."""
     cases: list[pipelines.Case] = [("gpipe", 2, True, False, "plain"), ("gpipe", 2, False, False, "tempered")]
     common = "cuda", pipelines.FLOAT64, 3, 2, (8, 8)
-    (found,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
+    (steps,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
     meshed = run_ranks(pipelines.steps, 2, cases, {"context": 2}, *common, timeout=120)
     for number in range(len(cases)):
-        pipelines.assert_same_steps([each[number] for each in meshed], found[number])
+        pipelines.assert_same_steps([rank[number] for rank in meshed], steps[number])
 
 
 @pytest.mark.parametrize("kind", ["plain", "symmetric"])
 @pytest.mark.parametrize("sizes", [{"data_shard": 2}, {"tensor": 2}, {"context": 2}], ids=str)
-def test_experts_that_gpus_share_out_have_the_gradients_of_one_process(sizes: Mapping[str, int], kind: str) -> None:
-    """Two GPUs with half of the experts each: losses, norms, gradients and weights of three steps are those of one."""
+def test_expert_parallel_gpus_match_one_process(sizes: Mapping[str, int], kind: str) -> None:
+    """Two GPUs with half of the experts have one process's losses, norms, gradients and weights in three steps."""
     cases: list[pipelines.Case] = [("gpipe", 2, True, False, kind)]
     common = "cuda", pipelines.FLOAT64, 3, 4, (6, 4), 8
-    (found,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
+    (steps,) = run_ranks(pipelines.steps, 1, cases, {}, *common, timeout=120)
     meshed = run_ranks(pipelines.steps, 2, cases, {**sizes, "expert": 2}, *common, timeout=120)
-    pipelines.assert_same_steps([each[0] for each in meshed], found[0])
+    pipelines.assert_same_steps([rank[0] for rank in meshed], steps[0])
 
 
-def test_mixed_precision_on_shards_is_that_of_one_process() -> None:
-    """With float32 masters and bfloat16 compute, shards have the losses and gradients of one process to bfloat16."""
+def test_mixed_precision_on_shards_matches_one_process() -> None:
+    """With float32 master weights and bfloat16 compute, shards have one process's losses and gradients."""
     cases: list[pipelines.Case] = [("gpipe", 4, True, False, "plain")]
-    (found,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", pipelines.MIXED, 1, timeout=120)
+    (steps,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", pipelines.MIXED, 1, timeout=120)
     meshed: list[Any] = run_ranks(pipelines.steps, 2, cases, {"data_shard": 2}, "cuda", pipelines.MIXED, 1, timeout=120)
-    grads = pipelines.assemble([each[0] for each in meshed], "grads")
-    assert sum(each[0]["loss"] for each in meshed) == pytest.approx(found[0]["loss"], rel=1e-6)
+    grads = pipelines.assemble([rank[0] for rank in meshed], "grads")
+    assert sum(rank[0]["loss"] for rank in meshed) == pytest.approx(steps[0]["loss"], rel=1e-6)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, found[0]["grads"][name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(grad, steps[0]["grads"][name], rtol=1e-3, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Pipelines over NCCL: two processes, each on a GPU of its own, or in turns on one."""
+"""Pipelines over NCCL: two processes, on separate GPUs or sharing one."""
 
 import signal
 import time
@@ -31,24 +31,24 @@ LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 
 @pytest.fixture(scope="module")
 def parts() -> list[list[dict[str, Any]]]:
-    """What both ranks have after a step of each case."""
+    """Return both ranks' results after a step of every case."""
     return run_ranks(pipelines.steps, 2, CASES, {}, "cuda", timeout=180)
 
 
 @pytest.fixture(scope="module")
 def wholes() -> dict[int, dict[str, Any]]:
-    """The same steps in one process on one GPU, by the number of microbatches."""
+    """Return the same steps in one process on one GPU, by number of microbatches."""
     counts = (1, 5, 8)
     cases = [("gpipe", count, True, False, LOSSES[count]) for count in counts]
-    (found,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", timeout=60)
-    return dict(zip(counts, found, strict=True))
+    (steps,) = run_ranks(pipelines.steps, 1, cases, {}, "cuda", timeout=60)
+    return dict(zip(counts, steps, strict=True))
 
 
-@pytest.mark.parametrize("place", range(len(CASES)))
-def test_schedules_over_nccl_have_the_gradients_of_one_process(place: int, parts: Any, wholes: Any) -> None:
-    """In float64, whatever the schedule and the number of microbatches, with tied weights and evaluation."""
-    case = CASES[place]
-    whole, mine = wholes[case[1]], [found[place] for found in parts]
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_schedules_over_nccl_match_one_process(number: int, parts: Any, wholes: Any) -> None:
+    """All schedules and numbers of microbatches have one process's float64 losses and gradients, with tied weights."""
+    case = CASES[number]
+    whole, mine = wholes[case[1]], [rank[number] for rank in parts]
     assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-10), case
     assert sum(part["held_out"] for part in mine) == pytest.approx(whole["held_out"], rel=1e-10), case
     for part in mine:
@@ -57,8 +57,8 @@ def test_schedules_over_nccl_have_the_gradients_of_one_process(place: int, parts
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, the tiny recipe, and a run of it on one GPU."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, the tiny recipe, and its run on one GPU."""
     folder = tmp_path_factory.mktemp("pipeline")
     write_corpus(folder)
     outcome = drawloom(folder, *COMMON, "run.name=one")[0]
@@ -67,7 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Losses and gradient norms of every step are equal to float32's rounding after some steps."""
+    """Assert that losses and gradient norms agree to the float32 error of some steps."""
     ours, theirs = series(run, *LEARNED), series(other, *LEARNED)
     assert len(ours) == len(theirs) == 6
     for mine, yours in zip(ours, theirs, strict=True):
@@ -75,35 +75,35 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "dual_pipe_v"])
-def test_a_run_over_two_gpus_learns_what_one_learns(place: Path, schedule: str) -> None:
-    """Losses, export and sample are those of one GPU; nothing is printed but step lines."""
+def test_pipeline_run_on_two_gpus_matches_one_gpu(shared_folder: Path, schedule: str) -> None:
+    """A pipeline run has one GPU's losses, writes export and sample, and prints no warning."""
     words = [*COMMON, f"run.name={schedule}", "mesh.pipeline=2", f"schedule.use=pipeline.schedules.{schedule}"]
-    outcomes = drawloom(place, *words, ranks=2)
+    outcomes = drawloom(shared_folder, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert "arning" not in outcomes[0].text + outcomes[1].text, outcomes
-    run = place / "runs" / schedule
-    assert_same(place / "runs/one", run)
+    run = shared_folder / "runs" / schedule
+    assert_same(shared_folder / "runs/one", run)
     assert (run / "export/config.json").exists() and (run / "sample.txt").exists()
 
 
-def test_replicas_over_two_gpus_learn_what_one_learns(place: Path) -> None:
-    """So do two data-parallel processes."""
-    outcomes = drawloom(place, *COMMON, "run.name=replicas", ranks=2)
+def test_replicas_on_two_gpus_match_one_gpu(shared_folder: Path) -> None:
+    """Two data-parallel processes have one GPU's losses."""
+    outcomes = drawloom(shared_folder, *COMMON, "run.name=replicas", ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert_same(place / "runs/one", place / "runs/replicas")
+    assert_same(shared_folder / "runs/one", shared_folder / "runs/replicas")
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_moves_between_one_and_two_gpus(place: Path, before: int, after: int) -> None:
-    """A checkpoint of one GPU is taken over by a pipeline of two, and the other way round."""
+def test_run_moves_between_one_and_two_gpus(shared_folder: Path, before: int, after: int) -> None:
+    """A pipeline of two GPUs resumes one GPU's checkpoint, and vice versa."""
     name = f"from{before}to{after}"
     for ranks in (before, after):
         words = [*COMMON, f"run.name={name}", "checkpoint.every=3", "checkpoint.keep=9", f"mesh.pipeline={ranks}"]
-        outcomes = drawloom(place, *words, ranks=ranks)
+        outcomes = drawloom(shared_folder, *words, ranks=ranks)
         assert {outcome.code for outcome in outcomes} == {0}, outcomes
         if ranks == before:
-            take_back(place / "runs" / name, 3)
-    assert_same(place / "runs/one", place / "runs" / name)
+            take_back(shared_folder / "runs" / name, 3)
+    assert_same(shared_folder / "runs/one", shared_folder / "runs" / name)
 
 
 ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "listeners.timeouts.step=8.0")
@@ -111,13 +111,13 @@ ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "listeners.timeou
 
 @pytest.mark.parametrize("mesh", ["mesh.pipeline=2", "mesh.data_replicate=2"])
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 16.0)])
-def test_a_rank_that_is_gone_or_stands_still_is_named(place: Path, number: int, seconds: float, mesh: str) -> None:
-    """Rank 0 ends by itself, at once if rank 1 is dead and at the limit if it hangs, and says that it was rank 1."""
+def test_killed_or_hanging_rank_is_named(shared_folder: Path, number: int, seconds: float, mesh: str) -> None:
+    """Rank 0 names rank 1 and ends, at once if rank 1 is dead, or at the time limit if rank 1 hangs."""
     name = f"run.name={mesh[5:9]}{int(number)}"
     arguments = ["run", "tiny.toml", name, "model.num_hidden_layers=2", "batch.micro_size=1", mesh, *ENDLESS]
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(run_and_strike, 2, place, arguments, int(number), timeout=120, lost={1})
-    run = place / "runs" / name.removeprefix("run.name=")
+        run_ranks(run_and_strike, 2, shared_folder, arguments, int(number), timeout=120, lost={1})
+    run = shared_folder / "runs" / name.removeprefix("run.name=")
     took = time.time() - (run / "struck").stat().st_mtime
     survivor = caught.value.values.get(0)
     told = (run / "log/rank-0.log").read_text("utf-8") + (survivor.text if survivor is not None else "")

@@ -1,4 +1,4 @@
-"""A stream for each stage of a rank: what is learned is what one stream learns."""
+"""One CUDA stream per stage computes the same as a single stream."""
 
 from typing import Any
 
@@ -24,26 +24,26 @@ def _steps(sizes: dict[str, int], cases: list[pipelines.Case], streams: bool, ho
 
 
 def assert_same(sizes: dict[str, int], ranks: int, cases: list[pipelines.Case], how: dict[str, Any]) -> None:
-    """Three times, with streams and without, on every rank."""
+    """Assert equal steps with and without streams, three times, on every rank."""
     plain = run_ranks(_steps, ranks, sizes, cases, False, how, timeout=120)
     for _ in range(3):
-        for found, other in zip(run_ranks(_steps, ranks, sizes, cases, True, how, timeout=120), plain, strict=True):
-            for case, mine, theirs in zip(cases, found, other, strict=True):
+        for streamed, other in zip(run_ranks(_steps, ranks, sizes, cases, True, how, timeout=120), plain, strict=True):
+            for case, mine, theirs in zip(cases, streamed, other, strict=True):
                 assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-12), case
-                for what in ("grads", "weights"):
-                    for name, tensor in mine[what].items():
-                        torch.testing.assert_close(tensor, theirs[what][name], rtol=1e-9, atol=1e-12)
+                for kind in ("grads", "weights"):
+                    for name, tensor in mine[kind].items():
+                        torch.testing.assert_close(tensor, theirs[kind][name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_stages_in_streams_of_their_own_learn_the_same(ranks: int) -> None:
-    """In float64 after two updates, under schedules with several stages a rank, tied weights too."""
+def test_stages_in_separate_streams_compute_the_same(ranks: int) -> None:
+    """Schedules with several stages per rank have the same float64 results after two updates."""
     assert_same({}, ranks, CASES, {"dtypes": pipelines.FLOAT64, "taken": 3, "layers": 8, "lengths": (40, 3)})
 
 
 @pytest.mark.parametrize("kind", ["plain", "symmetric"])
-def test_experts_of_two_gpus_learn_the_same(kind: str) -> None:
-    """While one stage's tokens travel, the other stage computes; with sharded dense weights."""
+def test_experts_on_two_gpus_compute_the_same(kind: str) -> None:
+    """Results are the same if one stage computes while the other stage's tokens are sent."""
     sizes = {"data_shard": 2, "expert": 2, "pipeline": 1}
     how = {"dtypes": pipelines.FLOAT64, "taken": 3, "layers": 4, "lengths": (6, 4), "experts": 8}
     assert_same(sizes, 2, [("dual_pipe_v", 4, False, False, kind)], how)

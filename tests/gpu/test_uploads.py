@@ -1,4 +1,4 @@
-"""What only a GPU can show of batches: that neither it nor the host waits for them."""
+"""Neither the GPU nor the host waits for batches."""
 
 import warnings
 from collections.abc import Iterator
@@ -20,79 +20,79 @@ GPU = torch.device("cuda", 0)
 
 
 @contextmanager
-def waits() -> Iterator[list[str]]:
-    """The messages of torch, one for each time that the host waits for the device."""
+def record_waits() -> Iterator[list[str]]:
+    """Yield a list that gets one torch message per wait of the host for the device."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found: list[str] = []
+        messages: list[str] = []
         try:
-            yield found
+            yield messages
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [str(each.message) for each in caught if "synchronizing" in str(each.message)]
+            messages += [str(warning.message) for warning in caught if "synchronizing" in str(warning.message)]
 
 
 def rows(count: int) -> TokenBatch:
-    """A batch of `count` rows of 4096 tokens."""
+    """Return a batch of `count` rows with 4096 tokens."""
     tokens = torch.randint(1000, (count, 4096))
     return TokenBatch(tokens, tokens + 1, tokens + 2, tokens + 3, torch.rand(count, 4096))
 
 
-def test_batches_arrive_whole_though_memory_is_used_again() -> None:
-    """Values are right while the device is busy and batches come and go, with copies that reuse memory at once."""
+def test_batches_are_correct_although_memory_is_reused() -> None:
+    """Uploaded values are right while the device is busy and freed memory is reused at once."""
     uploads, square = Uploads(GPU), torch.randn(4096, 4096, device=GPU)
     batches, sums = [rows(8) for _ in range(20)], []
     for batch in batches:
-        there = uploads.start(batch)
+        uploaded = uploads.start(batch)
         square = (square @ square).clamp(-1, 1)
-        sums.append(sum(tensor.double().sum() for tensor in there.tensors()))
-        del there
+        sums.append(sum(tensor.double().sum() for tensor in uploaded.tensors()))
+        del uploaded
     expected = [sum(tensor.double().sum() for tensor in batch.tensors()) for batch in batches]
-    assert [float(each) for each in sums] == pytest.approx([float(each) for each in expected], rel=1e-12)
+    assert [float(total) for total in sums] == pytest.approx([float(total) for total in expected], rel=1e-12)
 
 
-def test_the_host_does_not_wait_for_copies() -> None:
-    """A batch is on its way while the device computes something long, and copies are done before that ends."""
+def test_host_does_not_wait_for_copies() -> None:
+    """Copies of a batch start without waiting, and finish before a long computation on the device ends."""
     uploads, square = Uploads(GPU), torch.randn(8192, 8192, device=GPU)
     uploads.start(rows(8))
     busy: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    with waits() as found:
+    with record_waits() as messages:
         for _ in range(50):
             square = (square @ square).clamp(-1, 1)
         busy.record()
-        there = uploads.start(rows(8))
+        uploaded = uploads.start(rows(8))
     uploads._stream.synchronize()
     assert not busy.query(), "the copies waited for the products"
-    assert not found and there.tokens.is_cuda
+    assert not messages and uploaded.tokens.is_cuda
 
 
-def test_steps_wait_once_at_most() -> None:
-    """Of whole steps with an optimizer, by the host: of the values of the step before, and of nothing else."""
+def test_host_waits_at_most_once_per_step() -> None:
+    """In steps with an optimizer the host waits only for the metrics of the step before."""
     mesh: Any = SingleRankMesh()
     device = ComputeDevice(kind="cuda")
     device.open()
     try:
         Small(mesh, device, "adamw", "auto").train(2)
-        with waits() as found:
+        with record_waits() as messages:
             Small(mesh, device, "adamw", "auto").train(12)
     finally:
         device.close()
-    # What opens the model, and the first step, wait as well.
-    few = len(found)
-    with waits() as more:
+    # Opening the model and the first step wait as well.
+    first_count = len(messages)
+    with record_waits() as later_messages:
         Small(mesh, device, "adamw", "auto").train(22)
-    assert len(more) - few <= 10, more[-10:]
+    assert len(later_messages) - first_count <= 10, later_messages[-10:]
 
 
-def test_the_gpu_is_not_idle_between_steps() -> None:
-    """Kernels fill 99 % of twenty steps in which a batch comes from the host, each of some milliseconds of products."""
+def test_gpu_is_not_idle_between_steps() -> None:
+    """Kernels fill 99 % of twenty steps that upload a batch."""
     uploads, square = Uploads(GPU), torch.randn(8192, 8192, device=GPU)
 
     def step() -> None:
         nonlocal square
-        there = uploads.start(rows(4))
-        square = square + there.weights.sum() * 1e-9
+        uploaded = uploads.start(rows(4))
+        square = square + uploaded.weights.sum() * 1e-9
         for _ in range(10):
             square = (square @ square).clamp(-1, 1)
 
@@ -103,9 +103,9 @@ def test_the_gpu_is_not_idle_between_steps() -> None:
             step()
         torch.cuda.synchronize()
     assert running.profiler is not None and running.profiler.kineto_results is not None
-    events = [each for each in running.profiler.kineto_results.events() if "CUDA" in str(each.device_type())]
-    kernels = [each for each in events if "Mem" not in each.name()]
-    busy = sum(each.duration_ns() for each in kernels)
-    begun = min(each.start_ns() for each in kernels)
-    ended = max(each.start_ns() + each.duration_ns() for each in kernels)
+    events = [event for event in running.profiler.kineto_results.events() if "CUDA" in str(event.device_type())]
+    kernels = [event for event in events if "Mem" not in event.name()]
+    busy = sum(event.duration_ns() for event in kernels)
+    begun = min(event.start_ns() for event in kernels)
+    ended = max(event.start_ns() + event.duration_ns() for event in kernels)
     assert busy > 0.99 * (ended - begun)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of weight gradients: products in bfloat16 that are summed in float32 in their epilogue."""
+"""Weight gradients on a GPU: bfloat16 products accumulated in float32 in their epilogue."""
 
 import pytest
 import torch
@@ -18,25 +18,25 @@ def _weight(*shape: int) -> nn.Parameter:
 
 
 def test_linear_products_are_summed_in_float32() -> None:
-    """Three microbatches give the float32 sum of their products, nearer than bfloat16 could be, in one place."""
+    """Gradients of three microbatches are accumulated in one float32 tensor, more exactly than in bfloat16."""
     torch.manual_seed(0)
     linear = _weight(96, 64)
     inputs = [torch.randn(128, 64, device="cuda").bfloat16() for _ in range(3)]
     grads = [torch.randn(128, 96, device="cuda").bfloat16() for _ in inputs]
-    places = set()
+    addresses = set()
     for x, grad in zip(inputs, grads, strict=True):
         with Accumulation():
             y = linear_eager(x, linear)
         y.backward(grad)  # type: ignore[no-untyped-call]
         assert linear.grad is not None and linear.grad.dtype == torch.float32
-        places.add(linear.grad.data_ptr())
+        addresses.add(linear.grad.data_ptr())
     expected = sum(grad.double().T @ x.double() for x, grad in zip(inputs, grads, strict=True))
     assert isinstance(expected, torch.Tensor) and linear.grad is not None
-    assert ((linear.grad.double() - expected).norm() / expected.norm()).item() < 1e-5 and len(places) == 1
+    assert ((linear.grad.double() - expected).norm() / expected.norm()).item() < 1e-5 and len(addresses) == 1
 
 
-def test_a_cross_entropy_adds_its_weight_gradient() -> None:
-    """The head's gradient after two microbatches is the sum of those that autograd adds, but for its rounding."""
+def test_cross_entropy_accumulates_its_weight_gradient() -> None:
+    """The head's gradient after two microbatches equals autograd's sum up to rounding."""
     torch.manual_seed(0)
     head, other = _weight(512, 64), _weight(512, 64)
     other.data.copy_(head.data)

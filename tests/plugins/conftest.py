@@ -1,4 +1,4 @@
-"""Each example is a project of its own; the tests beside this file run its tests where it is installed."""
+"""Example plugins are separate projects; the tests in this folder install them and run their tests."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[str, str]]:
-    """Installs a plugin without a network, and gives the environment of a Python that has it."""
+    """Return a function that installs a plugin offline, and returns the environment variables to use it."""
 
     def install(plugin: Path) -> dict[str, str]:
         target = tmp_path_factory.mktemp("site")

@@ -1,4 +1,4 @@
-"""The example plugin, installed for real: found, used from a recipe, tested with what drawloom offers."""
+"""The installed example plugin: listed, used in a recipe, and tested with drawloom's fixtures."""
 
 import json
 import subprocess
@@ -40,12 +40,12 @@ sys.exit(main(["list", "--plugins"]) or main(["list", "language"]) or main(["sho
 
 @pytest.fixture(scope="module")
 def installed(install: Callable[[Path], dict[str, str]]) -> dict[str, str]:
-    """The environment of a Python that has the plugin."""
+    """Return the environment variables of a Python with the plugin."""
     return install(PLUGIN)
 
 
-def test_a_recipe_uses_it(installed: dict[str, str], tmp_path: Path) -> None:
-    """It is listed with its distribution, it is resolved with it, and a run writes down what it measures."""
+def test_recipe_uses_the_plugin(installed: dict[str, str], tmp_path: Path) -> None:
+    """The plugin's metric is listed and resolved with its distribution, and a run records its values."""
     for number in range(12):
         (tmp_path / f"{number}.txt").write_text(f"{number} " + "some text to learn from\n" * 20, "utf-8")
     command = [sys.executable, "-c", COMMANDS, *TINY]
@@ -58,8 +58,8 @@ def test_a_recipe_uses_it(installed: dict[str, str], tmp_path: Path) -> None:
     assert [0 < json.loads(line)["perplexity"] <= 1000.0 for line in lines[1:]] == [True, True]
 
 
-def test_its_own_tests_pass(installed: dict[str, str]) -> None:
-    """A plugin is tested with the fixtures that drawloom brings."""
+def test_own_tests_of_the_plugin_pass(installed: dict[str, str]) -> None:
+    """The plugin's tests pass with drawloom's fixtures."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "tests"]
     env = {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=PLUGIN, env=env, capture_output=True, text=True)

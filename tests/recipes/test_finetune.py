@@ -1,4 +1,4 @@
-"""The recipes that start from a model."""
+"""Recipes that start from a model."""
 
 import json
 import math
@@ -30,7 +30,7 @@ SMALL = ("trainer.steps=3", "vars.length=32", "batch.global_size=2", "batch.micr
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A tiny model with a tokenizer, as a Hugging Face folder."""
+    """Export a tiny model with a tokenizer, and return its Hugging Face folder."""
     folder = tmp_path_factory.mktemp("base")
     run: dict[str, Any] = {"name": "base", "folder": str(folder / "run")}
     with Recipe.load("first_run").with_values({"model": TINY, "run": run}).open(only="export") as objects:
@@ -40,7 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def chat_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokenizer has a chat template."""
+    """Export a tiny model whose tokenizer has a chat template, and return its folder."""
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
     model = TINY | {"num_key_value_heads": 2}  # for two tensor ranks
@@ -50,8 +50,8 @@ def chat_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run/export"
 
 
-def test_chat_trains_the_answers(chat_base: Path, tmp_path: Path) -> None:
-    """On the conversations that the repository ships; the adapter comes with the tokenizer's template in the export."""
+def test_chat_trains_on_answers_and_exports_an_adapter(chat_base: Path, tmp_path: Path) -> None:
+    """The recipe trains on the shipped conversations, and its export has an adapter and the chat template."""
     data = Path(__file__).parents[2] / "docs/examples/conversations.jsonl"
     words = (f"vars.base={chat_base}", *SMALL, f'tokens.paths=["{data}"]', "vars.length=128")
     [outcome] = drawloom(tmp_path, "run", "chat", *words)
@@ -61,15 +61,15 @@ def test_chat_trains_the_answers(chat_base: Path, tmp_path: Path) -> None:
     assert (run / "export/chat_template.jinja").exists() and (run / "adapter/adapter_config.json").exists()
 
 
-def test_chat_cuts_no_conversation(chat_base: Path) -> None:
-    """Each is in one row: an answer without its question before it would teach what no user asks."""
+def test_chat_keeps_conversations_whole(chat_base: Path) -> None:
+    """Every conversation is in one row: an answer without its question would teach nothing useful."""
     data = Path(__file__).parents[2] / "docs/examples/conversations.jsonl"
     words = (f"vars.base={chat_base}", f'tokens.paths=["{data}"]', "vars.length=300")
     with Recipe.load("chat", *words).open(only="packing") as run:
-        rows, held = run["packing"], run["tokens"].documents("train").lengths
-        assert rows.count("train") < len(held) and held.max() <= 300
+        rows, lengths = run["packing"], run["tokens"].documents("train").lengths
+        assert rows.count("train") < len(lengths) and lengths.max() <= 300
         assert sorted(name for row in range(rows.count("train")) for name in rows.sources("train", row)) == sorted(
-            run["tokens"].documents("train").source(number) for number in range(len(held))
+            run["tokens"].documents("train").source(number) for number in range(len(lengths))
         )
 
 
@@ -79,24 +79,25 @@ DATA = Path(__file__).parents[2] / "docs/examples/preferences.jsonl"
 
 def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None:
     """
-    On the pairs that the repository ships: it begins at log(2), where model and reference are the same, and ends with
-    margins above 0. Two pipeline ranks, each of two tensor ranks, have the numbers of one process; the reward accuracy,
-    which counts a tie as a half, is the same number at each step, though tensor ranks round otherwise.
+    The loss on the shipped pairs starts at log(2), where model and reference are equal, and margins end above 0.
+
+    Two pipeline ranks times two tensor ranks have one process's numbers. The reward accuracy, which counts a tie as a
+    half, is equal at every step, although tensor ranks round differently.
     """
     words = (f"vars.base={chat_base}", f'tokens.paths=["{DATA}"]', "optimizer.lr=0.01", "trainer.steps=8")
     names = ("loss", "grad_norm", "reward_margin", "reward_accuracy")
-    found = {}
+    steps = {}
     for name, ranks, more in (
         ("one", 1, ["batch.micro_size=4"]),
         ("four", 4, ["batch.micro_size=1", "mesh.pipeline=2", "mesh.tensor=2", f"schedule.use={SCHEDULE}"]),
     ):
         outcomes = drawloom(tmp_path, "run", "dpo", *words, *more, f"run.name={name}", ranks=ranks)
         assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        found[name] = series(tmp_path / "runs" / name, *names)
-    first, last = found["one"][0], found["one"][-1]
+        steps[name] = series(tmp_path / "runs" / name, *names)
+    first, last = steps["one"][0], steps["one"][-1]
     assert first[0] == pytest.approx(math.log(2), rel=1e-12) and first[2:] == (0.0, 0.5)
     assert last[0] < 0.6 and last[2] > 0.2 and last[3] == 1.0
-    for ours, theirs in zip(found["one"], found["four"], strict=True):
+    for ours, theirs in zip(steps["one"], steps["four"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6) and ours[3] == theirs[3]
     text = drawloom(tmp_path, "evaluate", "runs/one")[0].text
     assert re.search(r"step 8: loss 0\.\d+ over 6 pairs$", text.strip()), text
@@ -105,9 +106,9 @@ def test_dpo_prefers_the_chosen_answers(chat_base: Path, tmp_path: Path) -> None
     assert re.search(r"loss \d+\.\d+ over \d+ tokens, perplexity .* bits per byte$", text.strip(), re.MULTILINE), text
 
 
-def test_dpo_of_all_weights_has_a_stored_reference(chat_base: Path, tmp_path: Path) -> None:
+def test_dpo_of_all_weights_uses_a_stored_reference(chat_base: Path, tmp_path: Path) -> None:
     """
-    `reference-logps` adds what the base makes of both answers, by which full tuning begins at log(2), as with adapters.
+    `reference-logps` adds the base's log-probabilities of both answers, so that full tuning starts at log(2).
     """
     full = ("stages.adapters=[]", "trainer.on_finish=[]", "optimizer.lr=1e-3", "trainer.steps=3")
     words = (f"vars.base={chat_base}", *full, "loss.reference=data", "tokens.validation_fraction=0.0")
@@ -117,7 +118,7 @@ def test_dpo_of_all_weights_has_a_stored_reference(chat_base: Path, tmp_path: Pa
     [outcome] = drawloom(tmp_path, *command, "--pairs", "5")
     assert outcome.code == 0 and "wrote pairs.jsonl, 14 lines" in outcome.text, outcome.text
     lines = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()]
-    without = [{key: each for key, each in line.items() if not key.startswith("ref_")} for line in lines]
+    without = [{key: value for key, value in line.items() if not key.startswith("ref_")} for line in lines]
     assert without == [json.loads(line) for line in DATA.read_text("utf-8").splitlines()]
     [outcome] = drawloom(tmp_path, "run", "dpo", *words, "run.name=full", 'tokens.paths=["pairs.jsonl"]')
     assert outcome.code == 0, outcome.text
@@ -125,8 +126,8 @@ def test_dpo_of_all_weights_has_a_stored_reference(chat_base: Path, tmp_path: Pa
     assert first == pytest.approx((math.log(2), 0.0, 0.5), abs=1e-5) and last[0] < first[0]
 
 
-def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path) -> None:
-    """Without adapters, or with some that train the model's own weights, there is no reference."""
+def test_dpo_needs_adapters_that_can_be_disabled(chat_base: Path, tmp_path: Path) -> None:
+    """Without adapters, or with adapters that train the model's own weights, `check` reports the missing reference."""
 
     def problems(*words: str) -> list[str]:
         words = (f"vars.base={chat_base}", PAIRS, *words)
@@ -137,14 +138,14 @@ def test_dpo_needs_adapters_that_can_be_left_out(chat_base: Path, tmp_path: Path
     assert "[loss] compares the model with itself without adapters, and [stages] has no adapters" in problem
     [problem] = problems("adapters.norms.use=adapters.full_tuning", 'adapters.norms.targets=["norm"]')
     assert "compares the model with itself without adapters, which [adapters.norms] changes; leave it out" in problem
-    assert any("documents are compared as wholes" in each for each in problems("mesh.context=2"))
+    assert any("documents are compared as wholes" in text for text in problems("mesh.context=2"))
 
 
 @pytest.mark.parametrize(
     ("recipe", "data"), [("finetune", TEXT), ("finetune_lora", TEXT), ("chat", CONVERSATIONS), ("dpo", PAIRS)]
 )
 def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, chat_base: Path) -> None:
-    """With both there is no problem; a message about one that is missing has what to write."""
+    """With base and data there is no problem; the message about a missing one has the setting to write."""
 
     def problems(*words: str) -> list[str]:
         try:
@@ -165,7 +166,7 @@ def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, c
 
 
 def test_finetune_starts_from_the_base(base: Path, tmp_path: Path) -> None:
-    """The first loss is that of the base's weights: with a learning rate of nearly nothing the export is the base."""
+    """With a learning rate of nearly 0 the export equals the base."""
     words = (f"vars.base={base}", TEXT, *SMALL, "optimizer.lr=1e-30", "optimizer.weight_decay=0.0")
     [outcome] = drawloom(tmp_path, "run", "finetune", *words)
     assert outcome.code == 0, outcome.text
@@ -175,8 +176,8 @@ def test_finetune_starts_from_the_base(base: Path, tmp_path: Path) -> None:
     assert outcome.code == 0 and outcome.text.startswith("def"), outcome.text
 
 
-def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> None:
-    """With a tokenizer of two more ids than the base has rows: trained alone, exported as one table, and sampled."""
+def test_added_tokens_get_embedding_rows(chat_base: Path, tmp_path: Path) -> None:
+    """Rows for two added tokens are trained alone, exported in one table, and used in samples."""
     shutil.copytree(chat_base, tmp_path / "tokenizer")
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
     tokenizer.add_special_tokens(["<|one|>", "<|two|>"])
@@ -194,13 +195,13 @@ def test_tokens_that_were_added_get_rows(chat_base: Path, tmp_path: Path) -> Non
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "runs/finetune/export", chat_base))
     name = "model.embed_tokens.weight"
     assert len(ours[name]) == len(theirs[name]) + 2 and torch.equal(ours[name][:-2], theirs[name])
-    assert all(torch.equal(ours[each], theirs[each]) for each in theirs if each not in (name, "lm_head.weight"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs if key not in (name, "lm_head.weight"))
     [outcome] = drawloom(tmp_path, "generate", "runs/finetune", "--prompt", "def", "--tokens", "3")
     assert outcome.code == 0 and outcome.text.startswith("def"), outcome.text
 
 
-def test_finetune_lora_leaves_an_adapter(base: Path, tmp_path: Path) -> None:
-    """The head can be adapted by one more word; generating needs the run folder and the base."""
+def test_finetune_lora_exports_an_adapter(base: Path, tmp_path: Path) -> None:
+    """The run exports an adapter that names its base, and `generate` uses the run folder and the base."""
     words = (f"vars.base={base}", TEXT, *SMALL)
     [outcome] = drawloom(tmp_path, "run", "finetune_lora", *words)
     assert outcome.code == 0, outcome.text

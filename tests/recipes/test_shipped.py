@@ -1,4 +1,4 @@
-"""The recipes that come with drawloom."""
+"""Recipes that come with drawloom."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "llama3_8b": 8_030_261_248,
 }
-"""As their makers publish them."""
+"""Parameter counts published with the models."""
 NAMED_GPUS = {"qwen3_0_6b": 1, "qwen3_8b": 8, "qwen3_30b_a3b": 16, "llama3_8b": 8}
-"""How many GPUs of 80 GB the first lines of a recipe say that it takes."""
+"""Number of 80 GB GPUs in the recipe's first lines."""
 PARTS = (*OVERLAYS, *FROM_A_BASE, *PARAMETERS, "pretrain", "pretrain_tokenized")
 WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in PARTS]
 
@@ -38,22 +38,22 @@ SWAPS = [
 
 
 def problems(recipe: str, *words: str, overlays: tuple[str, ...] = ()) -> list[str]:
-    """Everything that `check` says, warnings included."""
+    """Return all problems from `check`, including warnings."""
     return [str(problem) for problem in PROJECT.graph(PROJECT.load(recipe, overlays, words)).problems]
 
 
 @pytest.mark.parametrize("recipe", WHOLE)
-def test_shipped_recipes_have_no_problem(recipe: str) -> None:
-    """Not even a warning."""
+def test_shipped_recipes_have_no_problems(recipe: str) -> None:
+    """Shipped recipes have neither errors nor warnings."""
     assert problems(recipe) == []
 
 
 @pytest.mark.parametrize("recipe", PARAMETERS)
 def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -> None:
-    """With a store and a tokenizer there is no problem, and the model has the published number of parameters."""
+    """With a store and a tokenizer there is no problem, and the model has the published parameter count."""
     words = (f"vars.data={tmp_path / 'store'}", f"vars.tokenizer={tokenizer_folder(tmp_path / 'tokenizer')}")
     assert problems(recipe, *words) == []
-    assert len(problems(recipe)) == 2  # without them: both are named
+    assert len(problems(recipe)) == 2  # one for the store, one for the tokenizer
     with Recipe.load(recipe, *words).open(only="model") as objects, torch.device("meta"):
         model = objects["model"]
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
@@ -62,20 +62,20 @@ def test_recipes_of_known_models_have_their_sizes(recipe: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("recipe", "ranks"), NAMED_GPUS.items())
 def test_recipes_of_known_models_fit_the_gpus_that_they_name(recipe: str, ranks: int) -> None:
-    """By the plan, each rank has enough memory on the number of GPUs of 80 GB that the recipe names."""
+    """The plan fits on the number of 80 GB GPUs that the recipe names."""
     planned = plan(Recipe.load(recipe, "vars.data=store", "vars.tokenizer=folder"), device_model("h100"), ranks)
     assert planned.fits, max(planned.peak_memory_bytes)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_fit_the_first_run(overlay: str) -> None:
-    """Every shipped overlay can be laid over the first run without a problem."""
+    """Every shipped overlay over first_run has no problem."""
     assert problems("first_run", overlays=(overlay,)) == []
 
 
 @pytest.mark.parametrize("words", [swap for swap in SWAPS if "--overlay" not in swap], ids=lambda words: words[0])
 def test_the_swaps_of_the_readme_fit(words: list[str]) -> None:
-    """What the README swaps by one line stands there, and is a recipe without problems."""
+    """One-line changes from the README are in its text, and result in valid recipes."""
     assert problems("first_run", *words) == []
     assert all(word.partition("=")[2].strip("[]{} ") for word in words)
     assert words[0].partition("=")[2] in (ROOT / "README.md").read_text("utf-8") or words[0].startswith("lr.")
@@ -83,12 +83,12 @@ def test_the_swaps_of_the_readme_fit(words: list[str]) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 1000])
 def test_any_number_of_steps_is_valid(steps: int) -> None:
-    """Shipped recipes give nothing in steps that would not fit a shorter run."""
+    """Shipped recipes stay valid for shorter runs."""
     assert problems("first_run", f"trainer.steps={steps}") == []
 
 
 @pytest.mark.parametrize(
-    ("setting", "most"),
+    ("setting", "limit"),
     [
         ("model.num_hidden_layers", 10_000),
         ("model.vocab_size", 2**31),
@@ -103,16 +103,18 @@ def test_any_number_of_steps_is_valid(steps: int) -> None:
         ("device.threads", 10_000),
     ],
 )
-def test_a_size_that_no_machine_holds_is_a_problem(setting: str, most: int | None) -> None:
-    """`check` refuses it in words, where making something of that size would take until memory or patience run out."""
+def test_sizes_beyond_any_machine_are_problems(setting: str, limit: int | None) -> None:
+    """`check` rejects huge sizes with a message instead of allocating."""
     [problem] = [text for text in problems("first_run", f"{setting}=1000000000000") if "DL303" in text]
     name = setting.partition(".")[2]
-    what = "a row of 1000000000000 tokens is longer than" if most is None else f"1000000000000 is more than {most}"
-    assert f"{name}: {what}" in problem
+    expected = (
+        "a row of 1000000000000 tokens is longer than" if limit is None else f"1000000000000 is more than {limit}"
+    )
+    assert f"{name}: {expected}" in problem
 
 
-def test_a_mesh_of_more_ranks_than_there_are_is_a_problem() -> None:
-    """Sizes that are possible each, and not together."""
+def test_mesh_with_too_many_ranks_is_a_problem() -> None:
+    """Mesh sizes whose product is too large are rejected, although every single size is allowed."""
     words = "mesh.data_shard=1000000", "mesh.tensor=4", "batch.global_size=1000000", "batch.micro_size=1"
     [problem] = [text for text in problems("first_run", *words) if "[mesh] the mesh has" in text]
     assert "the mesh has 4000000 ranks, which is more than 1048576" in problem

@@ -1,4 +1,4 @@
-"""The metric alone, and in the contract of its port, by fixtures that drawloom brings."""
+"""The metric's values and its port's contract, tested with drawloom's fixtures."""
 
 import math
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from drawloom_perplexity.metric import Perplexity
 from drawloom.ports import Metric, Step
 
 
-def test_it_is_e_to_the_loss(drawloom_build: Callable[..., Any]) -> None:
-    """A loss of ln 7 is as undecided as a die with seven sides."""
+def test_perplexity_is_e_to_the_loss(drawloom_build: Callable[..., Any]) -> None:
+    """A loss of ln 7 has perplexity 7, like a die with seven sides."""
     values = drawloom_build(Perplexity).compute({}, Step(1, 1, state={"loss": math.log(7.0)}))
     assert values == pytest.approx({"perplexity": 7.0})
 
 
-def test_it_is_bounded(drawloom_build: Callable[..., Any]) -> None:
-    """What no picture could show is cut off."""
+def test_perplexity_is_bounded(drawloom_build: Callable[..., Any]) -> None:
+    """Values above `maximum` are cut off."""
     assert drawloom_build(Perplexity, maximum=100.0).compute({}, Step(1, 1, state={"loss": 1e9})) == {
         "perplexity": 100.0
     }
 
 
-def test_it_keeps_the_contract_of_metrics(drawloom_check_port: Callable[..., None]) -> None:
-    """It does what drawloom promises of every metric."""
+def test_metric_keeps_the_contract_of_its_port(drawloom_check_port: Callable[..., None]) -> None:
+    """The metric behaves as drawloom requires of every metric."""
     drawloom_check_port(Perplexity, Metric)

@@ -1,4 +1,4 @@
-"""The loss in the contract of its port; `drawloom_check_port` is a fixture that drawloom brings."""
+"""The loss keeps its port's contract; `drawloom_check_port` is one of drawloom's fixtures."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,6 @@ from drawloom_tempered.loss import Tempered
 from drawloom.ports import Loss
 
 
-def test_it_keeps_the_contract_of_losses(drawloom_check_port: Callable[..., None]) -> None:
-    """It does what drawloom promises of every loss."""
+def test_loss_keeps_the_contract_of_its_port(drawloom_check_port: Callable[..., None]) -> None:
+    """The loss behaves as drawloom requires of every loss."""
     drawloom_check_port(Tempered, Loss)

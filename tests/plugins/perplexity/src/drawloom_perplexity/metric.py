@@ -12,14 +12,14 @@ from drawloom.ports import Accumulator, Step, Value
 
 @component(impact="safe")
 class Perplexity:
-    """The number of equally likely tokens that a model's uncertainty amounts to, as `perplexity`."""
+    """Perplexity of the model: its uncertainty as a number of equally likely tokens, reported as `perplexity`."""
 
     maximum: float = setting(default=1e6, check=above(1), doc="upper limit of the written value")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
-        """Return no sums: the loss of a step covers all ranks already."""
+        """Return no sums, because the step's loss already covers all ranks."""
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:

@@ -12,7 +12,7 @@ from drawloom.ports import IGNORE_INDEX, BatchContext, Head, TokenBatch, TokenCo
 
 
 class Temperature(nn.Module):
-    """The logarithm of the temperature, (1,)."""
+    """Logarithm of the temperature, (1,)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Temperature(nn.Module):
 
 @component
 class Tempered:
-    """Cross entropy of the next token, of logits divided by a temperature that is trained with the model."""
+    """Next-token cross entropy with logits divided by a trained temperature."""
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "targets", "positions", "document_ids", "weights")
 
@@ -32,15 +32,15 @@ class Tempered:
     module: nn.Module = attrs.field(init=False, factory=Temperature)
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
-        """Token ids, int64 (rows, length), for the first stage; positions, documents and weights for all."""
+        """Return token ids, int64 (rows, length), for the first stage, and the context for all stages."""
         return batch.tokens, TokenContext(batch.positions, batch.document_ids, batch.weights)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The sum of the tokens' losses, and of their weights; hidden is (rows, length, hidden_size)."""
+        """Return the weighted sum of token losses and the sum of weights; hidden is (rows, length, hidden_size)."""
         losses = head.map_logits(self._losses, hidden, batch.targets, max_bytes=self.max_bytes)
         return (losses * batch.weights).sum(), batch.weights.sum(), {}
 
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Losses (tokens,) of logits (tokens, vocab_size)."""
+        """Return losses (tokens,) for logits (tokens, vocab_size)."""
         tempered = logits / self.module.get_parameter("log").exp()
         return F.cross_entropy(tempered, targets, ignore_index=IGNORE_INDEX, reduction="none")
