@@ -147,6 +147,7 @@ def _faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tup
     if len(keys) > 1:
         yield f"has both {keys[0]} and {keys[-1]}", "leave one of them out"
     if not keys and not last:
-        yield "takes all the rest, but others follow", "make it the last"
+        yield "has no end, so the phases after it never start", "set steps or until_percent, or make it the last"
     if percent is not None and not reached <= percent <= 100:
-        yield f"ends at {percent:g} %, which is not from {reached:g} to 100", "let percentages rise"
+        hint = "write at most 100" if percent > 100 else "phases end in order: write a larger percentage"
+        yield f"ends at {percent:g} %, which is not from {reached:g} to 100", hint

@@ -31,7 +31,7 @@ class ExpertParallel(nn.Module):
     dispatcher: Dispatcher | None = None
 
 
-NO_DISPATCHER = "ranks along 'expert' share the experts out, and nothing brings tokens to the experts of other ranks"
+NO_DISPATCHER = "experts are partitioned over ranks, but no dispatcher sends tokens to the experts on other ranks"
 WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages]'
 
 

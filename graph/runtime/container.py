@@ -16,7 +16,7 @@ from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mea
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.runtime.origin import find_raising_node, locate_setting
-from drawloom.graph.types.port_match import find_mismatches, implements
+from drawloom.graph.types.port_match import find_mismatches, implements, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
 
@@ -205,7 +205,9 @@ class Container(Mapping[str, Any]):
                     if item is None and field.kind == "optional":
                         continue
                     if not _implements_any(type(item), ports):
-                        why = " and ".join(reason for port in ports for reason in find_mismatches(type(item), port))
+                        why = join_mismatches(
+                            [reason for port in ports for reason in find_mismatches(type(item), port)]
+                        )
                         raise TypeError(
                             f"the replacement for [{name}] does not implement the port of [{user}] {key}: it {why}"
                         )

@@ -10,7 +10,7 @@ from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
-from drawloom.graph.types.port_match import find_mismatches
+from drawloom.graph.types.port_match import find_mismatches, join_mismatches
 from drawloom.graph.types.structure import Values
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
@@ -75,8 +75,8 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("DL315", text, f"pass {field.name}=fake({field.ports[0].__name__})", spec.use)
         for item in _list_members(field, objects.get(field.name)):
             if field.is_edge and all(find_mismatches(type(item), port) for port in field.ports):
-                reasons = " and ".join(
-                    reason for port in field.ports for reason in find_mismatches(type(item), port)[:2]
+                reasons = join_mismatches(
+                    [reason for port in field.ports for reason in find_mismatches(type(item), port)[:2]]
                 )
                 ports = " or ".join(port.__name__ for port in field.ports)
                 yield Problem("DL314", f"{field.name} needs {ports}, but {type(item).__name__} {reasons}", "", spec.use)

@@ -17,7 +17,7 @@ import attrs
 from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
 from drawloom.graph.testing.misspellings import misspelt
-from drawloom.graph.types.port_match import find_members, find_mismatches
+from drawloom.graph.types.port_match import find_members, find_mismatches, join_mismatches
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
 EMPTY |= {dict: dict, tuple: tuple, Mapping: dict, set: set, AbstractContextManager: nullcontext}
@@ -149,7 +149,9 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
             instances = [_make_instance(implementation, values, stack) for _ in inspect.signature(holds).parameters]
             for instance in instances:
                 reasons = find_mismatches(type(instance), port)
-                expect(not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {' and '.join(reasons)}")
+                expect(
+                    not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {join_mismatches(reasons)}"
+                )
                 expect(not (sentences := misspelt(type(instance), port)), "; ".join(sentences))
             try:
                 holds(*instances)

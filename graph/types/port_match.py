@@ -3,7 +3,7 @@
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -32,6 +32,13 @@ PROTOCOL_ATTRIBUTES = frozenset(dir(typing.Protocol)) | {
 def find_mismatches(cls: type, port: Any) -> list[str]:
     """Return why a class does not implement a port. The port may be generic with type arguments. Empty if it does."""
     return list(_find_mismatches(frozenset(), cls, port))
+
+
+def join_mismatches(mismatches: Sequence[str]) -> str:
+    """Return mismatches as one phrase, such as "has no get() and no put()"."""
+    missing = [text.removeprefix("has ") for text in mismatches if text.startswith("has no ")]
+    others = [text for text in mismatches if not text.startswith("has no ")]
+    return " and ".join([*([f"has {missing[0]}"] if missing else []), *missing[1:], *others])
 
 
 @functools.cache  # classes do not change, and every edge of the same type asks for the same pair

@@ -13,7 +13,7 @@ from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe
-from drawloom.graph.types.port_match import find_mismatches, implements, implements_any
+from drawloom.graph.types.port_match import find_mismatches, implements, implements_any, join_mismatches
 from drawloom.graph.wiring.node import Edge, Node, format_path
 from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
 
@@ -271,5 +271,5 @@ class EdgeResolver:
 
 def _describe_misfit(node: Node, field: Field) -> str:
     """Return a node's component, and why it does not implement a field's port."""
-    why = " and ".join(reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2])
+    why = join_mismatches([reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2]])
     return f"[{node.name}] is {node.spec.use!r}: it {why}"

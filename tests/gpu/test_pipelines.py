@@ -57,7 +57,7 @@ def test_schedules_over_nccl_match_one_process(number: int, parts: Any, wholes: 
 
 
 @pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a corpus, the tiny recipe, and its run on one GPU."""
     folder = tmp_path_factory.mktemp("pipeline")
     write_corpus(folder)
@@ -75,35 +75,35 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved_1f1b", "zero_bubble_1p", "dual_pipe_v"])
-def test_pipeline_run_on_two_gpus_matches_one_gpu(shared_folder: Path, schedule: str) -> None:
+def test_pipeline_run_on_two_gpus_matches_one_gpu(runs_folder: Path, schedule: str) -> None:
     """A pipeline run has one GPU's losses, writes export and sample, and prints no warning."""
     words = [*COMMON, f"run.name={schedule}", "mesh.pipeline=2", f"schedule.use=pipeline.schedules.{schedule}"]
-    outcomes = drawloom(shared_folder, *words, ranks=2)
+    outcomes = drawloom(runs_folder, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert "arning" not in outcomes[0].text + outcomes[1].text, outcomes
-    run = shared_folder / "runs" / schedule
-    assert_same(shared_folder / "runs/one", run)
+    run = runs_folder / "runs" / schedule
+    assert_same(runs_folder / "runs/one", run)
     assert (run / "export/config.json").exists() and (run / "sample.txt").exists()
 
 
-def test_replicas_on_two_gpus_match_one_gpu(shared_folder: Path) -> None:
+def test_replicas_on_two_gpus_match_one_gpu(runs_folder: Path) -> None:
     """Two data-parallel processes have one GPU's losses."""
-    outcomes = drawloom(shared_folder, *COMMON, "run.name=replicas", ranks=2)
+    outcomes = drawloom(runs_folder, *COMMON, "run.name=replicas", ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert_same(shared_folder / "runs/one", shared_folder / "runs/replicas")
+    assert_same(runs_folder / "runs/one", runs_folder / "runs/replicas")
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_run_moves_between_one_and_two_gpus(shared_folder: Path, before: int, after: int) -> None:
+def test_run_moves_between_one_and_two_gpus(runs_folder: Path, before: int, after: int) -> None:
     """A pipeline of two GPUs resumes one GPU's checkpoint, and vice versa."""
     name = f"from{before}to{after}"
     for ranks in (before, after):
         words = [*COMMON, f"run.name={name}", "checkpoint.every=3", "checkpoint.keep=9", f"mesh.pipeline={ranks}"]
-        outcomes = drawloom(shared_folder, *words, ranks=ranks)
+        outcomes = drawloom(runs_folder, *words, ranks=ranks)
         assert {outcome.code for outcome in outcomes} == {0}, outcomes
         if ranks == before:
-            take_back(shared_folder / "runs" / name, 3)
-    assert_same(shared_folder / "runs/one", shared_folder / "runs" / name)
+            take_back(runs_folder / "runs" / name, 3)
+    assert_same(runs_folder / "runs/one", runs_folder / "runs" / name)
 
 
 ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "listeners.timeouts.step=8.0")
@@ -111,13 +111,13 @@ ENDLESS = ("trainer.steps=1000000", "checkpoint.every='last'", "listeners.timeou
 
 @pytest.mark.parametrize("mesh", ["mesh.pipeline=2", "mesh.data_replicate=2"])
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 16.0)])
-def test_killed_or_hanging_rank_is_named(shared_folder: Path, number: int, seconds: float, mesh: str) -> None:
+def test_killed_or_hanging_rank_is_named(runs_folder: Path, number: int, seconds: float, mesh: str) -> None:
     """Rank 0 names rank 1 and ends, at once if rank 1 is dead, or at the time limit if rank 1 hangs."""
     name = f"run.name={mesh[5:9]}{int(number)}"
     arguments = ["run", "tiny.toml", name, "model.num_hidden_layers=2", "batch.micro_size=1", mesh, *ENDLESS]
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(run_and_strike, 2, shared_folder, arguments, int(number), timeout=120, lost={1})
-    run = shared_folder / "runs" / name.removeprefix("run.name=")
+        run_ranks(run_and_strike, 2, runs_folder, arguments, int(number), timeout=120, lost={1})
+    run = runs_folder / "runs" / name.removeprefix("run.name=")
     took = time.time() - (run / "struck").stat().st_mtime
     survivor = caught.value.values.get(0)
     told = (run / "log/rank-0.log").read_text("utf-8") + (survivor.text if survivor is not None else "")

@@ -15,7 +15,7 @@ LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 
 
 @pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a corpus, the tiny recipe, and its run in one process."""
     folder = tmp_path_factory.mktemp("meshes")
     write_corpus(folder)
@@ -40,45 +40,45 @@ def assert_same(run: Path, other: Path) -> None:
         assert (weight - others[name]).abs().max() < 1e-5, name
 
 
-def test_sharded_run_resumes_on_one_process_and_on_sharded_pipeline(shared_folder: Path) -> None:
+def test_sharded_run_resumes_on_one_process_and_on_sharded_pipeline(runs_folder: Path) -> None:
     """A run on two sharding ranks, resumed on one rank and on a sharded pipeline, has one process's losses."""
-    codes = drawloom(shared_folder, *COMMON, "run.name=moved", "mesh.data_shard=2", ranks=2)
+    codes = drawloom(runs_folder, *COMMON, "run.name=moved", "mesh.data_shard=2", ranks=2)
     assert [outcome.code for outcome in codes] == [0, 0], codes
-    run = shared_folder / "runs/moved"
-    assert_same(shared_folder / "runs/one", run)
+    run = runs_folder / "runs/moved"
+    assert_same(runs_folder / "runs/one", run)
     assert (run / "sample.txt").exists()
     for sizes, ranks in ((("mesh.data_shard=1",), 1), (("mesh.pipeline=2", "mesh.data_shard=2"), 4)):
         take_back(run, 5)
-        codes = drawloom(shared_folder, *COMMON, "run.name=moved", *sizes, ranks=ranks)
+        codes = drawloom(runs_folder, *COMMON, "run.name=moved", *sizes, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-        assert_same(shared_folder / "runs/one", run)
+        assert_same(runs_folder / "runs/one", run)
 
 
-def test_ranks_without_validation_rows_join_evaluations(shared_folder: Path) -> None:
+def test_ranks_without_validation_rows_join_evaluations(runs_folder: Path) -> None:
     """Evaluations with fewer rows than sharding ranks finish, and have one process's loss."""
     few = "validation.rows_used=1", "trainer.steps=2", "evaluate.every=1", "trainer.on_finish=[]"
     losses = []
     for name, ranks, again in (("few", 1, "false"), ("once", 2, "false"), ("again", 2, "true")):
         words = f"run.name={name}", f"mesh.data_shard={ranks}", f"stages.reshard_after_forward={again}"
-        codes = drawloom(shared_folder, *COMMON, *few, *words, ranks=ranks)
+        codes = drawloom(runs_folder, *COMMON, *few, *words, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-        losses.append([loss for (loss,) in series(shared_folder / "runs" / name, "validation_loss")])
+        losses.append([loss for (loss,) in series(runs_folder / "runs" / name, "validation_loss")])
     for meshed in losses[1:]:
         assert meshed == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_context_parallel_run_matches_one_process(shared_folder: Path) -> None:
+def test_context_parallel_run_matches_one_process(runs_folder: Path) -> None:
     """Two ranks with half rows have one process's losses, bits per byte, token counts, export and sample."""
     bits = ("metrics.bits.use=metrics.bits_per_byte",)
     for name, size in (("rows", 1), ("parts", 2)):
-        codes = drawloom(shared_folder, *COMMON, *bits, f"run.name={name}", f"mesh.context={size}", ranks=size)
+        codes = drawloom(runs_folder, *COMMON, *bits, f"run.name={name}", f"mesh.context={size}", ranks=size)
         assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(shared_folder / "runs/one", shared_folder / "runs/parts")
-    ours, theirs = (series(shared_folder / "runs" / name, "bits_per_byte") for name in ("rows", "parts"))
+    assert_same(runs_folder / "runs/one", runs_folder / "runs/parts")
+    ours, theirs = (series(runs_folder / "runs" / name, "bits_per_byte") for name in ("rows", "parts"))
     assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
 
 
-def test_tensor_parallel_run_matches_one_process(shared_folder: Path) -> None:
+def test_tensor_parallel_run_matches_one_process(runs_folder: Path) -> None:
     """
     Two tensor ranks, which share 257 bytes unevenly, times two sharding ranks have one process's losses, export and
     sample, also after a resume.
@@ -86,16 +86,14 @@ def test_tensor_parallel_run_matches_one_process(shared_folder: Path) -> None:
     heads = ("model.num_key_value_heads=2",)
     sizes = ("mesh.tensor=2", "mesh.data_shard=2")
     for name, size, ranks in (("heads", (), 1), ("tensors", sizes, 4)):
-        codes = drawloom(shared_folder, *COMMON, *heads, f"run.name={name}", *size, ranks=ranks)
+        codes = drawloom(runs_folder, *COMMON, *heads, f"run.name={name}", *size, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(shared_folder / "runs/heads", shared_folder / "runs/tensors")
-    assert (shared_folder / "runs/heads/sample.txt").read_text() == (
-        shared_folder / "runs/tensors/sample.txt"
-    ).read_text()
-    take_back(shared_folder / "runs/tensors", 5)
-    codes = drawloom(shared_folder, *COMMON, *heads, "run.name=tensors", "mesh.tensor=1", ranks=2)
+    assert_same(runs_folder / "runs/heads", runs_folder / "runs/tensors")
+    assert (runs_folder / "runs/heads/sample.txt").read_text() == (runs_folder / "runs/tensors/sample.txt").read_text()
+    take_back(runs_folder / "runs/tensors", 5)
+    codes = drawloom(runs_folder, *COMMON, *heads, "run.name=tensors", "mesh.tensor=1", ranks=2)
     assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(shared_folder / "runs/heads", shared_folder / "runs/tensors")
+    assert_same(runs_folder / "runs/heads", runs_folder / "runs/tensors")
 
 
 EXPERTS = """
@@ -117,33 +115,33 @@ dispatcher = { use = "experts.all_to_all" }
 """
 
 
-def test_expert_parallel_run_matches_one_process(shared_folder: Path) -> None:
+def test_expert_parallel_run_matches_one_process(runs_folder: Path) -> None:
     """Two ranks with half of the experts have one process's losses, export and sample, also after one rank resumes."""
-    (shared_folder / "experts.toml").write_text(EXPERTS, "utf-8")
+    (runs_folder / "experts.toml").write_text(EXPERTS, "utf-8")
     common = ("run", "experts.toml", *COMMON[2:4])
     for name, ranks in (("all", 1), ("halves", 2)):
         words = (f"run.name={name}", f"mesh.data_shard={ranks}", f"mesh.expert={ranks}")
-        codes = drawloom(shared_folder, *common, *words, ranks=ranks)
+        codes = drawloom(runs_folder, *common, *words, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-    one, run = shared_folder / "runs/all", shared_folder / "runs/halves"
+    one, run = runs_folder / "runs/all", runs_folder / "runs/halves"
     assert_same(one, run)
     assert (one / "sample.txt").read_text() == (run / "sample.txt").read_text()
     take_back(run, 5)
-    codes = drawloom(shared_folder, *common, "run.name=halves", ranks=1)
+    codes = drawloom(runs_folder, *common, "run.name=halves", ranks=1)
     assert {outcome.code for outcome in codes} == {0}, codes
     assert_same(one, run)
 
 
-def test_sample_after_kill_equals_uninterrupted_sample(shared_folder: Path) -> None:
+def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> None:
     """A restarted run with only the sample missing samples the same text, also with experts in shared memory."""
-    (shared_folder / "shared.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
+    (runs_folder / "shared.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
     words = ("run", "shared.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "sample.tokens=60")
     texts = []
     for _ in range(2):
-        codes = drawloom(shared_folder, *words, "run.name=shared", ranks=2)
+        codes = drawloom(runs_folder, *words, "run.name=shared", ranks=2)
         assert {outcome.code for outcome in codes} == {0}, codes
-        texts.append((shared_folder / "runs/shared/sample.txt").read_bytes())
-        (shared_folder / "runs/shared/sample.txt").unlink()
+        texts.append((runs_folder / "runs/shared/sample.txt").read_bytes())
+        (runs_folder / "runs/shared/sample.txt").unlink()
     assert texts[0] == texts[1] and b"experts.symmetric" not in texts[0]
 
 
@@ -163,15 +161,15 @@ def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
     assert "ranks" not in api.Recipe.load("first_run").explain("stages").partition("used by")[0]
 
 
-def test_export_after_sample_has_float32_master_weights(shared_folder: Path) -> None:
+def test_export_after_sample_has_float32_master_weights(runs_folder: Path) -> None:
     """An export contains the float32 slices, although a forward pass leaves weights gathered in the compute dtype."""
     last = ("trainer.steps=2", 'trainer.on_finish=["@sample", "@export"]', "precision.compute=bfloat16")
-    codes = drawloom(shared_folder, *COMMON, *last, "run.name=sampled", "mesh.data_shard=2", ranks=2)
+    codes = drawloom(runs_folder, *COMMON, *last, "run.name=sampled", "mesh.data_shard=2", ranks=2)
     assert {outcome.code for outcome in codes} == {0}, codes
-    assert {tensor.dtype for tensor in load_export(shared_folder / "runs/sampled").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_export(runs_folder / "runs/sampled").values()} == {torch.float32}
 
 
-def test_stochastic_rounding_has_the_same_noise_on_shards(shared_folder: Path) -> None:
+def test_stochastic_rounding_has_the_same_noise_on_shards(runs_folder: Path) -> None:
     """Stochastically rounded bfloat16 weights agree on one process and on two sharding ranks."""
     rounded = (
         "optimizer.use=optim.stochastic_adamw",
@@ -181,9 +179,9 @@ def test_stochastic_rounding_has_the_same_noise_on_shards(shared_folder: Path) -
     )
     exports = []
     for name, ranks in (("noise of one", 1), ("noise of two", 2)):
-        codes = drawloom(shared_folder, *COMMON, *rounded, f"run.name={name}", f"mesh.data_shard={ranks}", ranks=ranks)
+        codes = drawloom(runs_folder, *COMMON, *rounded, f"run.name={name}", f"mesh.data_shard={ranks}", ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
-        exports.append(load_export(shared_folder / f"runs/{name}"))
+        exports.append(load_export(runs_folder / f"runs/{name}"))
     for name, weight in exports[0].items():
         # Gradients differ in their last bits, so that a few elements are rounded differently.
         assert (weight != exports[1][name]).float().mean() < 0.02, name

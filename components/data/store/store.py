@@ -139,7 +139,7 @@ def read_index(path: Path) -> dict[str, Any]:
         text = read_regular(path)
         index: dict[str, Any] = parse(text, most=MAX_PARTS)
     except FileNotFoundError as error:
-        hint = "make it with `drawloom tokenize`, which also completes one that was begun"
+        hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
         raise UserError(f"{path.parent} is not a complete token store: there is no {STORE}; {hint}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}); {remedy}") from error

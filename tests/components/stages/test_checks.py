@@ -50,8 +50,12 @@ ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
     ("recipe", "words", "why"),
     [
         ("moe", (ALL_TO_ALL,), None),
-        ("moe", (), "nothing brings tokens to the experts of other ranks"),
-        ("moe", ('stages.dispatcher={use="experts.local"}',), "nothing brings tokens to the experts of other ranks"),
+        ("moe", (), "no dispatcher sends tokens to the experts on other ranks"),
+        (
+            "moe",
+            ('stages.dispatcher={use="experts.local"}',),
+            "no dispatcher sends tokens to the experts on other ranks",
+        ),
         ("moe", (ALL_TO_ALL, "model.num_experts=7"), "can't share the 7 experts of [model] evenly"),
         ("first_run", (ALL_TO_ALL,), "[model] has no experts"),
     ],

@@ -137,7 +137,7 @@ def test_a_good_implementation_passes(tmp_path: Path) -> None:
     [
         (Forgetful, "is another when it is got", "A value comes back under its key."),
         (lambda: Common(), "has what was put into another", "A value put into one store is not in another."),
-        (object, "object is not a Store: it has no get() and has no put()", ""),
+        (object, "object is not a Store: it has no get() and no put()", ""),
     ],
 )
 def test_a_broken_implementation_fails_and_the_error_names_the_property(

@@ -42,7 +42,7 @@ def test_a_wrong_component_under_the_expected_name_is_reported(shop: Shop, proje
     [problem] = [problem for problem in graph.errors if problem.code == "DL316" and problem.node == "page"]
     assert problem.text == (
         "'pages.plain' needs a Store for 'store', but no node implements it: [store] is 'servers.loop': "
-        "it has no get() and has no put()"
+        "it has no get() and no put()"
     )
     assert problem.hint == "`drawloom list --fits store` lists the components that do"
     alone = project.graph(MergedRecipe.of({"page": {"use": "pages.plain", "title": "Shop"}}))
