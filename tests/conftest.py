@@ -1,7 +1,7 @@
 """
-Triton's kernels run compiled on a GPU, and in Triton's interpreter without one.
+Run Triton's kernels compiled on a GPU, and in Triton's interpreter without one.
 
-Triton reads its variable once, when it is first imported, and many modules import it: it is set before any test.
+Triton reads TRITON_INTERPRET when it is first imported, and many modules import it, so it is set before any test.
 """
 
 import gc
@@ -26,12 +26,12 @@ settings.load_profile("plain")
 
 LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/distributed")
 FIRST = ("docs", "meshes", "recipes", "runs", "soak", "plugins", *LONG_COMPONENTS, "kernels", "contracts")
-"""Folders whose files take longest: workers of xdist take files in order, and short ones fill the gaps at the end."""
+"""Folders with the slowest files. xdist's workers run files in order, so that short files fill the gaps at the end."""
 
 
 @pytest.fixture
 def room() -> Iterator[None]:
-    """An empty GPU, before and after a test that takes much of it; tests of one xdist_group run one after another."""
+    """Empty the GPU's cache before and after a test with large tensors. Tests of one xdist_group run one by one."""
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()
@@ -39,8 +39,8 @@ def room() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a corpus and the tiny recipe."""
-    from support.runs import write_corpus  # would import Triton before its variable is set
+    """Return a folder with a corpus and the tiny recipe."""
+    from support.runs import write_corpus  # a global import would import Triton too early
 
     write_corpus(tmp_path)
     return tmp_path
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """Everything is computed in float64, unless a test says otherwise."""
+    """Compute in float64 by default."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield
@@ -57,12 +57,12 @@ def float64() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
-    Put files that take long first, and skip those marked `gpu` where there is none. Where a test starts more ranks than
-    there are GPUs, they take turns (`device.share`).
+    Put slow files first, and skip tests marked `gpu` without a GPU. Ranks share GPUs if there are too few
+    (`device.share`).
     """
     folders = [Path(__file__).parent / folder for folder in FIRST]
-    places = {path: [folder not in path.parents for folder in folders] for path in {item.path for item in items}}
-    items.sort(key=lambda item: places[item.path])
+    ranks = {path: [folder not in path.parents for folder in folders] for path in {item.path for item in items}}
+    items.sort(key=lambda item: ranks[item.path])
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -70,11 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep thousands of tests and the modules that they import out of every later garbage collection."""
+    """Exclude the tests and their modules from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Let the interpreter collect everything when it ends: some extension modules report what it leaves."""
+    """Let the interpreter collect all objects at its end, since some extension modules report leaks."""
     gc.unfreeze()

@@ -38,27 +38,38 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class TorchKernels:
-    """Model operations, all implemented by torch."""
+    """Model operations implemented by torch. Options beyond Qwen3's are ignored."""
 
-    def build_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *_options: Any, **_keywords: Any) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+    def swiglu(self, gate: Tensor, up: Tensor, *_options: Any) -> Tensor:
         return F.silu(gate) * up
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *_options: Any, **_keywords: Any) -> Tensor:
         (a, b), cos, sin = x.chunk(2, -1), cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        sum_ = x + residual
-        return self.rms_norm(sum_, weight, eps), sum_
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *_options: Any, **_keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
 
     def qk_norm_rope(
-        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        *_options: Any,
+        **_keywords: Any,
     ) -> tuple[Tensor, Tensor]:
         normed = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
         return self.rope(normed[0], cos, sin), self.rope(normed[1], cos, sin)
@@ -73,7 +84,7 @@ class TorchKernels:
     ) -> Tensor:
         return causal_document_mask(documents)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_options: Any) -> Tensor:
         return attention_eager(q, k, v, mask)
 
 

@@ -1,10 +1,9 @@
 """
-The gated delta rule beside flash-linear-attention 0.6.0, in one run: `make bench-recurrence-gpu`.
+The gated delta rule compared with flash-linear-attention 0.6.0, in one run: `make bench-recurrence-gpu`.
 
-For each shape: milliseconds forwards of ours and of theirs on the same packed documents, the ratio, our backward pass
-and its ratio to our forward pass, and the error of both against float32. Their backward pass refuses Triton below 3.7.1
-on Hopper. `--kernels` prints the time of each of our kernels instead. `PEERS` is the path to the site-packages with
-fla-core.
+Every shape gets the forward milliseconds of both on the same packed documents, their ratio, our backward milliseconds
+and the ratio to our forward pass, and the errors against float32. fla's backward pass rejects Triton below 3.7.1 on
+Hopper. `--kernels` prints our kernels' times instead. `PEERS` is the path to the site-packages with fla-core.
 """
 
 import statistics
@@ -27,12 +26,12 @@ from support.recurrences import Inputs
 
 DEVICE = torch.device("cuda")
 ROUNDS = 3
-"""Measurements of each call, in turns, whose median counts."""
+"""Measurements per call, in turns; the median counts."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of documents with these lengths, heads of keys and of values, and their widths."""
+    """Rows, document lengths, numbers of key and value heads, and their widths."""
 
     name: str
     rows: int
@@ -54,7 +53,7 @@ SHAPES = (
 
 
 def main() -> None:
-    """Print a line for each shape and implementation."""
+    """Print a line per shape and implementation."""
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}", flush=True)
@@ -91,7 +90,7 @@ def _show(shape: Shape) -> None:
 
 
 def _show_kernels(shape: Shape) -> None:
-    """Print the time of each of our kernels in both passes."""
+    """Print our kernels' times in both passes."""
     inputs, ids = _draw(shape)
     documents, learned = recurrent_documents(ids), inputs.map(Tensor.requires_grad_)
     seed = torch.randn_like(inputs.v)
@@ -110,7 +109,7 @@ def _show_kernels(shape: Shape) -> None:
 
 
 def _draw(shape: Shape) -> tuple[Inputs, Tensor]:
-    """Return q, k, v, g and beta of a layer, and the ids of documents (rows, length)."""
+    """Return a layer's q, k, v, g and beta, and the document ids (rows, length)."""
     ids = torch.arange(len(shape.documents)).repeat_interleave(torch.tensor(shape.documents)).repeat(shape.rows, 1)
     torch.manual_seed(0)
     size = ids.shape
@@ -123,7 +122,7 @@ def _draw(shape: Shape) -> tuple[Inputs, Tensor]:
 
 
 def _peer(inputs: Inputs, ids: Tensor) -> Callable[[], Tensor]:
-    """Return their call; the rows of several documents are one row with offsets, which are computed before."""
+    """Return fla's call. Packed rows become one row with precomputed offsets."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     is_packed = bool((ids[:, 1:] != ids[:, :-1]).any())
