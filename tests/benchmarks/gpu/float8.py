@@ -3,7 +3,7 @@ Training steps with products in bfloat16 and in float8, in one run on one GPU: `
 
 The shape of Llama 3 8B, Qwen3-1.7B, Qwen3-0.6B and a billion parameters with 64 experts, with parameters in bfloat16;
 the smaller ones also with passes as CUDA graphs, since float8 has three times as many operations for the host to issue.
-Lines are those of `breakdown.py`, with the peak of memory; the last line of a model is the ratio of both speeds.
+Lines are as in `breakdown.py`, with peak memory; a model's last line is the ratio of both speeds.
 """
 
 import gc

@@ -1,11 +1,10 @@
 """
-Training losses in float8 beside bfloat16, on one GPU in a few minutes: `make bench-loss-gpu`.
+Training losses in float8 compared with bfloat16, on one GPU in a few minutes: `make bench-loss-gpu`.
 
-One recipe, a decoder with 14 million parameters over the bytes in the sources for Python and torch,
-runs with three seeds in bfloat16, and with the first seed in float8: initial weights and the order of rows are those of
-the first run. For each tenth of the steps a line has the mean loss of the first run, the mean difference of float8 to
-it, and for the other seeds. The last line compares the validation losses. After LIMIT seconds the runs end, and
-the steps that all of them have taken are compared.
+One recipe, a decoder with 14 million parameters over the bytes in the sources for Python and torch, runs with three
+seeds in bfloat16, and in float8 with the first run's seed, initial weights and row order. Every tenth of the steps gets
+a line with the first run's mean loss and the mean differences of float8 and of the other seeds. The last line compares
+validation losses. After LIMIT seconds the runs are stopped, and their common steps are compared.
 """
 
 import json
@@ -62,7 +61,7 @@ def main() -> None:
         files = [Path(folder) / f"runs/run{number}/metrics.jsonl" for number in range(len(runs))]
         both = {name: _losses(file) for name, file in zip(runs, files, strict=True)}
     _print_differences({name: losses for name, (losses, _) in both.items()})
-    validation = {name: found for name, (_, found) in both.items() if found is not None}
+    validation = {name: loss for name, (_, loss) in both.items() if loss is not None}
     seeds = [loss for name, loss in validation.items() if name != "float8"]
     if len(validation) == len(runs):
         difference, spread = validation["float8"] - validation["bfloat16"], max(seeds) - min(seeds)
