@@ -15,11 +15,11 @@ from drawloom.kernels.rms_norm import rms_norm_eager
 TOKENS, INPUTS, OUTPUTS = 37, 64, 48
 
 
-def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).bfloat16().requires_grad_()
 
 
-def quantized(x: Tensor, dim: int) -> Tensor:
+def quantize(x: Tensor, dim: int) -> Tensor:
     """Return x, float64, rounded to e4m3 with the largest power-of-two scale along a dimension: torchao's formula."""
     largest = x.abs().amax(dim, keepdim=True).clamp_min(1e-12)
     scale = torch.exp2(torch.log2(448 / largest).floor())
@@ -48,14 +48,14 @@ def test_scales_are_the_smallest_powers_of_two_without_overflow() -> None:
 
 def test_forward_pass_multiplies_rounded_rows() -> None:
     """The result is the float64 product of the rounded operands, rounded to bfloat16 once."""
-    x, weight = drawn(TOKENS, INPUTS), drawn(OUTPUTS, INPUTS, scale=0.02)
-    exact = quantized(x.detach().double(), 1) @ quantized(weight.detach().double(), 1).t()
+    x, weight = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS, scale=0.02)
+    exact = quantize(x.detach().double(), 1) @ quantize(weight.detach().double(), 1).t()
     assert relative_error(linear_float8_eager(x, weight), exact) < 2**-8
 
 
 def test_gradients_are_as_precise_as_one_rounding_of_each_operand() -> None:
     """Gradients differ from the exact ones by the error of two rounded operands, although scales are folded."""
-    x, weight, grad = drawn(512, INPUTS), drawn(OUTPUTS, INPUTS), drawn(512, OUTPUTS).detach()
+    x, weight, grad = draw(512, INPUTS), draw(OUTPUTS, INPUTS), draw(512, OUTPUTS).detach()
     with torch.no_grad():
         x *= torch.exp2(torch.randint(-8, 8, (512, 1)))
         weight *= torch.exp2(torch.randint(-3, 3, (OUTPUTS, 1)))
@@ -84,7 +84,7 @@ def test_exact_operands_give_the_bits_of_bfloat16() -> None:
 @pytest.mark.parametrize("power", [-20, 3])
 def test_powers_of_two_of_a_row_change_nothing_else(power: int) -> None:
     """Scaling one token by a power of two scales its own result and gradients, and leaves all others bit for bit."""
-    x, weight, grad = drawn(TOKENS, INPUTS), drawn(OUTPUTS, INPUTS), drawn(TOKENS, OUTPUTS).detach()
+    x, weight, grad = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS), draw(TOKENS, OUTPUTS).detach()
     scaled, factor = x.detach().clone(), 2.0**power
     scaled[5] *= factor
     y, grad_x, _ = gradients(linear_float8_eager, x, weight, grad=grad)
@@ -96,7 +96,7 @@ def test_powers_of_two_of_a_row_change_nothing_else(power: int) -> None:
 
 def test_a_bias_is_added_and_has_the_gradient_of_a_sum() -> None:
     """The bias is added to the product in bfloat16."""
-    x, weight, bias, grad = drawn(TOKENS, INPUTS), drawn(OUTPUTS, INPUTS), drawn(OUTPUTS), drawn(TOKENS, OUTPUTS)
+    x, weight, bias, grad = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS), draw(OUTPUTS), draw(TOKENS, OUTPUTS)
     y, _, _, grad_bias = gradients(linear_float8_eager, x, weight, bias, grad=grad.detach())
     assert torch.equal(y, linear_float8_eager(x, weight) + bias)
     assert torch.equal(grad_bias, grad.detach().sum(0))
@@ -105,7 +105,7 @@ def test_a_bias_is_added_and_has_the_gradient_of_a_sum() -> None:
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_numbers_that_are_not_finite_reach_all_gradients(value: float) -> None:
     """An infinite or undefined gradient makes the weight's gradient NaN, so that the step is skipped."""
-    x, weight, grad = drawn(TOKENS, INPUTS), drawn(OUTPUTS, INPUTS), drawn(TOKENS, OUTPUTS).detach()
+    x, weight, grad = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS), draw(TOKENS, OUTPUTS).detach()
     grad[2, 3] = value
     _, grad_x, grad_weight = gradients(linear_float8_eager, x, weight, grad=grad)
     assert grad_x[2].isnan().all() and not grad_x[:2].isnan().any()
@@ -126,7 +126,7 @@ class CountedFloat8(EagerFloat8):
 def test_layers_of_one_tensor_round_it_once() -> None:
     """Projections of the same tensor share its rounded rows, until the tensor is changed in place."""
     kernels = CountedFloat8()
-    x, weights = drawn(TOKENS, INPUTS).detach(), [drawn(OUTPUTS, INPUTS) for _ in "qkv"]
+    x, weights = draw(TOKENS, INPUTS).detach(), [draw(OUTPUTS, INPUTS) for _ in "qkv"]
     for weight in weights:
         linear_float8(kernels, x, weight, None)
     assert kernels.shapes.count(x.shape) == 1
@@ -137,7 +137,7 @@ def test_layers_of_one_tensor_round_it_once() -> None:
 
 def test_frozen_weights_keep_no_input() -> None:
     """A frozen weight, as under LoRA, has a graph that keeps neither the input nor its rounded copy."""
-    x, weight = drawn(TOKENS, INPUTS), drawn(OUTPUTS, INPUTS).detach()
+    x, weight = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS).detach()
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_frozen_weights_keep_no_input() -> None:
 
 def test_deferred_gradients_equal_undeferred_ones() -> None:
     """A split backward pass, and accumulation over two microbatches, have the bits of plain backward passes."""
-    weight, batches = drawn(OUTPUTS, INPUTS), [drawn(TOKENS, INPUTS) for _ in range(2)]
+    weight, batches = draw(OUTPUTS, INPUTS), [draw(TOKENS, INPUTS) for _ in range(2)]
     weight.grad_dtype = torch.float32
     sums = []
     for kind in (None, Deferral, Accumulation):
@@ -178,11 +178,11 @@ def test_deferred_gradients_equal_undeferred_ones() -> None:
     assert all(torch.equal(plain, other) for other in others)
 
 
-@pytest.mark.parametrize("how", ["selective", "rerun"])
-def test_recomputed_layers_have_the_bits_of_kept_ones(how: str) -> None:
+@pytest.mark.parametrize("policy", ["selective", "rerun"])
+def test_recomputed_layers_have_the_bits_of_kept_ones(policy: str) -> None:
     """Rounding is a function of the data alone, so that recomputation changes no gradient; it keeps less."""
-    x, norm, weight = drawn(TOKENS, INPUTS), drawn(INPUTS), drawn(OUTPUTS, INPUTS)
-    grad = drawn(TOKENS, OUTPUTS).detach()
+    x, norm, weight = draw(TOKENS, INPUTS), draw(INPUTS), draw(OUTPUTS, INPUTS)
+    grad = draw(TOKENS, OUTPUTS).detach()
 
     def layer(x: Tensor) -> Tensor:
         from drawloom.kernels.recompute import cheap
@@ -190,7 +190,7 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(how: str) -> None:
         return linear_float8_eager(cheap(rms_norm_eager, x, norm, 1e-6), weight)
 
     expected = torch.autograd.grad(layer(x), (x, norm, weight), grad)
-    if how == "selective":
+    if policy == "selective":
         with Selective():
             y = layer(x)
     else:
@@ -219,11 +219,11 @@ def test_other_dtypes_and_widths_are_refused() -> None:
     with pytest.raises(TypeError, match="round bfloat16"):
         linear_float8_eager(torch.ones(4, 16), torch.ones(16, 16))
     with pytest.raises(ValueError, match="not divisible by 16"):
-        linear_float8_eager(drawn(4, 24), drawn(16, 24))
+        linear_float8_eager(draw(4, 24), draw(16, 24))
 
 
 def test_modules_with_rounded_inputs_can_be_copied() -> None:
     """Rounded rows belong to a tensor of one pass, and do not hinder copies of modules."""
     module = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
-    linear_float8_eager(drawn(4, 16), module.weight)
+    linear_float8_eager(draw(4, 16), module.weight)
     assert torch.equal(copy.deepcopy(module).weight, module.weight)

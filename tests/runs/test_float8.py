@@ -1,4 +1,4 @@
-"""Runs whose linear layers multiply in float8, on a CPU in plain torch."""
+"""Runs with float8 linear layers, on a CPU in plain torch."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ COMMON = ("trainer.steps=4", "trainer.on_finish=[]", "batch.micro_size=2", "chec
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe in float8, and a run of it on one process."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a recipe in float8 and its run on one process."""
     folder = tmp_path_factory.mktemp("float8")
     write_corpus(folder)
     (folder / "float8.toml").write_text(
@@ -33,38 +33,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, name: str, *words: str, ranks: int = 1) -> str:
-    """Run the recipe, and return what the first process prints."""
-    outcomes = drawloom(place, "run", "float8.toml", f"run.name={name}", *COMMON, *words, ranks=ranks)
+def train(folder: Path, name: str, *words: str, ranks: int = 1) -> str:
+    """Run the recipe and return what rank 0 printed."""
+    outcomes = drawloom(folder, "run", "float8.toml", f"run.name={name}", *COMMON, *words, ranks=ranks)
     assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
     return outcomes[0].text
 
 
-def losses(place: Path, name: str) -> list[float]:
-    return [loss for (loss,) in series(place / "runs" / name, "loss")]
+def read_losses(folder: Path, name: str) -> list[float]:
+    return [loss for (loss,) in series(folder / "runs" / name, "loss")]
 
 
-def test_a_resumed_run_has_the_bits_of_a_whole_one(place: Path) -> None:
-    """Scales are functions of the data alone, so that a checkpoint needs no state of them."""
-    whole = series(place / "runs/one", *LEARNED)
-    train(place, "parts")
-    take_back(place / "runs/parts", 2)
-    train(place, "parts")
-    assert series(place / "runs/parts", *LEARNED) == whole
+def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
+    """A resumed run has the uninterrupted run's bits, because scales depend on the data alone."""
+    whole = series(folder / "runs/one", *LEARNED)
+    train(folder, "parts")
+    take_back(folder / "runs/parts", 2)
+    train(folder, "parts")
+    assert series(folder / "runs/parts", *LEARNED) == whole
 
 
 @pytest.mark.parametrize("words", [("stages.recompute=blocks",), ("stages.recompute=selective",)])
-def test_recomputation_has_the_bits_of_a_plain_run(place: Path, words: tuple[str, ...]) -> None:
-    """Recomputed layers round to the same bits."""
+def test_recomputation_has_the_bits_of_a_plain_run(folder: Path, words: tuple[str, ...]) -> None:
+    """Runs with recomputed layers have the same metrics, bit by bit."""
     name = words[0].rpartition("=")[2]
-    train(place, name, *words)
-    assert series(place / "runs" / name, *LEARNED) == series(place / "runs/one", *LEARNED)
+    train(folder, name, *words)
+    assert series(folder / "runs" / name, *LEARNED) == series(folder / "runs/one", *LEARNED)
 
 
-def test_float8_learns_what_bfloat16_learns(place: Path) -> None:
-    """The losses differ from those in bfloat16, a little: the setting has an effect, and does no harm."""
-    text = train(place, "bfloat16", "precision.linear=compute")
-    ours, theirs = losses(place, "one"), losses(place, "bfloat16")
+def test_float8_losses_are_close_to_bfloat16(folder: Path) -> None:
+    """Losses in float8 differ from losses in bfloat16 by less than 2 %."""
+    text = train(folder, "bfloat16", "precision.linear=compute")
+    ours, theirs = read_losses(folder, "one"), read_losses(folder, "bfloat16")
     assert ours != theirs and ours == pytest.approx(theirs, rel=2e-2)
     assert "linear layers multiply in float8" not in text
 
@@ -79,19 +79,19 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_ranks_learn_what_one_process_does(place: Path, mesh: str) -> None:
-    """Every dimension of the mesh has the losses of one process, except for rounding."""
-    train(place, mesh, *MESHES[mesh], ranks=2)
-    assert losses(place, mesh) == pytest.approx(losses(place, "one"), rel=1e-2)
+def test_every_mesh_has_the_losses_of_one_process(folder: Path, mesh: str) -> None:
+    """Every mesh dimension has the losses of one process up to rounding."""
+    train(folder, mesh, *MESHES[mesh], ranks=2)
+    assert read_losses(folder, mesh) == pytest.approx(read_losses(folder, "one"), rel=1e-2)
 
 
-def test_adapters_train_on_a_float8_base(place: Path) -> None:
+def test_adapters_train_on_a_float8_base(folder: Path) -> None:
     """LoRA's frozen weights multiply in float8, forward and for the inputs' gradients; only the factors change."""
     words = ("lora.use=adapters.lora", "lora.targets=['*_proj']", "lora.rank=4", "lora.alpha=8.0")
     adapters = ("stages.adapters=['@lora']", "export.use=export.adapter", "trainer.on_finish=['@export']")
-    text = train(place, "lora", *words, *adapters)
+    text = train(folder, "lora", *words, *adapters)
     assert "14 of 14 linear layers multiply in float8" in text
-    first, *_, last = losses(place, "lora")
+    first, *_, last = read_losses(folder, "lora")
     assert last < first
-    factors = load_file(place / "runs/lora/adapter/adapter_model.safetensors")
+    factors = load_file(folder / "runs/lora/adapter/adapter_model.safetensors")
     assert any(name.endswith("lora_B.weight") and tensor.any() for name, tensor in factors.items())

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers against trainers of TRL: the same base, adapter and pairs."""
+"""Preference losses against TRL's trainers, with the same base, adapter and pairs."""
 
 import json
 from importlib import import_module
@@ -24,15 +24,15 @@ PEFT = {"lora_A": "lora_A.default.weight", "lora_B": "lora_B.default.weight"}
 
 @attrs.frozen
 class Result:
-    """The mean loss of all pairs, the gradients of the adapter's parameters, and their values, by our names."""
+    """Mean loss of all pairs, and gradients and values of the adapter parameters by our names."""
 
     loss: float
     gradients: dict[str, Tensor]
     adapter: dict[str, Tensor]
 
 
-def base(folder: Path) -> Path:
-    """A tiny model of random weights whose tokenizer has a chat template."""
+def export_base(folder: Path) -> Path:
+    """Export a tiny random model whose tokenizer has a chat template."""
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
     values: dict[str, Any] = {"model": TINY | {"tie_word_embeddings": False, "initializer_range": 0.3}}
     values |= {"run": {"name": "base", "folder": str(folder / "base")}, "tokenizer": tokenizer}
@@ -41,8 +41,8 @@ def base(folder: Path) -> Path:
     return folder / "base/export"
 
 
-def our_step(folder: Path, path: Path, *loss: str) -> tuple[Result, list[tuple[Tensor, Tensor]]]:
-    """Take a step of the recipe with a random adapter; return also the ids and weights of each document, by pair."""
+def run_our_step(folder: Path, path: Path, *loss: str) -> tuple[Result, list[tuple[Tensor, Tensor]]]:
+    """Run one step of the recipe with a random adapter; also return the ids and weights of the documents, in pairs."""
     values = (f"vars.base={path}", f'tokens.paths=["{PAIRS}"]', "tokens.validation_fraction=0.0", *loss)
     words = (*values, f"run.folder={folder / 'run'}", f"adapters.lora.targets={json.dumps(TARGETS)}")
     with Recipe.load("dpo", *words).open(["executor", "packing"]) as objects:
@@ -64,22 +64,22 @@ def our_step(folder: Path, path: Path, *loss: str) -> tuple[Result, list[tuple[T
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-def dpo_step(trainer: Any, pairs: Pairs) -> Tensor:
-    """Return the loss of `DPOTrainer` for a batch of all chosen answers before all rejected ones."""
+def compute_dpo_loss(trainer: Any, pairs: Pairs) -> Tensor:
+    """Return `DPOTrainer`'s loss for one batch, chosen answers before rejected answers."""
     ordered = pairs[0::2] + pairs[1::2]
 
-    def padded(column: int) -> Tensor:
+    def pad(column: int) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([document[column] for document in ordered], batch_first=True)
 
     lengths = torch.tensor([len(ids) for ids, _ in ordered])
-    inputs = {"input_ids": padded(0), "completion_mask": padded(1).long()}
+    inputs = {"input_ids": pad(0), "completion_mask": pad(1).long()}
     inputs["attention_mask"] = (torch.arange(inputs["input_ids"].shape[1]) < lengths[:, None]).long()
     loss: Tensor = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     return loss
 
 
-def pairwise_step(trainer: Any, pairs: Pairs) -> Tensor:
-    """Return the mean over pairs of the loss of `CPOTrainer` or `ORPOTrainer` for a batch of one pair."""
+def compute_pairwise_loss(trainer: Any, pairs: Pairs) -> Tensor:
+    """Return the mean loss of `CPOTrainer` or `ORPOTrainer` over batches of one pair."""
     trainer.padding_value = 0  # behind the ids of the shorter answer
     losses = []
     for chosen, rejected in zip(pairs[0::2], pairs[1::2], strict=True):
@@ -91,10 +91,10 @@ def pairwise_step(trainer: Any, pairs: Pairs) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def trl_step(
+def run_trl_step(
     folder: Path, path: Path, names: tuple[str, str], options: dict[str, Any], adapter: dict[str, Tensor], pairs: Pairs
 ) -> Result:
-    """Return what a trainer of TRL computes, with PEFT's LoRA; `names` are its module and the start of its classes."""
+    """Run a TRL trainer with PEFT's LoRA; `names` are its module and the prefix of its classes."""
     datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,7 +114,7 @@ def trl_step(
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(adapter[name])
-    loss = (dpo_step if kind == "DPO" else pairwise_step)(trainer, pairs)
+    loss = (compute_dpo_loss if kind == "DPO" else compute_pairwise_loss)(trainer, pairs)
     loss.backward()  # type: ignore[no-untyped-call]
     return Result(float(loss), {name: tensor.grad for name, tensor in named.items()}, adapter)
 
@@ -129,7 +129,7 @@ DPO, CPO, ORPO = ("trl", "DPO"), ("trl.experimental.cpo", "CPO"), ("trl.experime
 
 
 @pytest.mark.soak  # importing TRL and its trainer takes 15 s
-@pytest.mark.filterwarnings("ignore")  # those of TRL and its packages
+@pytest.mark.filterwarnings("ignore")  # warnings of TRL and its packages
 @pytest.mark.parametrize(
     ("words", "names", "options"),
     [
@@ -145,13 +145,13 @@ DPO, CPO, ORPO = ("trl", "DPO"), ("trl.experimental.cpo", "CPO"), ("trl.experime
     ],
     ids=["dpo", "ipo", "cpo", "simpo", "orpo"],
 )
-def test_loss_and_every_gradient_are_those_of_trl(
+def test_loss_and_gradients_equal_trl(
     tmp_path: Path, words: tuple[str, ...], names: tuple[str, str], options: dict[str, Any]
 ) -> None:
-    """All pairs that the repository ships have the same loss and gradients, packed here and padded in TRL."""
-    path = base(tmp_path)
-    actual, pairs = our_step(tmp_path, path, *words)
-    expected = trl_step(tmp_path, path, names, options, actual.adapter, pairs)
+    """The shipped pairs, packed here and padded in TRL, have equal losses and gradients."""
+    path = export_base(tmp_path)
+    actual, pairs = run_our_step(tmp_path, path, *words)
+    expected = run_trl_step(tmp_path, path, names, options, actual.adapter, pairs)
     assert actual.loss == pytest.approx(expected.loss, rel=1e-5) and abs(actual.loss - 0.6931) > 0.05
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
