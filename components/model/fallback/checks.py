@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import NAME, RowAttention
-from drawloom.components.model.fallback.build import build_model
+from drawloom.components.model.fallback.build import build_model, build_without_memory
 from drawloom.components.model.fallback.errors import SelfCheckError
-from drawloom.components.model.fallback.module import TransformersLM
+from drawloom.components.model.fallback.module import TransformersLM, check_structure
 from drawloom.components.model.fallback.shrink import shrink
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.kernels.attention import attention_eager, causal_document_mask
@@ -25,6 +25,10 @@ LENGTHS = (9, 7, 13)
 
 TOLERANCE = 1e-4
 """Largest difference relative to the largest value; transformers computes norms in float32."""
+
+
+MAX_PARAMETERS = 2**25
+"""Most parameters of a shrunken model; one with sizes under other names takes too much memory and time to check."""
 
 
 class PlainKernels:
@@ -80,7 +84,13 @@ def _build(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
     try:
         small = type(config).from_dict(shrink(config.to_dict()))
+        empty = build_without_memory(small)
+        check_structure(empty)
+        if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
+            raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
         return build_model(small, "eager", experts="eager").eval()
+    except SelfCheckError:
+        raise
     except Exception as error:  # transformers checks values in many ways
         raise SelfCheckError("build", _first_line(error)) from error
 

@@ -38,18 +38,23 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     small = {key: _shrink_value(key, value) for key, value in config.items()}
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and heads > 0:
-        if not config.get("head_dim") and "qk_nope_head_dim" not in config:
+        width = config["hidden_size"] // heads
+        if config.get("head_dim") in (None, width) and "qk_nope_head_dim" not in config:
             # The width of heads stays, because tables of rotary positions have its length.
-            small["hidden_size"] = small["num_attention_heads"] * (config["hidden_size"] // heads)
+            small["hidden_size"] = small["num_attention_heads"] * width
         if isinstance(kv_heads, int):
             small["num_key_value_heads"] = _shrink_kv_heads(heads, kv_heads, small["num_attention_heads"])
+    if config.get("head_dim") and "qk_rope_head_dim" in small:
+        small["head_dim"] = min(config["head_dim"], small["qk_rope_head_dim"])  # the width that is rotated
     if (head_dim := config.get("qk_head_dim")) is not None and "qk_nope_head_dim" in config:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"] if head_dim else head_dim
-    small |= {key: None for key in small if key.endswith("_token_id")}
     return small | _shrink_layers(config)
 
 
 def _shrink_value(key: str, value: Any) -> Any:
+    if key.endswith("_token_id"):
+        # Embeddings have no gradients for padding.
+        return None if key == "pad_token_id" else [1] if isinstance(value, list) else value and 1
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if "intermediate_size" in key:
