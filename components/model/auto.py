@@ -200,7 +200,7 @@ def _family(path: Path) -> type[DecoderBuilder]:
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(
-            f"config: {file} says model_type = {json.dumps(kind)}; take a model of one of {known}, or add its "
-            "family (docs/families.md)"
+            f"config: {file} says model_type = {json.dumps(kind)}; take a model of one of {known}, write "
+            'use = "model.transformers", or add its family (docs/families.md)'
         )
     return FAMILIES[kind]

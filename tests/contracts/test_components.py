@@ -221,6 +221,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "learning_rate.wsd": lambda folder: {"lr": {"use": "learning_rate.wsd", "decay_percent": 20.0}},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},
+    "model.transformers": lambda folder: {
+        "model": {"use": "model.transformers", "path": str(config_file(folder)), "weights": False}
+    },
     "model.llama": lambda folder: {
         "model": {**TINY["model"], "use": "model.llama", "vocab_size": 257, "attention_bias": True}
     },

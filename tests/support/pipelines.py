@@ -1,8 +1,11 @@
 """A small model over pipeline ranks, and the tensors and numbers that its steps leave."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import attrs
@@ -31,6 +34,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.smollm3 import SmolLm3
+from drawloom.components.model.transformers import Transformers
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
@@ -281,6 +285,21 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
 }
 """Families of models by the last part of a case, with their settings."""
 
+
+def starcoder2_of_transformers(kernels: Any, tie_word_embeddings: bool, **sizes: Any) -> Any:
+    """Return Starcoder2 as a model of transformers; its norms are computed in float64."""
+    config = {"model_type": "starcoder2", "tie_word_embeddings": tie_word_embeddings}
+    plain = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_bias": True}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config | plain | sizes))
+        model = Transformers(kernels=kernels, path=Path(folder), weights=False)
+        model.check_machine()  # reads the config
+    return model
+
+
+FALLBACKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"transformers": (starcoder2_of_transformers, {})}
+"""Models without tensor and context parallelism, by the last part of a case."""
+
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 GROUPS = [
@@ -386,7 +405,7 @@ def _steps(
     kernels = cpu_kernels()
     if experts:
         sizes |= EXPERTS | {"num_experts": experts}
-    family, more = FAMILIES.get(kind, (Qwen3Moe if experts else Qwen3Dense, {}))
+    family, more = (FAMILIES | FALLBACKS).get(kind, (Qwen3Moe if experts else Qwen3Dense, {}))
     model = family(kernels=kernels, tie_word_embeddings=tied, **sizes | more)
     stages = MaterializedStages(
         model=model,

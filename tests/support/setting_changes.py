@@ -488,6 +488,11 @@ ROWS: dict[str, Row] = {
     ),
     "model.olmo2": Row(parts.model_of, SIZES, MODEL | {"config": config("olmo2"), "attention_bias": True}),
     "model.olmo3": Row(parts.model_of, TYPED_SIZES, MODEL | LAYER_TYPES | {"config": config("olmo3")}),
+    "model.transformers": Row(
+        parts.model_of,
+        {"path": "one.json", "weights": False},
+        {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+    ),
     "model.smollm3": Row(
         parts.model_of,
         SIZES,

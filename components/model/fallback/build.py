@@ -1,0 +1,81 @@
+"""Models of transformers with parameters on the meta device and real buffers."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drawloom.components.model.decoder.hugging_face import config_path, read_json
+from drawloom.components.model.fallback.attention import NAME, register
+from drawloom.graph import UserError
+
+
+def load_config(path: Path) -> Any:
+    """Return transformers' config of a folder. Raises UserError for a type or values that transformers rejects."""
+    from transformers import CONFIG_MAPPING  # takes seconds
+
+    values = read_json(config_path(path))
+    kinds: Any = CONFIG_MAPPING
+    if (kind := values.get("model_type")) not in kinds:
+        raise UserError(f"{path} says model_type = {json.dumps(kind)}, which the installed transformers does not have")
+    try:
+        config = kinds[kind].from_dict(values)
+    except Exception as error:  # transformers checks values in many ways
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"transformers can't read the config.json in {path}: {reason}") from error
+    for key, value in config.to_dict().items():
+        if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
+            raise UserError(f"{path} says {key} = {value}, and dropout is not supported; write {key} = 0 there")
+    return config
+
+
+def build_model(config: Any, attention: str = NAME, experts: str | None = None) -> Any:
+    """
+    Build transformers' causal LM in float32, with initial values of its own.
+
+    `experts` names transformers' implementation of experts; by default the fastest one.
+    """
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    register()
+    kinds: Any = AutoModelForCausalLM
+    config = type(config).from_dict(config.to_dict())  # the model changes its config
+    options = {"attn_implementation": attention, "experts_implementation": experts, "dtype": torch.float32}
+    return kinds.from_config(config, **{key: value for key, value in options.items() if value is not None})
+
+
+def build_without_memory(config: Any) -> Any:
+    """Build transformers' causal LM with parameters on the meta device, and buffers on the CPU."""
+    from transformers.initialization import no_init_weights  # takes seconds
+
+    with torch.device("cpu"), no_init_weights(), _parameters_on_meta():
+        return build_model(config)
+
+
+def allocate_parameters(module: nn.Module, device: torch.device) -> None:
+    """Give a module's parameters memory on a device, without values."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            empty = torch.empty_like(parameter, device=device)
+            part.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as soon as a module registers it."""
+    register_parameter = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register_parameter(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]

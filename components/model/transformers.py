@@ -1,0 +1,210 @@
+"""The component `model.transformers`: any causal language model of the library transformers, from its folder."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.model.auto import FAMILIES
+from drawloom.components.model.decoder.builder import fill_with_initial_weights
+from drawloom.components.model.decoder.hugging_face import config_path, read_json
+from drawloom.components.model.fallback.build import allocate_parameters, build_without_memory, load_config
+from drawloom.components.model.fallback.checks import Verdict, name_without_layer, self_check
+from drawloom.components.model.fallback.conversion import conversion_mapper
+from drawloom.components.model.fallback.errors import SelfCheckError
+from drawloom.components.model.fallback.module import TransformersLM
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.flops import ForwardFlops
+from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.parameter_roles import Role, parameter_roles
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.load import fitting_folder, persistent_tensors
+from drawloom.graph import Problem, UserError, component, setting, wired
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+
+
+@component(impact="incompatible", needs={"transformers": "drawloom[transformers]"})
+class Transformers:
+    """
+    Causal language model of the library transformers, from a folder, for families without a component of their own.
+
+    A small model with the folder's flags is compared with transformers before use; a model that computes something
+    else with packed documents or drawloom's layers is refused. Native families are faster, and take part in tensor,
+    context and expert parallelism.
+    """
+
+    layers_keep_shapes: ClassVar[bool] = True
+
+    kernels: Kernels
+    tokenizer: Tokenizer | None = wired(default=None)
+    path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
+    weights: bool = setting(
+        default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
+    )
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Warn about a folder that a faster component reads."""
+        with suppress(UserError):  # reported elsewhere
+            kind = read_json(config_path(node.settings["path"])).get("model_type")
+            if kind in FAMILIES:
+                native = FAMILIES[kind].family.component
+                text = f"{kind} has the component {native}, which is faster and has every mesh dimension"
+                yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
+
+    @classmethod
+    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+        yield "model.transformers has no split of its layers"
+
+    @classmethod
+    def context_faults(cls, node: Any) -> Iterator[str]:
+        yield "model.transformers computes with whole rows"
+
+    def check_machine(self) -> None:
+        """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
+        try:
+            self._check_path()
+            _ = self._verdict
+            if self.weights:
+                fitting_folder(self.path, self._whole_span(), self.hugging_face_mapper().inverse())
+            self._check_tokenizer()
+        except UserError as error:
+            raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
+
+    def _check_path(self) -> None:
+        if not self.path.exists():
+            raise UserError(f"there is no folder {self.path}; write one with a config.json")
+        read_json(config_path(self.path))
+        if self.weights and not (self.path.is_dir() and any(self.path.glob("*.safetensors"))):
+            raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
+            raise UserError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary only "
+                f"{self.vocab_size}; write another tokenizer"
+            )
+
+    @cached_property
+    def _config(self) -> Any:
+        return load_config(self.path)
+
+    @cached_property
+    def _verdict(self) -> Verdict:
+        try:
+            return self_check(self._config)
+        except SelfCheckError as error:
+            raise self._refusal(error.check, error.reason) from error
+
+    def _refusal(self, check: str, reason: str) -> UserError:
+        kind = self._config.model_type
+        return UserError(
+            f"{self.path} has model_type = {kind}, which fails the check {check!r} of model.transformers: {reason}; "
+            "take a model of another type, or add its family (docs/families.md)"
+        )
+
+    @cached_property
+    def _empty(self) -> Any:
+        """The whole model of transformers without memory, which is not changed."""
+        return build_without_memory(self._config)
+
+    @property
+    def initial_weights(self) -> Path | None:
+        return self.path if self.weights else None
+
+    def files_read(self) -> dict[str, list[Path]]:
+        return {"path": [config_path(self.path)]}
+
+    @property
+    def num_hidden_layers(self) -> int:
+        layers: int = self._config.num_hidden_layers
+        return layers
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self._config.vocab_size
+        return size
+
+    @property
+    def longest_text(self) -> int | None:
+        return getattr(self._config, "max_position_embeddings", None)
+
+    def build(self, span: LayerRange) -> nn.Module:
+        reason = self._verdict.no_stages
+        if reason and not (span.embedding and span.head):
+            raise self._refusal("stages", f"{reason}, so that it has only one pipeline stage")
+        module = TransformersLM(build_without_memory(self._config), span, self.kernels)
+        if (device := torch.get_default_device()).type != "meta":
+            allocate_parameters(module, device)
+        return module
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return [block for part in module.modules() if isinstance(part, TransformersLM) for block in part.blocks]
+
+    def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
+        constant = self._verdict.constants.get(name_without_layer(name))
+        std = getattr(self._config, "initializer_range", None) or 0.02
+        role = Role(False, "normal" if constant is None else constant)
+        fill_with_initial_weights(
+            name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, part_of=part_of
+        )
+
+    def forward_flops(self) -> ForwardFlops:
+        whole = self._whole_span()
+        shapes = dict(whole.named_parameters())
+        tied = whole.tied
+        by_parameter = {
+            name: 2.0 * shapes[name].numel() * self._products(name, shapes[name], role, tied)
+            for name, role in parameter_roles(whole)
+            if name in shapes
+        }
+        return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._flops_per_pair())
+
+    def _products(self, name: str, parameter: Tensor, role: Role, tied: bool) -> float:
+        """Return how often a token is multiplied by a parameter of any shape."""
+        if name == "model.embed_tokens.weight":
+            return float(tied)
+        experts = self._first_of(EXPERT_COUNTS)
+        if ".experts." in name and parameter.ndim > 1 and experts:
+            return (self._first_of(CHOSEN_EXPERTS) or experts) / experts
+        return role.products
+
+    def _first_of(self, keys: Sequence[str]) -> int:
+        return next((value for key in keys if isinstance(value := getattr(self._config, key, None), int)), 0)
+
+    def _flops_per_pair(self) -> dict[int | None, float]:
+        config = self._config
+        heads: int = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if rope_width := getattr(config, "qk_rope_head_dim", None):
+            both = getattr(config, "qk_nope_head_dim", 0) + rope_width + getattr(config, "v_head_dim", width)
+        else:
+            both = 2 * width
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        flops: dict[int | None, float] = {}
+        for kind in kinds:
+            window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+            flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
+        return flops
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        return read_json(config_path(self.path))
+
+    def hugging_face_mapper(self) -> Mapper:
+        names = [*persistent_tensors(self._whole_span())]
+        try:
+            return conversion_mapper(self._empty, names)
+        except SelfCheckError as error:
+            raise self._refusal(error.check, error.reason) from error
+
+    def _whole_span(self) -> TransformersLM:
+        """Build all layers without memory."""
+        span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
+        return TransformersLM(build_without_memory(self._config), span, self.kernels)

@@ -1,0 +1,176 @@
+"""Models of transformers without a family of their own, against transformers itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from drawloom.components.model.fallback.build import build_model
+from drawloom.components.model.fallback.checks import self_check
+from drawloom.components.model.fallback.errors import SelfCheckError
+from drawloom.components.model.fallback.shrink import shrink
+from drawloom.components.model.layers import Linear
+from drawloom.components.model.transformers import Transformers
+from drawloom.components.ports.model import LanguageModel, LayerRange
+from drawloom.components.weights.adapted import fill_adapters, inject
+from drawloom.components.weights.load import convert, load_folder, persistent_tensors
+from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
+from drawloom.graph.types.port_match import find_mismatches
+from support.adapted import fill_from_seed, lora
+from support.families import CLOSE, gradients
+from support.qwen3 import cpu_kernels, logits_of, losses_of, one_document, pack_documents
+
+LENGTHS = [[9, 10], [19]]
+
+
+def small_config(model_type: str, **changes: Any) -> Any:
+    """Return a small config of a type in transformers."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.for_model(model_type, **changes)
+    return type(config).from_dict(shrink(config.to_dict()) | {"vocab_size": 29})
+
+
+def saved(folder: Path, model_type: str, **changes: Any) -> tuple[Transformers, Any]:
+    """Return the component for a folder with random weights, and the model in transformers that wrote the folder."""
+    torch.manual_seed(0)
+    reference = build_model(small_config(model_type, **changes), "eager", experts="eager")
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    reference.save_pretrained(folder)
+    return Transformers(kernels=cpu_kernels(), path=folder), reference
+
+
+def loaded(model: Transformers) -> Any:
+    """Return the whole model with the folder's weights."""
+    module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
+    load_folder(model.path, module, model.hugging_face_mapper().inverse())
+    return module
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4_moe", "gpt_oss", "starcoder2"])
+def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Losses of packed documents, and the gradient of every parameter, equal those of each document alone."""
+    model, reference = saved(tmp_path, model_type)
+    model.check_machine()
+    module = loaded(model)
+    tokens, targets = torch.randint(model.vocab_size, (2, 2, 19))
+    losses = losses_of(module, tokens, pack_documents(LENGTHS), targets)
+    alone = [
+        reference(part[None]).logits[0] for row, ends in zip(tokens, LENGTHS, strict=True) for part in row.split(ends)
+    ]
+    expected = F.cross_entropy(torch.cat(alone), targets.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), expected, **CLOSE)
+    ours, theirs = dict(module.named_parameters()), dict(reference.named_parameters())
+    assert ours.keys() == theirs.keys()
+    pairs = zip(ours, gradients(losses.sum(), ours), gradients(expected.sum(), theirs), strict=True)
+    for name, actual, wanted in pairs:
+        size = max(1.0, float(wanted.abs().max()))
+        torch.testing.assert_close(actual / size, wanted / size, **CLOSE)
+        assert bool(wanted.any()), name
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
+def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, tmp_path: Path) -> None:
+    """Parameters equal those in transformers, and an export has the folder's tensors, bit for bit."""
+    model, reference = saved(tmp_path, model_type)
+    tensors = persistent_tensors(loaded(model))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, reference.state_dict()[name]), name
+    on_disk, written = load_file(tmp_path / "model.safetensors"), convert(model.hugging_face_mapper(), tensors)
+    assert on_disk.keys() == written.keys()
+    assert all(torch.equal(on_disk[name], tensor) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "check"),
+    [("gpt2", "layers"), ("stablelm", "keyword"), ("qwen3_next", "packing"), ("gemma2", "head")],
+)
+def test_a_type_that_computes_something_else_is_refused(model_type: str, check: str) -> None:
+    """The failed check is named: parts, the keyword for attention, packed documents, or the head."""
+    with pytest.raises(SelfCheckError) as caught:
+        self_check(small_config(model_type))
+    assert caught.value.check == check
+
+
+def test_a_refusal_names_folder_type_and_check(tmp_path: Path) -> None:
+    """The user reads which check a folder's type fails, before anything is built."""
+    small_config("stablelm").save_pretrained(tmp_path)
+    model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
+    with pytest.raises(UserError, match=f"path: {tmp_path} has model_type = stablelm, .* check 'keyword' "):
+        model.check_machine()
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
+def test_two_stages_compute_what_one_does(model_type: str, tmp_path: Path) -> None:
+    """Two spans have the whole model's parameters under the same names, and its logits."""
+    model, _ = saved(tmp_path, model_type)
+    whole, layers = loaded(model), model.num_hidden_layers
+    first, last = model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, layers, False, True))
+    for stage in (first, last):
+        load_folder(tmp_path, stage, model.hugging_face_mapper().inverse())
+    names = [name for stage in (first, last) for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    assert [len(model.blocks(stage)) for stage in (first, last)] == [1, layers - 1]
+    tokens, shared = torch.randint(model.vocab_size, (2, 19)), pack_documents(LENGTHS)
+    torch.testing.assert_close(logits_of(last, first(tokens, shared), shared), logits_of(whole, tokens, shared))
+
+
+def test_a_model_with_work_outside_of_layers_has_one_stage_only(tmp_path: Path) -> None:
+    """A factor of embeddings would be applied by every stage."""
+    small_config("granite", embedding_multiplier=3.0).save_pretrained(tmp_path)
+    model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
+    model.check_machine()
+    with pytest.raises(UserError, match=r"check 'stages' .* only one pipeline stage"):
+        model.build(LayerRange(0, 1, embedding=True, head=False))
+
+
+def test_linear_layers_are_drawlooms_and_take_adapters(tmp_path: Path) -> None:
+    """Linear layers can defer weight gradients, and LoRA finds them by their names in transformers."""
+    model, _ = saved(tmp_path, "phi3")
+    module = loaded(model)
+    linear = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
+    assert len(linear) == 4 * model.num_hidden_layers + 1 and all(isinstance(part, Linear) for part in linear)
+    tokens, shared = torch.randint(model.vocab_size, (2, 19)), one_document(2, 19)
+    before = logits_of(module, tokens, shared)
+    inject([lora("qkv_proj", "*.o_proj")], module)
+    fill_adapters(module, torch.device("cpu"), fill_from_seed(0))
+    torch.testing.assert_close(logits_of(module, tokens, shared), before)  # lora_B is 0
+    trained = {name.rpartition(".")[2] for name, part in module.named_parameters() if part.requires_grad}
+    assert trained == {"lora_A", "lora_B"}
+
+
+def test_random_weights_start_where_those_of_transformers_do(tmp_path: Path) -> None:
+    """Norms are 1, biases 0 and matrices normal, and a slice has the values of the whole."""
+    small_config("starcoder2").save_pretrained(tmp_path)
+    model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
+    assert not find_mismatches(Transformers, LanguageModel)
+    values = {}
+    for name, parameter in loaded_names(model):
+        values[name] = torch.empty(parameter.shape)
+        model.initialise(name, values[name], 3)
+    assert bool((values["model.layers.1.input_layernorm.weight"] == 1).all())
+    assert bool((values["model.layers.1.self_attn.q_proj.bias"] == 0).all())
+    assert 0.01 < float(values["model.layers.1.mlp.c_fc.weight"].std()) < 0.03
+
+
+def loaded_names(model: Transformers) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of the whole model by name."""
+    span = LayerRange(0, model.num_hidden_layers, embedding=True, head=True)
+    return list(model.build(span).named_parameters())
+
+
+def test_a_native_family_is_recommended(tmp_path: Path) -> None:
+    """A folder of a family of drawloom gets a warning with the faster component."""
+    config = small_config("llama")
+    config.vocab_size = 300
+    config.save_pretrained(tmp_path)
+    words = ("model.use=model.transformers", f"model.path={tmp_path}", "model.weights=false")
+    problems = [str(problem) for problem in Recipe.load("first_run", *words).check()]
+    [warning] = [text for text in problems if "model.llama" in text]
+    assert "warning" in warning and 'write use = "model.auto"' in warning
