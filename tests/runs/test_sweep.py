@@ -20,7 +20,9 @@ def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
     runs = folder / "runs/tiny-sweep"
     first = runs / "lr=0.001"
     sweep = subprocess.Popen([sys.executable, "-m", "drawloom", *SWEEP], cwd=folder, stderr=subprocess.PIPE, text=True)
-    while sweep.poll() is None and not (first / "metrics.jsonl").exists():
+    while sweep.poll() is None and not (
+        (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").stat().st_size
+    ):
         time.sleep(0.01)
     sweep.send_signal(signal.SIGTERM)
     assert "the sweep is stopped; the same command resumes it" in sweep.communicate(timeout=100)[1]
