@@ -15,37 +15,37 @@ STOPPING = [
 ]
 
 
-def test_an_early_stop_is_a_normal_end(place: Path) -> None:
+def test_an_early_stop_is_a_normal_end(folder: Path) -> None:
     """
     The run ends with a checkpoint, an export, a sample and a report; started again it does nothing, and with more
     patience it goes on as if it had never ended.
     """
-    run = place / "runs/tiny"
-    ended = drawloom(place, *STOPPING, "early_stopping.patience=1")[0]
+    run = folder / "runs/tiny"
+    ended = drawloom(folder, *STOPPING, "early_stopping.patience=1")[0]
     assert ended.code == 0 and "the run ends after step 4: validation_loss was" in ended.text, ended.text
     assert "trained steps 1 to 4" in ended.text
     assert {"export", "sample.txt", "report.html"} <= {path.name for path in run.iterdir()}
     assert (run / "checkpoints/step-4").is_dir() and len(deterministic_rows(run)) == 4
     log = read_log(run)
     assert not log.running and next(event.kind for event in log.events if event.step == 4) == "ended"
-    again = drawloom(place, *STOPPING, "early_stopping.patience=1")[0]
+    again = drawloom(folder, *STOPPING, "early_stopping.patience=1")[0]
     assert again.code == 0 and "finished: the run ended after step 4: validation_loss was" in again.text, again.text
     assert len(deterministic_rows(run)) == 4
-    longer = drawloom(place, *STOPPING, "early_stopping.patience=3")[0]
+    longer = drawloom(folder, *STOPPING, "early_stopping.patience=3")[0]
     assert longer.code == 0 and "the run ends after step 8" in longer.text, longer.text
-    straight = drawloom(place, *STOPPING, "early_stopping.patience=3", "run.name=straight")[0]
+    straight = drawloom(folder, *STOPPING, "early_stopping.patience=3", "run.name=straight")[0]
     assert straight.code == 0, straight.text
-    assert deterministic_rows(run) == deterministic_rows(place / "runs/straight")
+    assert deterministic_rows(run) == deterministic_rows(folder / "runs/straight")
     export = "export/model.safetensors"
-    assert (run / export).read_bytes() == (place / "runs/straight" / export).read_bytes()
+    assert (run / export).read_bytes() == (folder / "runs/straight" / export).read_bytes()
 
 
-def test_ranks_end_together_with_a_budget(place: Path) -> None:
+def test_ranks_end_together_with_a_budget(folder: Path) -> None:
     """Two ranks stop after the step that uses the tokens of the budget up, and evaluate in it."""
     budget = ["budget.use=phases.budget", "budget.tokens=300", "edit.trainer.phases.before.@evaluate=@budget"]
     words = ["run", "tiny.toml", "mesh.data_replicate=2", "batch.micro_size=2", *budget]
-    outcomes = drawloom(place, *words, ranks=2)
+    outcomes = drawloom(folder, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    rows = deterministic_rows(place / "runs/tiny")
+    rows = deterministic_rows(folder / "runs/tiny")
     assert rows[-2]["tokens"] < 300 <= rows[-1]["tokens"] and rows[-1]["validation_loss"] > 0
     assert f"the run ends after step {len(rows)}: the budget of 300 tokens" in outcomes[0].text

@@ -1,0 +1,161 @@
+"""
+run a recipe for every combination of some values, one run after another
+
+The runs are in a folder of the sweep, named by their values. Every run is a process of its own, so that a failure ends
+only one run. Started again, the command skips finished runs and resumes the others.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import attrs
+
+from drawloom.components.commands._sweep_points import Point, points_of
+from drawloom.components.commands.runs import as_text
+from drawloom.components.report.events import read_log
+from drawloom.components.report.run_table import read_rows, run_state, sort_rows
+from drawloom.graph import Problem, RecipeError, UserError
+from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.inspect.changes import resolve
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.lockfile import LOCK
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+
+@attrs.frozen(eq=False)
+class SweepRun:
+    """A run of the sweep: its point, its folder, its recipe, and the words that make the recipe."""
+
+    point: Point
+    folder: Path
+    words: list[str]
+    recipe: Recipe
+
+    @property
+    def state(self) -> str:
+        """
+        The state of the run in the folder, "new" without one. A finished run of another recipe has "changed", since its
+        command may have more to do.
+        """
+        lock = self.folder / LOCK
+        if not lock.is_file():
+            return "new"
+        state = run_state(self.folder, read_log(self.folder))
+        if state != "finished":
+            return state
+        return "changed" if resolve(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
+    parser.add_argument(
+        "--overlay", action="append", default=[], metavar="FILE", help="merge this recipe over RECIPE; may be repeated"
+    )
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
+    parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
+    parser.epilog = "Write several values as node.key=a,b,c, and whole numbers as node.key=0..2."
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Check all runs, then run them; return 1 if one has failed, or the code of the signal that stopped the sweep."""
+    runs = _check(options, project)
+    folder = runs[0].folder.parent
+    print_text(f"{len(runs)} runs in {folder}")
+    if options.dry_run:
+        print_text("\n".join(f"{run.point.name}  {run.state}" for run in runs))
+        return OK
+    failed = []
+    with _forwarding() as sender:
+        for number, run in enumerate(runs, 1):
+            if (state := run.state) == "finished":
+                print_text(f"run {number} of {len(runs)}: {run.point.name} is finished")
+                continue
+            print_text(f"run {number} of {len(runs)}: {run.point.name}{'' if state == 'new' else f' ({state} before)'}")
+            code = sender.run(_command(options, project, run))
+            if code > STOPPED:
+                print_text("the sweep is stopped; the same command resumes it", "stderr")
+                return code
+            failed += [run.point.name] if code else []
+    print_text(as_text(sort_rows(read_rows(folder), "best")))
+    if failed:
+        print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
+    return FAILED if failed else OK
+
+
+def _check(options: argparse.Namespace, project: Project) -> list[SweepRun]:
+    """Return the runs. Raises RecipeError with the problems of all of them, each problem once."""
+    points = points_of(options.words)
+    folder = options.to or _default_folder(options, project, points[0])
+    problems: dict[str, Problem] = {}
+    runs = []
+    for point in points:
+        words = [*point.words, f"run.name={point.name}", f"run.folder={folder / point.name}"]
+        recipe = Recipe.load(options.recipe, *words, overlays=options.overlay, project=project)
+        try:
+            problems |= {str(problem): problem for problem in recipe.check()}
+        except RecipeError as error:
+            problems |= {str(problem): problem for problem in error.problems}
+        runs.append(SweepRun(point, folder / point.name, words, recipe))
+    if errors := [problem for problem in problems.values() if not problem.warning]:
+        raise RecipeError(errors)
+    options.console.warn(problems.values())
+    return runs
+
+
+def _default_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
+    recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
+    node = recipe.graph.nodes.get("run")
+    if node is None or "name" not in node.settings:
+        recipe.check(elsewhere=True)
+        raise UserError("the recipe has no run.name for the folder of the sweep; write one with --to FOLDER", 2)
+    return Path("runs") / f"{node.settings['name']}-sweep"
+
+
+def _command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+    package = project.registry.package.partition(".")[0]
+    overlays = [word for path in options.overlay for word in ("--overlay", path)]
+    imports = [f"--import={path}" for path in options.imports]
+    return [sys.executable, "-m", package, "run", options.recipe, *overlays, *imports, *run.words]
+
+
+class _Sender:
+    """Starter of processes, which forwards signals to the newest one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received = 0
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run a process, and return its exit code. After a signal it starts nothing, and returns the signal's code."""
+        if self._received:
+            return STOPPED + self._received
+        self._process = subprocess.Popen(command)
+        code = self._process.wait()
+        return FAILED if code < 0 else code
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Forward a signal; the process saves a checkpoint, and ends."""
+        self._received = number
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+@contextmanager
+def _forwarding() -> Iterator[_Sender]:
+    """Forward signals to the sender's process, instead of ending this one."""
+    sender = _Sender()
+    before = {number: signal.signal(number, sender.handle) for number in FORWARDED}
+    try:
+        yield sender
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,59 @@
+"""Sweeps of small runs."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from drawloom.components.report.run_table import read_rows
+from support.runs import deterministic_rows, drawloom
+
+SWEEP = ["sweep", "tiny.toml", "trainer.steps=8", "optimizer.lr=1e-3,3e-4"]
+
+
+def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
+    """
+    Interrupted in its first run, a sweep ends with the code of the signal. Started again it resumes this run, does the
+    other, and a third time nothing; its metrics are those of a run without an interruption.
+    """
+    runs = folder / "runs/tiny-sweep"
+    first = runs / "lr=0.001"
+    sweep = subprocess.Popen([sys.executable, "-m", "drawloom", *SWEEP], cwd=folder, stderr=subprocess.PIPE, text=True)
+    while sweep.poll() is None and not (
+        (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").stat().st_size
+    ):
+        time.sleep(0.01)
+    sweep.send_signal(signal.SIGTERM)
+    assert "the sweep is stopped; the same command resumes it" in sweep.communicate(timeout=100)[1]
+    assert sweep.returncode == 128 + signal.SIGTERM
+    assert [row.run for row in read_rows(runs)] == ["lr=0.001"]
+    dry = drawloom(folder, *SWEEP, "--dry-run")[0]
+    assert "lr=0.001  stopped" in dry.text and "lr=0.0003  new" in dry.text, dry.text
+    assert drawloom(folder, *SWEEP)[0].code == 0
+    assert [(row.run, row.state, row.step) for row in read_rows(runs)] == [
+        ("lr=0.0003", "finished", 8),
+        ("lr=0.001", "finished", 8),
+    ]
+    again = drawloom(folder, *SWEEP)[0]
+    assert again.code == 0 and again.text.count("is finished") == 2, again.text
+    straight = drawloom(folder, "run", "tiny.toml", "trainer.steps=8", "optimizer.lr=1e-3")[0]
+    assert straight.code == 0, straight.text
+    assert deterministic_rows(first) == deterministic_rows(folder / "runs/tiny")
+
+
+def test_all_points_are_checked_before_the_first_run(folder: Path) -> None:
+    """A mistake in the last point is reported with its reason, and no run has started."""
+    outcome = drawloom(folder, "sweep", "tiny.toml", "optimizer.lr=1e-3,high")[0]
+    assert outcome.code == 2 and "'high'" in outcome.text, outcome.text
+    assert not (folder / "runs").exists()
+
+
+def test_a_failed_run_does_not_end_the_sweep(folder: Path) -> None:
+    """The others run; the command names the failed one, and its code is 1."""
+    (folder / "fails").mkdir()
+    (folder / "fails/lr=1.0").write_text("not a folder", "utf-8")
+    words = ["sweep", "tiny.toml", "trainer.steps=1", "optimizer.lr=1.0,2.0", "--to", "fails"]
+    outcome = drawloom(folder, *words)[0]
+    assert outcome.code == 1 and "failed: lr=1.0; the same command tries them again" in outcome.text, outcome.text
+    assert [(row.run, row.state) for row in read_rows(folder / "fails")] == [("lr=2.0", "finished")]
