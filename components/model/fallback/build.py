@@ -69,13 +69,14 @@ def _parameters_on_meta() -> Iterator[None]:
     """Move every parameter to the meta device as soon as a module registers it."""
     register_parameter = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register_parameter(module, name, parameter)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register_parameter(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    module_class: Any = nn.Module
+    module_class.register_parameter = register_on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        module_class.register_parameter = register_parameter

@@ -2,7 +2,8 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -110,7 +111,8 @@ def _compare(whole: TransformersLM, reference: Any, tokens: Tensor) -> Tensor:
     hidden = _attempt("keyword", lambda: whole.run(tokens[None], shared, documents))
     if documents.calls == 0:
         raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
-    alone = [_attempt("packing", lambda row=row: _outputs(reference, row)) for row in tokens.split(LENGTHS)]
+    rows: Sequence[Tensor] = torch.split(tokens, list(LENGTHS))
+    alone = [_attempt("packing", partial(_outputs, reference, row)) for row in rows]
     _assert_close("packing", hidden, torch.cat([states for states, _ in alone], 1), "documents in a row differ")
     logits = whole(tokens[None], shared, lambda hidden, head: head.logits(hidden))
     _assert_close("head", logits, torch.cat([logits for _, logits in alone], 1), "logits are not lm_head's product")

@@ -94,7 +94,7 @@ class TransformersLM(nn.Module):
 
 def check_structure(whole: Any) -> None:
     """Raise SelfCheckError for a model whose parts have other names than Llama's."""
-    base = getattr(whole, "model", None)
+    base: Any = getattr(whole, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != getattr(whole.config, "num_hidden_layers", None):
         raise SelfCheckError("layers", "the layers are not in model.layers")
