@@ -23,6 +23,10 @@ def hold(folder: Path, process: int, host: str = "") -> None:
     (folder / "run.lock").write_text(json.dumps({"host": host or socket.gethostname(), "pid": process}), "utf-8")
 
 
+OWN_PROCESS = -1
+"""The number of the process that runs the test, which differs between workers of pytest."""
+
+
 @pytest.mark.parametrize(
     ("log", "process", "host", "state"),
     [
@@ -30,10 +34,10 @@ def hold(folder: Path, process: int, host: str = "") -> None:
         (HEADER + STOPPED, 0, "", "stopped"),
         (HEADER + STOPPED + HEADER + ENDED, 0, "", "finished"),
         (HEADER + FAILED, 0, "", "failed"),
-        (HEADER, os.getpid(), "", "running"),
+        (HEADER, OWN_PROCESS, "", "running"),
         (HEADER + ENDED + HEADER, 2**22 + 1, "", "interrupted"),
         (HEADER, 2**22 + 1, "elsewhere", "running"),
-        (HEADER + ENDED, os.getpid(), "", "finished"),
+        (HEADER + ENDED, OWN_PROCESS, "", "finished"),
     ],
 )
 def test_a_run_has_the_state_of_its_newest_process(
@@ -41,7 +45,7 @@ def test_a_run_has_the_state_of_its_newest_process(
 ) -> None:
     """A process that logged no end runs as long as it exists; a process of another host is believed to run."""
     write_run(tmp_path / "a", log=log)
-    hold(tmp_path / "a", process, host)
+    hold(tmp_path / "a", os.getpid() if process == OWN_PROCESS else process, host)
     [row] = read_rows(tmp_path)
     assert row.state == state
 
