@@ -42,7 +42,9 @@ def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_pat
     assert (auto.num_hidden_layers, auto.vocab_size) == (2, 29)
     span = LayerRange(0, 2, embedding=True, head=True)
     ours, theirs = dict(auto.build(span).named_parameters()), dict(model.build(span).named_parameters())
-    assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in theirs.items()}
+    assert {name: tensor.shape for name, tensor in ours.items()} == {
+        name: tensor.shape for name, tensor in theirs.items()
+    }
     assert auto.hugging_face_mapper().outputs == model.hugging_face_mapper().outputs
     one, other = torch.empty(24, 24), torch.empty(24, 24)
     auto.initialise("x.weight", one, 3)
@@ -126,5 +128,5 @@ def test_a_run_folder_or_a_file_in_place_of_an_export_is_named(tmp_path: Path) -
         (tmp_path, "is a run folder", tmp_path / "export"),
         (tmp_path / "config.json", "is a file, and weights are in a folder", tmp_path),
     ):
-        [problem] = [each for each in lacking(f"vars.base={given}") if "[model]" in each]
+        [problem] = [line for line in lacking(f"vars.base={given}") if "[model]" in line]
         assert text in problem and str(instead) in problem and "weights = false" not in problem

@@ -19,11 +19,11 @@ def squared_distance(logits: Tensor, targets: Tensor) -> Tensor:
 def test_mean_logits_are_the_mean_of_the_logits() -> None:
     """Mean and gradients, in float64, are those of all logits; of bfloat16 it is a float32."""
     case = sample()
-    found, expected = case.head().mean_logits(case.hidden), case.logits().mean(-1)
-    torch.testing.assert_close(found, expected)
+    actual, expected = case.head().mean_logits(case.hidden), case.logits().mean(-1)
+    torch.testing.assert_close(actual, expected)
     inputs = case.hidden, case.weight
     torch.testing.assert_close(
-        torch.autograd.grad(found.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs)
+        torch.autograd.grad(actual.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs)
     )
     half = sample(torch.bfloat16)
     assert half.head().mean_logits(half.hidden).dtype == torch.float32
@@ -37,9 +37,9 @@ def test_chunks_of_logits_give_what_all_logits_give() -> None:
     grads = torch.autograd.grad(expected.sin().sum(), inputs)
     for max_bytes in (1, 100, 2**20):
         head = case.head()
-        found = head.map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=max_bytes)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), grads)
+        actual = head.map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=max_bytes)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(torch.autograd.grad(actual.sin().sum(), inputs), grads)
     with torch.no_grad():
         alone = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=1)
     torch.testing.assert_close(alone, expected.detach())
@@ -51,8 +51,8 @@ def test_chunks_never_hold_more_logits_than_their_bound() -> None:
     case = sample(torch.float32)
     head = type(case.head())(weight, 1000, case.head().kernels)
     with LargestTensor() as largest:
-        found = head.map_logits(lambda logits: logits.logsumexp(-1), hidden, max_bytes=8 * 1000 * 4)
-        torch.autograd.grad(found.sum(), (hidden, weight))
+        actual = head.map_logits(lambda logits: logits.logsumexp(-1), hidden, max_bytes=8 * 1000 * 4)
+        torch.autograd.grad(actual.sum(), (hidden, weight))
     assert largest.elements == 8 * 1000
 
 
@@ -79,9 +79,9 @@ def test_chunks_of_logits_can_be_deferred_or_not() -> None:
     )
     deferral = Deferral()
     with deferral:
-        found = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=100)
+        actual = case.head().map_logits(squared_distance, case.hidden, case.batch.targets, max_bytes=100)
     with deferral.defer():
-        grad_hidden, grad_weight = torch.autograd.grad(found.sum(), inputs, allow_unused=True)
+        grad_hidden, grad_weight = torch.autograd.grad(actual.sum(), inputs, allow_unused=True)
     for waiting in deferral.take():
         part: Any = waiting.compute()
         grad_weight = part if grad_weight is None else grad_weight + part

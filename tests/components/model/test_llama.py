@@ -43,6 +43,6 @@ def test_an_old_config_has_transformers_defaults(tmp_path: Path) -> None:
     """Before Llama 3 files left out what they had the default of: heads' sizes, base of positions, eps."""
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 29, **sizes}))
-    found = read_config(LLAMA, tmp_path)
-    assert (found.num_key_value_heads, found.head_dim) == (4, 6)
-    assert (found.rope_theta, found.rms_norm_eps, found.tie_word_embeddings) == (1e4, 1e-6, False)
+    config = read_config(LLAMA, tmp_path)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 6)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (1e4, 1e-6, False)

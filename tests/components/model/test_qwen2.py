@@ -45,5 +45,5 @@ def test_a_window_that_is_null_is_none_even_if_windows_are_used(tmp_path: Path) 
         (tmp_path / "config.json").write_text(json.dumps(config))
         wanted = "full_attention" if window is None else "sliding_attention"
         assert AutoConfig.from_pretrained(tmp_path).layer_types == ["full_attention", wanted]
-        found = read_config(QWEN2, tmp_path)
-        assert [found.window_of(layer) for layer in (0, 1)] == [None, window]
+        actual = read_config(QWEN2, tmp_path)
+        assert [actual.window_of(layer) for layer in (0, 1)] == [None, window]

@@ -109,9 +109,9 @@ def test_one_of_several_splits_is_trained_alone(tmp_path: Path) -> None:
             parameter.requires_grad_(not alone or name.endswith(".audio"))
         ids = torch.arange(32).view(2, 16)
         losses_of(module, ids, one_document(2, 16), ids.flip(0)).sum().backward()
-        found = {name: part.grad for name, part in module.named_parameters() if part.grad is not None}
-        assert not alone or found.keys() == {"model.embed_tokens.audio", "lm_head.audio"}
-        grads.append(found)
+        actual = {name: part.grad for name, part in module.named_parameters() if part.grad is not None}
+        assert not alone or actual.keys() == {"model.embed_tokens.audio", "lm_head.audio"}
+        grads.append(actual)
     for name, grad in grads[1].items():
         torch.testing.assert_close(grad, grads[0][name])
 

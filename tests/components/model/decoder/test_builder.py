@@ -68,7 +68,7 @@ def test_a_slice_begins_as_in_the_whole(make: Callable[..., DecoderBuilder]) -> 
         for dim, size in enumerate(parameter.shape):
             begin = size // 2
             part = torch.empty_like(parameter.narrow(dim, begin, size - begin))
-            offsets = tuple(begin if each == dim else 0 for each in range(parameter.ndim))
+            offsets = tuple(begin if axis == dim else 0 for axis in range(parameter.ndim))
             model.initialise(
                 name, part, seed=5, part_of=TensorSlice(tuple(parameter.shape), offsets, tuple(part.shape))
             )
@@ -101,12 +101,12 @@ def test_does_not_depend_on_spans(make: Callable[..., DecoderBuilder]) -> None:
         LayerRange(1, 3, False, False),
         LayerRange(3, 4, False, True),
     ]
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for module in map(model.build, spans):
         for name, parameter in module.named_parameters():
             model.initialise(name, parameter, seed=5)
-            assert torch.equal(found.setdefault(name, parameter), parameter), name
-    assert len(found) == 4 * 11 + 2
+            assert torch.equal(actual.setdefault(name, parameter), parameter), name
+    assert len(actual) == 4 * 11 + 2
 
 
 MODELS: dict[str, tuple[Any, int]] = {
@@ -130,8 +130,8 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
         logits_of(module, tokens, one_document(2, 11)).sum().backward()
     # Products by expert are one operation to torch: two choices, gate and up of 12 channels each, and down.
     experts = 22 * layers * 3 * 2 * 2 * (24 * 24 + 24 * 12)
-    found = model.forward_flops().of_training(22, {None: 2 * 11 * 11})
-    assert found == counter.get_total_flops() + experts
+    actual = model.forward_flops().of_training(22, {None: 2 * 11 * 11})
+    assert actual == counter.get_total_flops() + experts
 
 
 def test_windows_have_pairs_of_their_own() -> None:

@@ -188,8 +188,8 @@ def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
 def test_older_form_of_rope_scaling(tmp_path: Path, transformers: Any) -> None:
     """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
     old = {"type": "yarn", "factor": 4.0}
-    found = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
-    assert found.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=77)
+    config = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
+    assert config.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=77)
     theirs: Any = transformers.Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
 
@@ -201,11 +201,12 @@ def test_the_original_length_at_the_top_is_the_one_used(kind: str, tmp_path: Pat
     for within in ({}, {"original_max_position_embeddings": 16}):
         scaling = {"type": kind, "factor": 4.0, **bounds, **within}
         config = {"rope_scaling": scaling, "original_max_position_embeddings": 8}
-        found = read_config(DENSE, written(tmp_path, **config)).rope_scaling
+        config = read_config(DENSE, written(tmp_path, **config)).rope_scaling
         theirs: Any = transformers.Qwen3Config.from_pretrained(tmp_path)
         theirs.standardize_rope_params()  # as when a model is built of it
-        assert found is not None
-        assert found.original_max_position_embeddings == 8 == theirs.rope_parameters["original_max_position_embeddings"]
+        assert config is not None
+        wanted = theirs.rope_parameters["original_max_position_embeddings"]
+        assert config.original_max_position_embeddings == wanted == 8
 
 
 def test_llama3_is_written_with_what_transformers_has_no_defaults_for(transformers: Any) -> None:

@@ -67,16 +67,16 @@ def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make
         (one_document(2, 10), logits_of),
     ):
         weighted = attrs.evolve(shared, weights=weights_of(targets) if last is not logits_of else None)
-        expected, found = last(module, tokens, shared), tokens
+        expected, actual = last(module, tokens, shared), tokens
         for part in modules[:-1]:
-            found = part(found, weighted)
-        found = last(modules[-1], found, shared)
-        assert torch.equal(found, expected)
+            actual = part(actual, weighted)
+        actual = last(modules[-1], actual, shared)
+        assert torch.equal(actual, expected)
         module.zero_grad()
         for part in modules:
             part.zero_grad()
         expected.sum().backward()
-        torch.autograd.backward(found.sum())
+        torch.autograd.backward(actual.sum())
         for name, parameter in module.named_parameters():
             grads = [dict(part.named_parameters())[name].grad for part in modules if name in part.state_dict()]
             total = torch.stack([grad for grad in grads if grad is not None]).sum(0)
@@ -105,8 +105,8 @@ def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
     plain.load_state_dict(module.state_dict())
     tokens, shared = torch.randint(29, (2, 10)), pack_documents([[4, 6], [10]])
     for number in range(2):
-        found = module(tokens, shared)
-        torch.testing.assert_close(found, plain(tokens, shared), atol=1e-4, rtol=1e-4)
+        actual = module(tokens, shared)
+        torch.testing.assert_close(actual, plain(tokens, shared), atol=1e-4, rtol=1e-4)
         assert len(asked) == number + 1
         shared.document_ids.copy_(pack_documents([[7, 3], [1, 9]]).document_ids)
 
@@ -153,10 +153,10 @@ def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recomp
     )
     expected, (split, outputs) = in_one(stage, inputs), split_of(stage, inputs)
     with Products() as first:
-        found = split.backward_input(outputs, grads_for(outputs), inputs)
+        actual = split.backward_input(outputs, grads_for(outputs), inputs)
     with Products() as second:
         split.backward_weight()
-    assert_same_grads((found, pop_grads(list(stage.parameters()))), expected)
+    assert_same_grads((actual, pop_grads(list(stage.parameters()))), expected)
     linear_layers = sum(parameter.ndim > 1 for parameter in module.parameters())
     assert second.count == linear_layers - ends[0] + (tied and all(ends))
     assert first.count > 0
@@ -201,7 +201,9 @@ def test_stages_hand_them_on_with_their_gradients(model: Qwen3Dense, documents: 
     spans = [LayerRange(0, 1, True, False), LayerRange(1, LAYERS, False, True)]
     stages = [model.build(span) for span in spans]
     for stage in stages:
-        stage.load_state_dict({name: each for name, each in module.state_dict().items() if name in stage.state_dict()})
+        stage.load_state_dict(
+            {name: tensor for name, tensor in module.state_dict().items() if name in stage.state_dict()}
+        )
     tokens = torch.randint(SIZES["vocab_size"], (2, 7))
     shared = context(tokens, hidden_states=HiddenStates((0, 1, LAYERS), documents))
 
@@ -211,20 +213,20 @@ def test_stages_hand_them_on_with_their_gradients(model: Qwen3Dense, documents: 
     one, two = total(module(tokens, shared)), total(stages[1](stages[0](tokens, shared), shared))
     torch.testing.assert_close(one, two)
     torch.autograd.backward([one, two])
-    found = {name: each.grad for stage in stages for name, each in stage.named_parameters() if each.grad is not None}
+    actual = {name: each.grad for stage in stages for name, each in stage.named_parameters() if each.grad is not None}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not name.startswith("lm_head") and "embed_tokens" not in name:
-            torch.testing.assert_close(found[name], parameter.grad)
+            torch.testing.assert_close(actual[name], parameter.grad)
 
 
 def test_a_mean_is_over_the_tokens_of_a_document() -> None:
     """Each row's documents, in float32; those beyond the count are left out, and one without tokens has zeros."""
     hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     documents = torch.tensor([[0, 0, 1, 2], [0, 0, 0, 0]])
-    found = means(hidden, documents, 2)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found[0], torch.stack([hidden[0, :2].float().mean(0), hidden[0, 2].float()]))
-    torch.testing.assert_close(found[1], torch.stack([hidden[1].float().mean(0), torch.zeros(3)]))
+    actual = means(hidden, documents, 2)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual[0], torch.stack([hidden[0, :2].float().mean(0), hidden[0, 2].float()]))
+    torch.testing.assert_close(actual[1], torch.stack([hidden[1].float().mean(0), torch.zeros(3)]))
 
 
 def test_a_mask_leaves_tokens_out_of_means_and_weights_count() -> None:
@@ -235,15 +237,15 @@ def test_a_mask_leaves_tokens_out_of_means_and_weights_count() -> None:
     hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]])
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
-    found = means(hidden, documents, 2, mask)
-    torch.testing.assert_close(found[0], torch.stack([hidden[0, [0, 2]].mean(0), hidden[0, 3]]))
-    torch.testing.assert_close(found[1], torch.stack([hidden[1, :2].mean(0), torch.zeros_like(hidden[0, 0])]))
-    torch.autograd.backward(found.sum())
+    actual = means(hidden, documents, 2, mask)
+    torch.testing.assert_close(actual[0], torch.stack([hidden[0, [0, 2]].mean(0), hidden[0, 3]]))
+    torch.testing.assert_close(actual[1], torch.stack([hidden[1, :2].mean(0), torch.zeros_like(hidden[0, 0])]))
+    torch.autograd.backward(actual.sum())
     assert hidden.grad is not None and hidden.grad.isfinite().all()
     assert torch.equal(hidden.grad.any(-1), mask)
     weights = torch.tensor([[2.0, 0.0, 1.0, 0.25], [0.5, 0.5, 1.0, 0.0]])
-    found = means(hidden, documents, 2, weights)
-    torch.testing.assert_close(found[0], torch.stack([hidden[0, [0, 0, 2]].mean(0), hidden[0, 3]]))
+    actual = means(hidden, documents, 2, weights)
+    torch.testing.assert_close(actual[0], torch.stack([hidden[0, [0, 0, 2]].mean(0), hidden[0, 3]]))
 
 
 def test_a_mask_of_the_batch_reaches_the_means(model: Qwen3Dense) -> None:

@@ -36,14 +36,14 @@ def test_balance_is_the_formula(_seed: object, rows: int, length: int, experts: 
     weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
     incoming = torch.randn_like(probabilities)
     grad = aux_loss_grad(row_counts(chosen, experts), weights, length)
-    found = attach_loss(probabilities, (grad.unsqueeze(1) * probabilities).sum())
-    assert torch.equal(found, probabilities)
+    actual = attach_loss(probabilities, (grad.unsqueeze(1) * probabilities).sum())
+    assert torch.equal(actual, probabilities)
     loss = (probabilities * incoming).sum()
     for row in range(rows if length else 0):
         share = chosen[row].flatten().bincount(minlength=experts) / length
         loss = loss + weights[row] * experts * (share * probabilities[row].mean(0)).sum()
     expected = torch.autograd.grad(loss, probabilities)
-    torch.testing.assert_close(torch.autograd.grad(found, probabilities, incoming), expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, probabilities, incoming), expected)
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6))
@@ -52,12 +52,12 @@ def test_z_loss_is_the_formula(_seed: object, rows: int, length: int, experts: i
     logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
     weights = torch.rand(rows, length)
     incoming = torch.randn_like(logits)
-    found = attach_loss(logits, router_z_loss(logits, weights))
-    assert torch.equal(found, logits)
+    actual = attach_loss(logits, router_z_loss(logits, weights))
+    assert torch.equal(actual, logits)
     exponentials = logits.detach().exp()
     total = exponentials.sum(-1, keepdim=True)
     expected = incoming + weights.unsqueeze(-1) * 2 * total.log() * exponentials / total
-    torch.testing.assert_close(torch.autograd.grad(found, logits, incoming)[0], expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, logits, incoming)[0], expected)
 
 
 def test_balances_experts() -> None:
@@ -102,9 +102,9 @@ def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
     logits, routing = [weight @ token for weight in made.weight], made.routing
     exponentials = [logit.exp() for logit in logits]
     if routing.scoring_func == "softmax":
-        scores = [each / sum(exponentials) for each in exponentials]
+        scores = [value / sum(exponentials) for value in exponentials]
     else:
-        scores = [each / (1 + each) for each in exponentials]
+        scores = [value / (1 + value) for value in exponentials]
     bias = [0.0] * 6 if made.e_score_correction_bias is None else made.e_score_correction_bias.tolist()
     ranked = {expert: scores[expert].item() + bias[expert] for expert in range(6)}
     if routing.n_group > 1:
@@ -124,10 +124,10 @@ def test_choice_and_weights_are_those_by_hand(kind: str) -> None:
     chosen, weights = made(hidden)
     expected = [by_hand(made, token) for token in hidden[0]]
     assert chosen[0].tolist() == [experts for experts, _ in expected]
-    wanted = torch.stack([each for _, each in expected])
+    wanted = torch.stack([weight for _, weight in expected])
     torch.testing.assert_close(weights[0], wanted)
     upstream = torch.randn_like(wanted)
-    ours, theirs = (torch.autograd.grad(each, made.weight, upstream)[0] for each in (weights[0], wanted))
+    ours, theirs = (torch.autograd.grad(output, made.weight, upstream)[0] for output in (weights[0], wanted))
     torch.testing.assert_close(ours, theirs)
 
 

@@ -35,7 +35,7 @@ def test_sizes_that_fit() -> None:
 
 def test_defaults() -> None:
     """Without num_key_value_heads each head has its own, without head_dim the heads share the width."""
-    found = choose_architecture(
+    architecture = choose_architecture(
         DENSE,
         NONE
         | {
@@ -47,8 +47,17 @@ def test_defaults() -> None:
         },
         None,
     )
-    assert (found.num_key_value_heads, found.head_dim, found.tie_word_embeddings) == (3, 8, False)
-    assert (found.rope_theta, found.rms_norm_eps, found.initializer_range, found.max_position_embeddings) == (
+    assert (architecture.num_key_value_heads, architecture.head_dim, architecture.tie_word_embeddings) == (
+        3,
+        8,
+        False,
+    )
+    assert (
+        architecture.rope_theta,
+        architecture.rms_norm_eps,
+        architecture.initializer_range,
+        architecture.max_position_embeddings,
+    ) == (
         1e6,
         1e-6,
         0.02,
@@ -201,11 +210,11 @@ def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(other.hugging_face_config()))
     over: Any = {"num_hidden_layers": 7, "tie_word_embeddings": False, "rope_theta": 500.0}
-    found = Qwen3Dense(kernels=cpu_kernels(), config=path, **over).architecture
-    assert found == attrs.evolve(other.architecture, **over)
+    architecture = Qwen3Dense(kernels=cpu_kernels(), config=path, **over).architecture
+    assert architecture == attrs.evolve(other.architecture, **over)
     plain = RopeScaling(rope_type="default", rope_theta=5e3)
-    found = Qwen3Dense(kernels=cpu_kernels(), config=path, rope_parameters=plain).architecture
-    assert found == attrs.evolve(other.architecture, rope_theta=5e3, rope_scaling=None)
+    architecture = Qwen3Dense(kernels=cpu_kernels(), config=path, rope_parameters=plain).architecture
+    assert architecture == attrs.evolve(other.architecture, rope_theta=5e3, rope_scaling=None)
     assert faults_of(config=path, **over) == faults_of(config=tmp_path / "no.json") == []  # no file is read
     with pytest.raises(UserError, match=r"^num_key_value_heads: "):
         Qwen3Dense(kernels=cpu_kernels(), config=path, num_key_value_heads=3).check_machine()
@@ -235,8 +244,8 @@ def test_constraints_are_faults_of_the_node() -> None:
         def problem(self, key: str, text: str, hint: str) -> Any:
             return key, text, hint
 
-    found = list(Qwen3Dense.constraints(View(NONE | SIZES | {"num_key_value_heads": 3, "vocab_size": None})))
-    assert [fault[0] for fault in found] == ["vocab_size", "num_key_value_heads"]  # type: ignore[index]
+    architecture = list(Qwen3Dense.constraints(View(NONE | SIZES | {"num_key_value_heads": 3, "vocab_size": None})))
+    assert [fault[0] for fault in architecture] == ["vocab_size", "num_key_value_heads"]  # type: ignore[index]
 
 
 def test_config_gives_all_sizes(tmp_path: Path) -> None:
@@ -251,8 +260,8 @@ NO_EXPERTS = dict.fromkeys(MOE.settings) | {"config": None, "vocabulary_multiple
 
 
 def faults_of_experts(**settings: Any) -> Found:
-    found = faults(MOE, NO_EXPERTS | settings, False)
-    return [(fault.key, fault.why, fault.instead) for fault in found]
+    architecture = faults(MOE, NO_EXPERTS | settings, False)
+    return [(fault.key, fault.why, fault.instead) for fault in architecture]
 
 
 def test_experts_that_fit() -> None:
@@ -260,10 +269,10 @@ def test_experts_that_fit() -> None:
     assert faults_of_experts(**SPARSE_SIZES) == []
     assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
     assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
-    found = choose_architecture(
+    architecture = choose_architecture(
         MOE, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
     )
-    assert found.intermediate_size == 2 * 12  # as many channels as a token has in its experts
+    assert architecture.intermediate_size == 2 * 12  # as many channels as a token has in its experts
 
 
 def test_everything_of_experts_that_is_missing_is_told() -> None:
@@ -319,8 +328,11 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
     other = Qwen3Moe(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
-    found: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
-    assert (found.router_aux_loss_coef, attrs.evolve(found, router_aux_loss_coef=0.5)) == (0.0, other.architecture)
+    architecture: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
+    assert (architecture.router_aux_loss_coef, attrs.evolve(architecture, router_aux_loss_coef=0.5)) == (
+        0.0,
+        other.architecture,
+    )
     Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=5).check_machine()
     with pytest.raises(UserError, match=r"^num_experts_per_tok: "):
         Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_machine()

@@ -96,9 +96,9 @@ def test_logits_equal(model: Qwen3Dense) -> None:
     """The head gives transformers' logits."""
     module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
-    found = logits_of(module, tokens, one_document(3, 19))
-    assert found.abs().max() > 0.1
-    torch.testing.assert_close(found, expected, **CLOSE)
+    actual = logits_of(module, tokens, one_document(3, 19))
+    assert actual.abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
@@ -135,9 +135,9 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
     """Parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
     assert sorted(ours) == sorted(others)
-    found = torch.autograd.grad(our_loss, list(ours.values()))
+    actual = torch.autograd.grad(our_loss, list(ours.values()))
     expected = torch.autograd.grad(their_loss, [others[name] for name in ours])
-    for name, gradient, reference in zip(ours, found, expected, strict=True):
+    for name, gradient, reference in zip(ours, actual, expected, strict=True):
         assert gradient.any(), name
         size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
         torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
@@ -150,8 +150,8 @@ def test_rope_scaling_matters(model: Qwen3Dense) -> None:
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
     plain = dense(rope_theta=model.rope_theta).build(LayerRange(0, 2, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
-    found, other = (logits_of(each, tokens, one_document(1, 9)) for each in (module, plain))
-    assert (found - other).abs()[:, 1:].amax(-1).min() > 1e-4
+    actual, other = (logits_of(model, tokens, one_document(1, 9)) for model in (module, plain))
+    assert (actual - other).abs()[:, 1:].amax(-1).min() > 1e-4
 
 
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
@@ -186,8 +186,8 @@ def test_builds_on_the_meta_device() -> None:
     assert all(parameter.is_meta for parameter in (*module.parameters(), *module.buffers()))
     module.to_empty(device="cpu").load_state_dict(real.state_dict())
     tokens = torch.randint(29, (2, 5))
-    found, expected = (logits_of(each, tokens, one_document(2, 5)) for each in (module, real))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (logits_of(model, tokens, one_document(2, 5)) for model in (module, real))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_half_precision_runs() -> None:
@@ -273,9 +273,9 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 40)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = logits_of(module, tokens, to(DEVICE, one_document(2, 40))), theirs.bfloat16()(tokens).logits
-    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
-    assert found.dtype == torch.bfloat16
+    actual, peer = logits_of(module, tokens, to(DEVICE, one_document(2, 40))), theirs.bfloat16()(tokens).logits
+    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (actual, peer))
+    assert actual.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
 
 

@@ -59,9 +59,9 @@ def test_logits_equal(model: Qwen3Moe) -> None:
     """The head gives transformers' logits."""
     module, tokens = whole(model), torch.randint(model.vocab_size, (3, 19))
     expected = twin(model, dict(module.named_parameters()))(tokens).logits
-    found = logits_of(module, tokens, one_document(3, 19))
-    assert found.abs().max() > 0.1
-    torch.testing.assert_close(found, expected, **CLOSE)
+    actual = logits_of(module, tokens, one_document(3, 19))
+    assert actual.abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_losses_and_every_gradient_equal(model: Qwen3Moe) -> None:
@@ -104,9 +104,9 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
     """Parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
     assert sorted(ours) == sorted(others)
-    found = torch.autograd.grad(our_loss, list(ours.values()))
+    actual = torch.autograd.grad(our_loss, list(ours.values()))
     expected = torch.autograd.grad(their_loss, [others[name] for name in ours], materialize_grads=True)
-    for gradient, reference in zip(found, expected, strict=True):
+    for gradient, reference in zip(actual, expected, strict=True):
         size = max(1.0, reference.abs().max().item())  # sums of many terms round by their size
         torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
 
@@ -136,13 +136,13 @@ def test_balance_is_that_of_transformers(normalised: bool) -> None:
     module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
     count = (targets != IGNORE_INDEX).sum()
-    found = losses_of(module, tokens, one_document(1, 23), targets).sum() / count
+    actual = losses_of(module, tokens, one_document(1, 23), targets).sum() / count
     expected = theirs(tokens, labels=F.pad(tokens, (0, 1), value=IGNORE_INDEX)[:, 1:])  # for its auxiliary loss alone
     of_tokens = F.cross_entropy(expected.logits[0], targets[0], ignore_index=IGNORE_INDEX)
     whole_loss = of_tokens + 0.7 * expected.aux_loss
-    torch.testing.assert_close(found, of_tokens, **CLOSE)
+    torch.testing.assert_close(actual, of_tokens, **CLOSE)
     # Executors go back from the sum of losses, and what they find is divided by the number of tokens in the end.
-    assert_gradients_equal(module, theirs, found * count, whole_loss * count)
+    assert_gradients_equal(module, theirs, actual * count, whole_loss * count)
 
 
 def test_balance_is_the_mean_over_layers_and_tokens() -> None:
@@ -243,9 +243,9 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
     module, tokens = whole(model).to(DEVICE).bfloat16(), torch.randint(61, (2, 16)).to(DEVICE)
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
     exact = theirs.double()(tokens).logits
-    found, peer = logits_of(module, tokens, to(DEVICE, one_document(2, 16))), theirs.bfloat16()(tokens).logits
-    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (found, peer))
-    assert found.dtype == torch.bfloat16
+    actual, peer = logits_of(module, tokens, to(DEVICE, one_document(2, 16))), theirs.bfloat16()(tokens).logits
+    ours, others = ((logits.double() - exact).norm() / exact.norm() for logits in (actual, peer))
+    assert actual.dtype == torch.bfloat16
     assert 1e-4 < ours < 1.2 * others
 
 
