@@ -43,7 +43,7 @@ MIN_SCALE_EXPONENT = 27
 """Smallest biased exponent for a scale, 2^-100: a row with zeros gets it, and its inverse is finite."""
 
 
-class Rows(NamedTuple):
+class Float8Rows(NamedTuple):
     """
     Rounded rows: `data` e4m3 (rows, width) times `scale` float32 (rows,).
 
@@ -70,7 +70,7 @@ class Gradient(NamedTuple):
 class Float8Kernels(Protocol):
     """Casts and products in float8; all matrices have contiguous rows, and all scales are float32."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Rows:
+    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
         """Round x (rows, width) by rows, with or without a transposed copy."""
         ...
 
@@ -120,11 +120,11 @@ def _transpose_rows(data: Tensor) -> Tensor:
 class EagerFloat8:
     """Casts and products in plain torch: operands are widened to float32."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Rows:
+    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
         wide = x.float()
         scale = scale_of(wide.abs().amax(1))
         data = (wide / scale[:, None]).to(E4M3)
-        return Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
+        return Float8Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
 
     def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
         return _transpose_rows((x.float() / scale[:, None]).to(E4M3))
@@ -174,22 +174,22 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
 class _Rounded:
     """Rounded rows, and the version their tensor had."""
 
-    rows: Rows
+    rows: Float8Rows
     version: int
 
 
-def _rows_of(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Rows:
+def _rows_of(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
     """Round x (..., width) by rows, and keep the result as long as x lives."""
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
     if known is None or known.version != x._version or (transposed and not known.rows.transposed.numel()):
-        known = _Rounded(Rows(*cheap(_quantize, kernels, x, transposed)), x._version)
+        known = _Rounded(Float8Rows(*cheap(_quantize, kernels, x, transposed)), x._version)
         x.float8 = known  # type: ignore[attr-defined]
     return known.rows
 
 
-def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Rows:
+def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
     with torch.no_grad():
         return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
 
@@ -210,7 +210,7 @@ class _LinearFloat8(Function):
         scale: Tensor,
         transposed: Tensor,
     ) -> Tensor:
-        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,); x's `Rows` follow."""
+        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,); x's `Float8Rows` follow."""
         rounded = kernels.quantize(weight, transposed=False)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(weight if needs_x else None, rounded.scale, scale, transposed if needs_weight else None)

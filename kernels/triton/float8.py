@@ -19,8 +19,8 @@ from drawloom.kernels.float8 import (
     ROUND_UP,
     SCALE_BIAS,
     Float8Kernels,
+    Float8Rows,
     Gradient,
-    Rows,
     linear_float8,
     round_up_rows,
 )
@@ -35,7 +35,7 @@ results.
 """
 
 TOKENS, CHANNELS = 128, 128
-"""Rows and columns in a program's transposed tile."""
+"""Float8Rows and columns in a program's transposed tile."""
 
 
 def linear_float8_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,9 +48,9 @@ def linear_float8_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 class TritonFloat8:
     """Casts in Triton, and products by `torch._scaled_mm`."""
 
-    def quantize(self, x: Tensor, transposed: bool) -> Rows:
+    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize(x)
-        return Rows(data, scale, _transpose(data, None) if transposed else data.new_empty(0))
+        return Float8Rows(data, scale, _transpose(data, None) if transposed else data.new_empty(0))
 
     def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
         return _transpose(x, scale)  # type: ignore[no-any-return]

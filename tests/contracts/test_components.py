@@ -275,6 +275,14 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "ema": {"use": "phases.ema"},
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@ema"}}}},
     },
+    "phases.budget": lambda folder: {
+        "budget": {"use": "phases.budget", "tokens": 10_000_000},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@budget"}}}},
+    },
+    "phases.early_stopping": lambda folder: {
+        "early_stopping": {"use": "phases.early_stopping"},
+        "edit": {"trainer": {"phases": {"after": {"@evaluate": "@early_stopping"}}}},
+    },
     "phases.loss_spikes": lambda folder: {
         "loss_spikes": {"use": "phases.loss_spikes", "go_back": 1},
         "edit": {"trainer": {"phases": {"after": {"@sync_gradients": "@loss_spikes"}}}},

@@ -76,6 +76,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"attrs", "torch"},
     ),
+    # An extra: models of transformers, checked beside plain implementations of the same operations.
+    "components.model.fallback": (
+        BELOW | {"components.model", "kernels.attention", "kernels.linear"},
+        {"attrs", "torch", "transformers"},
+    ),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
@@ -98,7 +103,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.checkpoint": (BELOW, {"attrs", "torch"}),
     # A report puts together what several subjects have left in a run folder, and draws the schedule.
     "components.report": (
-        BELOW | {"components.checkpoint.manifest", "components.pipeline.program", "components.pipeline.simulation"},
+        BELOW
+        | {
+            "components.checkpoint.manifest",
+            "components.pipeline.program",
+            "components.pipeline.simulation",
+            "components.run.locks",
+        },
         {"attrs", "numpy"},
     ),
     "components.trackers": (BELOW, {"attrs", "aim", "mlflow", "torch", "trackio", "wandb"}),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
-from drawloom.kernels.float8 import E4M3, EagerFloat8, Rows, linear_float8, linear_float8_eager, scale_of
+from drawloom.kernels.float8 import E4M3, EagerFloat8, Float8Rows, linear_float8, linear_float8_eager, scale_of
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.recompute import Selective, rerun
 from drawloom.kernels.rms_norm import rms_norm_eager
@@ -118,7 +118,7 @@ class CountedFloat8(EagerFloat8):
     def __init__(self) -> None:
         self.shapes: list[torch.Size] = []
 
-    def quantize(self, x: Tensor, transposed: bool) -> Rows:
+    def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
         self.shapes.append(x.shape)
         return super().quantize(x, transposed)
 

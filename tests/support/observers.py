@@ -221,6 +221,20 @@ def end_after_lost_steps(use: str, values: Values, _place: Path) -> Any:
     return ""
 
 
+def reasons_to_stop(use: str, values: Values, _place: Path) -> Any:
+    """Return after which of some steps a phase asks for the end of a run, and why."""
+    edges: Values = {"mesh": SingleRankMesh()} if use == "phases.budget" else {}
+    phase = build(use, **edges, **values)
+    phase.clock = iter(range(0, 9000, 40)).__next__  # a step takes 40 seconds
+    reasons = []
+    for index, loss in enumerate((2.0, 1.9, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0), 1):
+        numbers = {"validation_loss": loss, "loss": -loss, "tokens": 60.0}
+        step = Step(index, 99, {name: torch.tensor(value) for name, value in numbers.items()}, started=0.0)
+        phase.run_phase(step)
+        reasons.append(step.stop_reason)
+    return reasons
+
+
 def clip_gradients(use: str, values: Values, _place: Path) -> Any:
     """Return gradients after clipping."""
     parameters = _TwoParameters()

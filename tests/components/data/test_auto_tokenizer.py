@@ -86,7 +86,8 @@ def test_transformers_gives_the_trained_ids_in_every_family(
     tokenizer, folder = open_tokenizer(sources[kind]), model_folder(tmp_path, model_type)
     tokenizer.save(folder)
     assert read_ids(folder) == own_ids(tokenizer) == read_ids(folder, trust_remote_code=True)
-    assert not caplog.records
+    # transformers reads the config of Kimi K2 with DeepSeek-V3's class, and says so.
+    assert not [record for record in caplog.records if record.name != "transformers.configuration_utils"]
 
 
 @pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "LlamaTokenizerFast", "TokenizersBackend", None])

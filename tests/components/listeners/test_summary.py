@@ -69,6 +69,7 @@ class Parts:
     global_size: int = 4
     parameter: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
+    linear: str = "compute"
 
 
 def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:

@@ -104,9 +104,9 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Linear(4, 12, cpu_kernels(), unit=4), "can't share 3 heads of 4 channels of weight evenly"),
-        (Linear(3, 4, cpu_kernels(), style="rowwise"), "can't share dimension 1 of size 3 of weight evenly"),
-        (Embedding(1, 2, cpu_kernels()), "can't share dimension 0 of size 1 of weight"),
+        (Linear(4, 12, cpu_kernels(), unit=4), "can't partition 3 heads of 4 channels of weight evenly"),
+        (Linear(3, 4, cpu_kernels(), style="rowwise"), "can't partition dimension 1 of size 3 of weight evenly"),
+        (Embedding(1, 2, cpu_kernels()), "can't partition dimension 0 of size 1 of weight"),
     ],
 )
 def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:

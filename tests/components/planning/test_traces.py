@@ -82,7 +82,7 @@ def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path)
     assert read_traced_step(tmp_path, PROGRAM).end.tolist() == traced.end.tolist()
     for rank in (0, 1):
         (tmp_path / f"traces/steps-3-4-rank-{rank}.json.gz").unlink()
-    with pytest.raises(UserError, match="has traces of rank 1 alone; run it again until all ranks"):
+    with pytest.raises(UserError, match="has traces of rank 1 alone; run some steps again until all ranks"):
         read_traced_step(tmp_path, PROGRAM)
 
 

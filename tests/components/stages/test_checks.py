@@ -132,7 +132,7 @@ def test_explain_says_which_layers_are_outside_of_stages() -> None:
         (AUTO, []),
         (
             (*AUTO, "stages.head_layer_cost=2"),
-            ["by its own costs of them; write head_layer_cost = 0, and"],
+            ["by its own layer costs; write head_layer_cost = 0, and"],
         ),
         ((*SHORT, BLOCKS), []),
         (

@@ -65,7 +65,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
     """Return the results of the last of three steps."""
-    how = {"dtypes": {"parameter": "float32"}, "taken": 3, "layers": 4, **how}
+    how = {"dtypes": {"parameter": "float32"}, "step_count": 3, "layers": 4, **how}
     return pipelines.steps(cases, lengths=lengths, settings={"capture": capture}, **how)
 
 
