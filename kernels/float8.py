@@ -210,7 +210,7 @@ class _LinearFloat8(Function):
         scale: Tensor,
         transposed: Tensor,
     ) -> Tensor:
-        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,); x's `Float8Rows` follow."""
+        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,), and x's `Float8Rows`."""
         rounded = kernels.quantize(weight, transposed=False)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(weight if needs_x else None, rounded.scale, scale, transposed if needs_weight else None)

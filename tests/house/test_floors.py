@@ -65,20 +65,17 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
-    # experts are on the rank of their tokens.
+    # experts are on the rank of their tokens. The fallback compares with plain operations.
     "components.model": (
         BELOW
         | {
+            "kernels.attention",
             "kernels.attention_options",
+            "kernels.linear",
             "kernels.recompute",
             "kernels.rope_frequencies",
             "components.experts.local",
         },
-        {"attrs", "torch"},
-    ),
-    # An extra: models of transformers, checked beside plain implementations of the same operations.
-    "components.model.fallback": (
-        BELOW | {"components.model", "kernels.attention", "kernels.linear"},
         {"attrs", "torch", "transformers"},
     ),
     # Adapters take the place of layers.

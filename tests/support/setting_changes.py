@@ -552,7 +552,7 @@ ROWS: dict[str, Row] = {
         {"lr": 0.01},
         BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | {"state_dtype": "float32"},
     ),
-    "phases.budget": Row(parts.reasons_to_stop, {"tokens": 100}, {"tokens": 200, "minutes": 1.0}),
+    "phases.budget": Row(parts.reasons_to_stop, {"tokens": 200}, {"tokens": 100, "minutes": 1.0}),
     "phases.divergence": Row(parts.end_after_lost_steps, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
     "phases.early_stopping": Row(
         parts.reasons_to_stop, {}, {"metric": "loss", "patience": 1, "min_change": 0.5, "best_is": "highest"}
