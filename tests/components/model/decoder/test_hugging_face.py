@@ -201,12 +201,12 @@ def test_the_original_length_at_the_top_is_the_one_used(kind: str, tmp_path: Pat
     for within in ({}, {"original_max_position_embeddings": 16}):
         scaling = {"type": kind, "factor": 4.0, **bounds, **within}
         config = {"rope_scaling": scaling, "original_max_position_embeddings": 8}
-        scaling = read_config(DENSE, written(tmp_path, **config)).rope_scaling
+        used = read_config(DENSE, written(tmp_path, **config)).rope_scaling
         theirs: Any = transformers.Qwen3Config.from_pretrained(tmp_path)
         theirs.standardize_rope_params()  # as when a model is built of it
-        assert scaling is not None
+        assert used is not None
         wanted = theirs.rope_parameters["original_max_position_embeddings"]
-        assert scaling.original_max_position_embeddings == wanted == 8
+        assert used.original_max_position_embeddings == wanted == 8
 
 
 def test_llama3_is_written_with_what_transformers_has_no_defaults_for(transformers: Any) -> None:
