@@ -27,6 +27,17 @@ def integers(text: str) -> list[int]:
     return [integer()(part) for part in text.split(",")]
 
 
+def positive_number(text: str) -> float:
+    """Parse a finite number above 0. Raises ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def temperature(text: str) -> float:
     """Parse a sampling temperature, finite and not negative. Raises ArgumentTypeError."""
     try:

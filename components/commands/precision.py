@@ -4,12 +4,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.commands._options import integer, output_file, positive_number, writing
 from drawloom.components.commands._recipes import only
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.distributed import Precision
@@ -18,6 +18,7 @@ from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_l
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
@@ -30,22 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe that trains on one device")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="training steps before the measurement")
+    parser.add_argument("--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=positive_number,
         default=3.0,
         metavar="X",
         help="exclude layers whose error is more than X times the median (default 3)",
     )
-    parser.add_argument("--to", type=Path, metavar="FILE", help="the overlay to write (default: print it)")
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="the overlay to write (default: print it)")
     parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> int:
     """Print the overlay, or write it."""
-    if options.steps < 0 or options.tolerance <= 0:
-        raise UserError("--steps must be at least 0, and --tolerance above 0", 2)
+    if options.to is not None and options.to.exists():
+        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     node = only(recipe.graph, Precision)
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
@@ -54,7 +55,8 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.to is None:
         print_text(text, end="")
     else:
-        options.to.write_text(text, "utf-8")
+        with writing(options.to):
+            replace_file(options.to, text.encode())
         print_text(f"wrote {options.to}")
     return 0
 

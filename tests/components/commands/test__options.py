@@ -28,6 +28,27 @@ def test_numbers_that_mean_nothing_are_refused(text: str, capsys: pytest.Capture
         assert f"argument {command[-1]}: {text!r} is not a positive integer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--steps=-1", "an integer of 0 or more"), ("--tolerance=nan", "a number above 0"), ("--tolerance=0", "a number")],
+)
+def test_a_measurement_of_precision_refuses_numbers(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number without a meaning is refused before anything is measured."""
+    assert main(["precision", "first_run", option]) == 2
+    assert f"is not {text}" in capsys.readouterr().err
+
+
+def test_a_measurement_of_precision_keeps_existing_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An overlay that exists is not overwritten, and nothing is measured."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("mine")
+    assert main(["precision", "first_run", "--to", "mine.toml"]) == 2
+    assert "--to: mine.toml exists; give the name of a new file" in capsys.readouterr().err
+    assert Path("mine.toml").read_text() == "mine"
+
+
 def test_integers_are_separated_by_commas() -> None:
     """Each is a positive integer."""
     assert integers("4,8") == [4, 8]
@@ -53,6 +74,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     commands = ["embed runs/none a.txt", "reference-logps dpo", "lm-eval r --tasks x", "plan first_run", "report r"]
+    commands.append("precision first_run")
     for command in map(str.split, commands):
         assert main([*command, "--to", name]) == 2
         assert "argument --to: " in (said := capsys.readouterr().err) and "; write " in said
