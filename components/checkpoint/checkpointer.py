@@ -237,7 +237,7 @@ class Checkpointer:
                 text = f"the checkpoint after step {pending.step} failed: {error}"
                 raise UserError(text, error.exit_code) from error
             self._saved, self._failed = 0, self._failed + 1
-            why = describe_io_error(error, self._checkpoints, pending.bytes)
+            why = describe_io_error(error, self._checkpoints, pending.bytes, self._world)
             if self._failed >= self.failures:
                 raise UserError(
                     f"{self._failed} checkpoints in a row failed, at last the one after step {pending.step}: {why}; "

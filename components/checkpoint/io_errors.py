@@ -15,16 +15,21 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def describe_io_error(error: RankError, checkpoints: Path, need: int) -> str:
-    """Describe an I/O error in one line; for a full disk with the bytes needed and free."""
+def describe_io_error(error: RankError, checkpoints: Path, need: int, world: Group) -> str:
+    """
+    Describe an I/O error in one line, equal on all ranks; for a full disk with the bytes needed and free.
+
+    A collective over `world`: the free bytes are those on the failed rank's machine.
+    """
     if error.errno == errno.EFBIG:
         return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"
     if error.errno not in FULL:
         return str(error)
     try:
-        free = byte_size(durable_files.free(checkpoints))
+        own_free = byte_size(durable_files.free(checkpoints))
     except OSError:  # the folder may be gone
-        free = "an unknown number of bytes"
+        own_free = "an unknown number of bytes"
+    free = world.gather_json(own_free)[error.rank]
     return f"disk full: needs {byte_size(need)}, {free} free in {checkpoints} ({error})"
 
 

@@ -36,23 +36,40 @@ def test_a_full_disk_is_reported_with_path_need_and_free_space(
     """One line has the error, the needed bytes and the free bytes, for every errno from a full disk."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
-    assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000) == expected
+    assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000, SingleProcess()) == expected
 
 
 def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     """The message has the path."""
-    assert describe_io_error(_error_of_rank(errno.EIO), tmp_path, 1) == "/runs/x/file: Input/output error"
+    assert (
+        describe_io_error(_error_of_rank(errno.EIO), tmp_path, 1, SingleProcess()) == "/runs/x/file: Input/output error"
+    )
 
 
 def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
     """Freeing space would not help, so the message names the limit."""
-    text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1)
+    text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1, SingleProcess())
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
 def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
-    assert "an unknown number of bytes free in" in describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7)
+    text = describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7, SingleProcess())
+    assert "an unknown number of bytes free in" in text
+
+
+class TwoMachines(SingleProcess):
+    """A group of two ranks, each of which has another disk."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value, "1.00 GB"]
+
+
+def test_free_space_is_that_of_the_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 reports the free space on the machine of rank 1, whose disk is full."""
+    monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
+    error = RankError("rank 1: full", 1, rank=1, errno=errno.ENOSPC)
+    assert "1.00 GB free in" in describe_io_error(error, tmp_path, 7, TwoMachines())
 
 
 class _Optimizer(ShardedNode):

@@ -26,9 +26,16 @@ def test_triton_equals_eager(
     assert_all_close([actual], [expected], 1.5)
     grad = draw_tensor(layout, *shape, dtype=dtype).detach()
     grads = torch.autograd.grad(actual, (x, weight), grad)
-    expected_grads = torch.autograd.grad(expected, wide, grad.double())
+    expected_grads = torch.autograd.grad(expected, wide, grad.double(), retain_graph=True)
     # The gradient of x is rounded before SiLU and at the end.
-    assert_all_close([grads[0], grads[1].to(dtype)], expected_grads, 3.0)
+    assert_all_close([grads[0]], [expected_grads[0]], 3.0)
+    # The weight's gradient is a sum over tokens that may cancel: its terms are rounded, not the sum.
+    terms = [
+        torch.autograd.grad(expected[:, token], wide[1], grad[:, token].double(), retain_graph=True)[0].abs()
+        for token in range(shape[1])
+    ]
+    error, size = (grads[1].double() - expected_grads[1]).norm(), sum(terms, torch.ones_like(wide[1])).norm()
+    assert error <= 3.0 * torch.finfo(dtype).eps * size, float(error / size)
 
 
 def test_documents_are_isolated_to_the_bit() -> None:
