@@ -24,6 +24,7 @@ TOOLS = {
     "list": "list components, or describe them with their settings",
     "run": "run a recipe to its end, or resume its run; this may take long",
     "runs": "list runs with their losses and differing settings",
+    "compare": "compare runs: settings, means and spreads over seeds, curves",
 }
 """Served commands, with a sentence for the agent."""
 
