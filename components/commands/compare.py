@@ -10,7 +10,7 @@ from drawloom.components.commands._options import output_file, writing
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import Drawings, RunRecord, names_of, read_run
 from drawloom.components.report.run_table import find_runs
-from drawloom.components.report.seed_groups import SeedGroup, Spread, group_seeds, last_common_step
+from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, group_seeds, last_common_step
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, internal, output, output_class
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class ComparedMetric:
     """A metric of a group."""
 
-    end: Spread | None = output("at the last step that all runs have")
-    best: Spread | None = output("smallest values of the runs")
+    end: SeedSpread | None = output("at the last step that all runs have")
+    best: SeedSpread | None = output("smallest values of the runs")
     steps: Sequence[int] = output("steps of the curve, thinned")
     values: Sequence[float] = output("mean over the seeds at these steps")
 
@@ -78,7 +78,7 @@ class CompareResult(Result):
         return "\n".join(line for node, lines in nodes.items() for line in (f"[{node}]", *lines))
 
     def _metric(self, name: str) -> str:
-        rows = [("", "seeds", f"{name} after step {self.last_steps[name]:,}", "smallest")]
+        rows: list[tuple[str, ...]] = [("", "seeds", f"{name} after step {self.last_steps[name]:,}", "smallest")]
         for group in self.groups:
             metric = group.metrics.get(name)
             cells = [str(spread or "") for spread in ((metric.end, metric.best) if metric else ("", ""))]

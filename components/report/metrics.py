@@ -152,8 +152,8 @@ def thin(
 ) -> MetricCurve:
     """Return a curve with at most this many points, through values with a band from `low` to `high`, all (steps,)."""
     if len(steps) <= points:
-        band = [] if low is None or high is None else [_short(low), _short(high)]
-        return MetricCurve(steps.tolist(), _short(values), *band)
+        bounds = [[] if bound is None else _short(bound) for bound in (low, high)]
+        return MetricCurve(steps.tolist(), _short(values), low=bounds[0], high=bounds[1])
     starts = np.arange(0, len(steps), math.ceil(len(steps) / points))
     ends = np.append(starts[1:], len(steps))
     means = np.add.reduceat(values, starts) / (ends - starts)

@@ -18,14 +18,14 @@ MAX_NAMED_VALUE = 24
 
 
 @output_class
-class Spread:
+class SeedSpread:
     """Mean over the seeds of a group, and the sample standard deviation."""
 
     mean: float = output("mean over the seeds")
     deviation: float | None = output("sample standard deviation; null for one seed")
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "SeedSpread":
         """Return the spread of one value or more."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
@@ -48,17 +48,17 @@ class SeedGroup:
         """The name, with the number of seeds if there are several."""
         return f"{self.name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.name
 
-    def at(self, metric: str, step: int) -> Spread | None:
+    def at(self, metric: str, step: int) -> SeedSpread | None:
         """Return a metric's spread at a step, or None if a run lacks it."""
         values = [value_at(run.metrics.columns.get(metric), step) for run in self.runs]
         known = [value for value in values if value is not None]
-        return Spread.of(known) if len(known) == len(self.runs) else None
+        return SeedSpread.of(known) if len(known) == len(self.runs) else None
 
-    def best(self, metric: str) -> Spread | None:
+    def best(self, metric: str) -> SeedSpread | None:
         """Return the spread of a metric's smallest values, or None if a run lacks it."""
         values = [run.metrics.smallest(metric) for run in self.runs]
         known = [value[0] for value in values if value is not None]
-        return Spread.of(known) if len(known) == len(self.runs) else None
+        return SeedSpread.of(known) if len(known) == len(self.runs) else None
 
     def curves(self) -> dict[str, MetricCurve]:
         """
@@ -105,8 +105,7 @@ def last_common_step(groups: Sequence[SeedGroup], metric: str) -> int | None:
     """Return the last step at which all runs with a metric have it, or None."""
     columns = [run.metrics.columns.get(metric) for group in groups for run in group.runs]
     known = [column for column in columns if column is not None]
-    steps = common_steps(known) if known else []
-    return int(steps[-1]) if len(steps) else None
+    return int(steps[-1]) if known and len(steps := common_steps(known)) else None
 
 
 def common_steps(columns: Sequence[Column]) -> NDArray[np.int64]:
