@@ -179,7 +179,7 @@ class Container(Mapping[str, Any]):
                     print(step.index, step.state.number("loss"))
         """
         root = self._built.get(self.graph.root)
-        if not hasattr(root, "iterate"):
+        if root is None or not hasattr(root, "iterate"):
             raise TypeError(f"[{self.graph.root}] is not open, or has no steps")
         steps: Iterator[Any] = root.iterate()
         return steps
