@@ -245,7 +245,12 @@ def copies_of_mirror(use: str, values: Values, folder: Path) -> Any:
     mirror.clock = iter(range(0, 9000, 40)).__next__  # a step takes 40 seconds or more
     started: list[int] = []
     waits: list[float] = []
-    with mock.patch.object(mirrors, "wait", lambda futures, timeout: waits.append(timeout) or wait(futures)):
+
+    def record_wait(futures: Any, timeout: float) -> None:
+        waits.append(timeout)
+        wait(futures)
+
+    with mock.patch.object(mirrors, "wait", record_wait):
         mirror.open()
         for index in range(1, 8):
             before = mirror._last
