@@ -337,9 +337,9 @@ def _backward(
             sizes.length,
             sizes.chunks,
         ),
-        **{**constants, "BV": block},
+        **constants,
         PRECISION=precision,
-        num_warps=8,
+        num_warps=4,
     )
     return _sum_groups(grad_q, sizes), _sum_groups(grad_k, sizes), *grads[2:]
 
