@@ -49,7 +49,7 @@ OPERATIONS = {
         ("cudnn", "flex", "eager"),
     ),
     "causal_conv": _pair("causal_conv", "causal_conv", "causal_conv"),
-    "gated_delta_rule": _pair("gated_delta", "delta_rule", "gated_delta"),
+    "gated_delta_rule": _pair("gated_delta", "gated_delta", "delta_rule"),
     "linear_cross_entropy": Operation(
         {
             "eager": "linear_cross_entropy.linear_cross_entropy_eager",

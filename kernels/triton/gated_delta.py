@@ -320,7 +320,7 @@ def _backward(
         num_stages=3 if sizes.fits_ahead else 1,
     )
     # Four warps read 32 columns in bounds; eight need 64, whose float32 tiles exceed shared memory for wide keys.
-    is_large = sizes.itemsize == 4 and sizes.width > 128
+    is_large = sizes.itemsize == 4 and sizes.width > 64
     partial_k = torch.empty_like(grad_k, dtype=torch.float32)
     grad_decays = torch.empty_like(chunks.decays)
     kernels.gradients_of_products[by_chunk](
