@@ -52,7 +52,7 @@ def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
-def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:
+def test_free_space_of_a_missing_folder_raises_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
     text = describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7, SingleProcess())
     assert "an unknown number of bytes free in" in text
@@ -73,7 +73,7 @@ def test_free_space_is_that_of_the_failed_rank(tmp_path: Path, monkeypatch: pyte
 
 
 class _Optimizer(ShardedNode):
-    """A sharded node that gets moments in its first step."""
+    """A sharded node whose moments appear in its first step."""
 
     def forecast_state(self) -> dict[str, Any]:
         """Return two moments of 1,000 numbers, on the meta device."""

@@ -30,7 +30,7 @@ MANIFEST = Manifest(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder that contains only a manifest."""
+    """Return a folder with nothing but a manifest."""
     folder = tmp_path / "step-7"
     folder.mkdir()
     (folder / "manifest.json").write_bytes(MANIFEST.write())
@@ -71,7 +71,7 @@ def test_deep_nesting_is_corrupt(checkpoint: Path) -> None:
 
 
 def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
-    """A folder that was renamed or copied is not accepted as another step."""
+    """A renamed or copied folder is not accepted as another step."""
     other = checkpoint.rename(checkpoint.with_name("step-8"))
     with pytest.raises(CorruptCheckpointError, match="is of step 7"):
         read_manifest(other)

@@ -17,7 +17,7 @@ Cuts = list[list[int]]
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
-    """Draw boxes that tile a shape: all dimensions are cut somewhere, also into empty parts."""
+    """Draw boxes tiling a shape: all dimensions are cut somewhere, also into empty parts."""
     edges = []
     for length in shape:
         inner = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
@@ -52,7 +52,7 @@ def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> No
 
 
 def test_a_whole_tensor_is_cut() -> None:
-    """A rank that shards gets its part of a tensor saved by one process; other values are unchanged."""
+    """A sharded rank gets its part of a tensor saved by one process; other values are unchanged."""
     tensor_slice = TensorSlice((4, 3), (1, 0), (2, 3))
     assembled = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
     assert assembled["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
@@ -67,7 +67,7 @@ def test_a_slice_of_another_shape_is_given_whole() -> None:
 
 
 def test_a_missing_piece_is_an_error() -> None:
-    """Elements that no rank has saved are not made up."""
+    """Elements saved by no rank are not made up."""
     part = SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (0, 0), (2, 3)))
     with pytest.raises(ValueError, match="6 of the 12 elements"):
         assemble([{"w": part}], None)

@@ -1,4 +1,4 @@
-"""A run's model as lm-eval-harness asks for one, on a model that is a table."""
+"""A run's model through the interface of lm-eval-harness, on a model that is a table."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def request(kind: str, *words: Any) -> Instance:
 
 
 def by_hand(ids: list[int], count: int) -> float:
-    """Return the log-likelihood of the last ids given the ids before them, for texts that fit the context."""
+    """Return the log-likelihood of the last ids given the ids before them, for texts within the context."""
     logits = Table().infer(torch.tensor([ids[:-1]]), TokenContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
     picked = logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
     return float(picked[-count:].sum())

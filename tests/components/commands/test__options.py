@@ -13,8 +13,8 @@ from drawloom.graph.cli.main import main
 
 
 @pytest.mark.parametrize("text", ["0", "-7", "nan", "2.5", "", "x"])
-def test_numbers_that_mean_nothing_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command that counts something names the option and its value, before any run is opened."""
+def test_meaningless_numbers_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command with a count names the option and its value, before any run is opened."""
     for command in (
         ["embed", "runs/none", "a.txt", "--to", "e", "--context"],
         ["embed", "runs/none", "a.txt", "--to", "e", "--rows"],
@@ -41,7 +41,7 @@ def test_a_measurement_of_precision_refuses_numbers(option: str, text: str, caps
 def test_a_measurement_of_precision_keeps_existing_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An overlay that exists is not overwritten, and nothing is measured."""
+    """An existing overlay is not overwritten, and nothing is measured."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text("mine")
     assert main(["precision", "first_run", "--to", "mine.toml"]) == 2

@@ -1,4 +1,4 @@
-"""Recipe look-ups that several commands share."""
+"""Recipe look-ups shared by several commands."""
 
 import pytest
 

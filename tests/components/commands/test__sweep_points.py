@@ -40,7 +40,7 @@ def test_equal_last_parts_are_told_apart_by_the_whole_key() -> None:
         (["a.b=" + "x" * 300 + ",y"], "too long for a folder"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused(words: list[str], message: str) -> None:
-    """The error says what is wrong and what to write."""
+def test_an_impossible_sweep_is_refused(words: list[str], message: str) -> None:
+    """The error says what is wrong and how to correct it."""
     with pytest.raises(UserError, match=message):
         points_of(words)

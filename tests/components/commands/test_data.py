@@ -1,4 +1,4 @@
-"""The command that shows and audits data; `tests/runs/test_data.py` audits runs."""
+"""The command for showing and auditing data; `tests/runs/test_data.py` audits runs."""
 
 import json
 from pathlib import Path

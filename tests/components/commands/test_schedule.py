@@ -74,8 +74,8 @@ def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
     assert data(capsys, "auto", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]
 
 
-def test_channels_make_a_difference(capsys: Capture) -> None:
-    """Ranks that block take longer."""
+def test_blocking_channels_take_longer(capsys: Capture) -> None:
+    """Blocking ranks have a longer makespan."""
     words = ("gpipe", "--ranks", "4", "--microbatches", "8", "--costs", "comm=0.5")
     assert data(capsys, *words, "--channels", "blocking")["makespan"] > data(capsys, *words)["makespan"]
 
@@ -102,7 +102,7 @@ def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     assert (summary["schedule"], summary["makespan"]) == ("pipeline.from_csv", 49.5)
 
 
-def test_a_file_is_drawn_like_the_schedule_that_it_was_written_from(capsys: Capture, tmp_path: Path) -> None:
+def test_a_file_is_drawn_like_its_schedule(capsys: Capture, tmp_path: Path) -> None:
     """The command reads its own --format csv with the same figures; numbers that contradict the file fail."""
     words = ("v_min", "--ranks", "2", "--microbatches", "6")
     path = tmp_path / "table.csv"
@@ -234,15 +234,15 @@ def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys:
     ],
 )
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
-    """A command line that can't be is refused with exit code 2 and one sentence."""
+    """An impossible command line is refused with exit code 2 and one sentence."""
     assert error in run_schedule(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(100_000, 1), (64, 2000)])
-def test_a_schedule_that_takes_too_long_is_refused(
+def test_a_schedule_too_large_to_simulate_is_refused(
     capsys: pytest.CaptureFixture[str], ranks: int, microbatches: int
 ) -> None:
-    """At once, with the largest that is simulated."""
+    """The refusal comes at once, and names the largest schedule that can be simulated."""
     words = ["one_f_one_b", "--ranks", str(ranks), "--microbatches", str(microbatches)]
     assert main(["schedule", *words]) == 2
     assert "take too long to simulate; write at most 1000 ranks" in capsys.readouterr().err

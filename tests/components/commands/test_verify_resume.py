@@ -56,7 +56,7 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 
 
 def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
-    """Hashes that are missing since the kill came between a commit and them would look like a difference."""
+    """A kill between a commit and its hashes would leave hashes out, which would look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
     runs.run_straight()
     runs.kill_and_resume()

@@ -157,7 +157,7 @@ def test_a_base_that_transformers_reads_otherwise_is_warned_of(
     assert not caplog.records
 
 
-def test_ids_that_cannot_agree_are_warned_of(
+def test_disagreeing_ids_are_warned_of(
     sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saving notices a release of transformers that rebuilds yet another family's tokenizers."""
@@ -171,7 +171,7 @@ def test_ids_that_cannot_agree_are_warned_of(
 def test_a_tokenizer_is_pinned_without_transformers(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing can be compared, a tokenizer that declares no family's class is still read unchanged."""
+    """If nothing can be compared, a tokenizer without a family's class is still read unchanged."""
     tokenizer, folder = open_tokenizer(sources["byte_level"]), model_folder(tmp_path, "qwen2")
     with monkeypatch.context() as patch:
         absent: Any = None

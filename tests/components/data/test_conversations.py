@@ -53,8 +53,8 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
     assert trained_texts(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
 
 
-def test_a_table_has_the_conversations_of_lines(tmp_path: Path) -> None:
-    """Also where a table fills keys with nulls that only some messages have."""
+def test_tables_have_the_conversations_of_json_lines(tmp_path: Path) -> None:
+    """They also agree if a table fills missing keys of some messages with nulls."""
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "1"}}}]}
     rows = [{"messages": say("a", "b")}, {"messages": [*say("a"), call]}, {"messages": say("c", "d")}]
     lines = corpus(tmp_path, *rows, template=TOOLS)
@@ -77,7 +77,7 @@ def test_which_turns_are_trained(tmp_path: Path) -> None:
 
 
 def test_roles_have_weights(tmp_path: Path) -> None:
-    """A role that is not named is not trained."""
+    """A role without a weight is not trained."""
     made = corpus(tmp_path, {"messages": say("a", "b", "c")}, roles={"assistant": 0.5, "user": 0.0})
     (weights,) = [made.documents("train").read(0, 0, 99).weights]
     assert weights is not None and set(weights.tolist()) == {0.0, 0.5}

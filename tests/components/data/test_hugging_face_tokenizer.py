@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 
 def write(folder: Path) -> Path:
-    """A word tokenizer with settings that must not affect ids: a template, truncation, padding."""
+    """Write a word tokenizer with settings that must not affect ids: a template, truncation, padding."""
     words = {"hello": 0, "world": 1, "<": 2, "end": 3, ">": 4, "?": 5}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -41,7 +41,7 @@ def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
 
 
 def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
-    """A text that contains the end token is encoded as text."""
+    """The end token's text is encoded as text."""
     tokenizer = open_tokenizer(write(tmp_path))
     ids = tokenizer.encode("hello <end> world")
     assert tokenizer.eos_id == 6
@@ -80,7 +80,7 @@ def test_invalid_paths_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command that installs it."""
+    """The error has the command for installing it."""
     absent: Any = None
     monkeypatch.setitem(sys.modules, "tokenizers", absent)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tokenizers\]'"):

@@ -25,7 +25,7 @@ def byte_level(in_decoder: bool) -> Any:
 
 
 def byte_fallback() -> Any:
-    """As SentencePiece has it: spaces are ▁, and bytes stand for characters that are no tokens."""
+    """Return a tokenizer in SentencePiece's style: spaces are ▁, and unknown characters become bytes."""
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "x", "▁x", "ö"]
     made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("▁", "x")], byte_fallback=True))
     made.normalizer = normalizers.Replace(" ", "▁")

@@ -74,7 +74,7 @@ def test_a_resumed_loader_continues_the_order(
 def test_state_can_be_loaded_into_a_running_loader(
     rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
 ) -> None:
-    """Batches that were made in advance for other steps are discarded."""
+    """Batches made in advance for other steps are discarded."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=workers) as loader:
         steps(loader, names, 3)
         loader.load_state_dict({"step": 1, "position": STEP})
@@ -206,7 +206,7 @@ def test_no_random_numbers_are_drawn(rows_of: RowsOf, one_rank: Any, job: Any, n
     assert seen[0] == seen[1]
 
 
-def test_a_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+def test_a_killed_worker_raises_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
     """The step that needs its batch raises, and closing ends the other workers."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=2) as loader:
         steps(loader, names, 1)

@@ -1,4 +1,4 @@
-"""A machine that resumes a run with other ranks, workers and prefetching at random, and kills it at random."""
+"""Runs resumed with random ranks, workers and prefetching, and killed at random moments."""
 
 from contextlib import ExitStack
 from functools import cache
@@ -44,7 +44,7 @@ class Documents:
 
 
 class Runs(RuleBasedStateMachine):
-    """A machine that checks interrupted runs against an uninterrupted run on one rank."""
+    """A state machine for comparing interrupted runs with an uninterrupted run on one rank."""
 
     workers = st.just(0)
 

@@ -1,4 +1,4 @@
-"""The collator that pads."""
+"""The collator for padding."""
 
 from typing import Any
 

@@ -49,8 +49,10 @@ ASK = say("a")
 ANSWERS = {"chosen": say("a", "yes")[1:], "rejected": say("a", "well, no")[1:]}
 
 
-def test_lines_of_all_forms(tmp_path: Path) -> None:
-    """Texts; messages with a prompt; messages that begin alike. Only the assistant's turns after the prompt count."""
+def test_lines_of_all_forms_are_read(tmp_path: Path) -> None:
+    """
+    Texts, messages with a prompt, and messages with a common beginning; only assistant turns after the prompt count.
+    """
     long = say("a", "b", "c")
     made = corpus(
         tmp_path,
@@ -75,7 +77,7 @@ def test_texts_need_no_template_and_messages_do(tmp_path: Path) -> None:
 
 
 def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Equal answers, and a side without an answer, leave no document, so that pairs stay pairs."""
+    """Pairs with equal answers, or without one answer, leave no document, so pairs stay pairs."""
     same = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": ANSWERS["chosen"]}
     none = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": [{"role": "user", "content": "b"}]}
     made = corpus(tmp_path, same, {"prompt": ASK, **ANSWERS}, none)

@@ -1,4 +1,4 @@
-"""Worker processes that make batches ahead of time."""
+"""Worker processes for making batches ahead of time."""
 
 import os
 import signal
@@ -186,7 +186,7 @@ def test_a_file_that_a_worker_cannot_read_is_named(tmp_path: Path, job: Any) -> 
 
 
 def test_the_documents_of_a_dead_workers_rows_are_named(rows_of: RowsOf) -> None:
-    """A worker that dies from a document can't name it, so the error names the requested rows."""
+    """A worker killed by a document can't name it, so the error names the requested rows."""
     with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(iter([[number, 1, 2, 3, 4, 5] for number in range(9)]), 1, timeout=600)
         next(batches)

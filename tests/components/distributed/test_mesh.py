@@ -142,7 +142,7 @@ def test_a_thousand_ranks_take_no_time() -> None:
     assert run_ranks(_of_many, 1, 777, {"data_shard": 512}, variables=False)[0][1] == 3
 
 
-def test_experts_divide_the_ranks_of_a_stage() -> None:
+def test_expert_must_divide_the_ranks_of_a_stage() -> None:
     """`check` reports an `expert` that does not divide a stage's known ranks, and an unchecked mesh raises."""
     text = "expert = 2 does not divide data_replicate × data_shard × context × tensor"
     for sizes in ({"data_replicate": 3}, {"data_replicate": 1}, {"context": 3, "pipeline": 2, "data_replicate": 1}):
@@ -178,7 +178,7 @@ def test_sizes_are_at_least_one(size: int) -> None:
 
 
 def test_a_lost_replica_is_named() -> None:
-    """When a process fails early, the others raise an error that names their group."""
+    """When a process fails early, the others raise an error naming their group."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_leave_early, 2)
     assert "rank 1 gave up" in caught.value.failures[1]

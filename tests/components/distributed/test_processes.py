@@ -81,7 +81,7 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_a_foreign_process_group_is_refused() -> None:
-    """A default process group that exists already is neither used nor destroyed."""
+    """An existing default process group is neither used nor destroyed."""
     for text in run_ranks(_open_twice, 2):
         assert "torch has a default process group already" in text
 

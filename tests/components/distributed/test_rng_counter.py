@@ -1,4 +1,4 @@
-"""Counter-based normal numbers: their bits, their distribution, and that slices are slices."""
+"""Counter-based normal numbers: their bits, their distribution, and the equality of slices with the whole."""
 
 import hashlib
 import math
@@ -178,7 +178,7 @@ def test_other_dtypes_hold_the_float32_numbers(dtype: torch.dtype) -> None:
     ("shape", "offsets"), [((4, 4), (3, 0)), ((4, 4), (0, -1)), ((4,), (0,)), ((4, 4, 4), (0, 0, 0))]
 )
 def test_a_slice_outside_its_tensor_is_refused(shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-    """A slice that ends beyond the tensor, begins before it or has other dimensions is an error."""
+    """A slice is an error if it ends beyond the tensor, begins before it or has other dimensions."""
     with pytest.raises(ValueError, match="is not inside a tensor of shape"):
         fill_normal(torch.empty(2, 2), 0, 1.0, shape, offsets)
 

@@ -69,7 +69,7 @@ def partly_sparse_model() -> Any:
 
 
 def shared_experts_model() -> Any:
-    """A model with experts that all tokens visit, and a layer without experts."""
+    """Return a model with a layer without experts, and with shared experts, visited by all tokens."""
     return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
 
 
@@ -99,7 +99,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, one_rank: Any) -> None:
-    """The model that was trained, PEFT over the base, and transformers with the export agree; the base does not."""
+    """The trained model, PEFT over the base, and transformers with the export agree; the base does not."""
     model, *adapters = CASES[case]()
     export(tmp_path, one_rank.world, model, *adapters)
     tokens = torch.arange(14).view(2, 7) % model.vocab_size

@@ -46,8 +46,8 @@ def test_each_operation_is_a_setting() -> None:
     assert settings == dict.fromkeys(OPERATIONS, "auto")
 
 
-def test_names_of_settings_are_those_of_implementations() -> None:
-    """A recipe can write exactly the names that there are, and auto."""
+def test_settings_name_exactly_the_implementations() -> None:
+    """A recipe can write exactly the names of implementations, and auto."""
     for name, field in read_spec("kernels.auto", AutoKernels).fields.items():
         if name in OPERATIONS:
             assert set(field.type.__args__) == {"auto", *OPERATIONS[name].implementations}
@@ -151,16 +151,16 @@ def problems(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
-def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
-    """If the recipe says that the device is the CPU, a setting that needs a GPU is a problem at its place."""
+def test_check_refuses_gpu_kernels_on_a_cpu(choice: str) -> None:
+    """If the recipe's device is the CPU, a setting for GPUs is a problem at its place."""
     (problem,) = problems("device.kind=cpu", f"kernels.{choice}")
     name = choice.partition("=")[2]
     assert f"[kernels] '{name}' runs on GPUs, and the device is the CPU; write 'auto' or 'eager'" in problem
     assert problems(f"kernels.{choice}") == []
 
 
-def test_explain_says_what_auto_takes() -> None:
-    """And why; operations that the recipe chooses are among the settings already."""
+def test_explain_shows_the_choices_of_auto() -> None:
+    """It gives the reasons too; operations chosen by the recipe are among the settings already."""
     project = Project.of("drawloom")
     graph = project.graph(project.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
     notes = list(AutoKernels.notes(graph.view("kernels")))

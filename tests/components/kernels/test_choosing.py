@@ -59,6 +59,6 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(operation: str, name: str) -> None
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever turned that on may use it."""
+    """With the interpreter turned on, Triton is available on a CPU."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert choose("rms_norm", "triton", CPU).name == "triton"

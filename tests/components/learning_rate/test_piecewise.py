@@ -18,8 +18,8 @@ def factors(lr: Piecewise, total: int) -> list[float]:
     return [lr.factor(done, total) for done in range(total + 1)]
 
 
-def test_warm_up_and_cosine_by_hand() -> None:
-    """A tenth-step warm-up and a cosine have the values that pen and paper give."""
+def test_warm_up_and_cosine_equal_values_by_hand() -> None:
+    """A tenth-step warm-up and a cosine have the values computed on paper."""
     lr = Piecewise(phases=[SchedulePiece(until_percent=20, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
     expected = [0, 0.5, 1, 0.9657, 0.8682, 0.7222, 0.55, 0.3778, 0.2318, 0.1343, 0.1]
     assert factors(lr, 10) == pytest.approx(expected, abs=5e-5)

@@ -53,7 +53,7 @@ def report(mesh: Any, schedules: Any = None, **sizes: Any) -> MemoryReport:
 
 @attrs.frozen
 class Choosing:
-    """A schedule that chooses recomputation for stages."""
+    """A schedule with its own choice of recomputation for stages."""
 
     recompute: Mapping[str, Any] = attrs.field(factory=lambda: {"blocks": {"again": 0.9, "kept": 0.1}})
 

@@ -154,7 +154,7 @@ def test_a_profiler_that_fails_is_turned_off(tmp_path: Path, one_rank: Any, capl
 
 
 def test_an_unfinished_trace_is_discarded_on_close(tmp_path: Path, one_rank: Any) -> None:
-    """A run that ends inside the step leaves no trace and no hooks, and torch can profile again."""
+    """A run ending inside the step leaves no trace and no hooks, and torch can profile again."""
     profiler = make_profiler(tmp_path, one_rank)
     take(profiler, 1)
     profiler.on_event(Event("step_started", Step(2, 9)))

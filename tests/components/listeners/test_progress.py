@@ -30,7 +30,7 @@ class Second:
 
 @attrs.define
 class FakeClock:
-    """A clock that a test sets."""
+    """A clock set by a test."""
 
     now: float = 0.0
 

@@ -22,6 +22,6 @@ def test_an_evaluated_step_has_its_held_out_loss() -> None:
 
 
 def test_a_refused_step_has_no_loss() -> None:
-    """Whatever the loss was, it is None, and the step says that it was refused."""
+    """For any loss, the metric is None, and the step is marked as refused."""
     step = make_skipped_step(1, 9, state={"loss": float("nan"), "grad_norm": 3.0})
     assert list(measure(Learning(), step).items()) == [("loss", None), ("grad_norm", 3.0), ("skipped", True)]

@@ -15,7 +15,7 @@ from support.metrics import combine, measure
 
 @attrs.frozen
 class User:
-    """A node that holds so many bytes."""
+    """A node with this many bytes."""
 
     held: Mapping[MemoryKind, int]
 

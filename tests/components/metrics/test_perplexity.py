@@ -22,6 +22,6 @@ def test_the_validation_loss_has_one_too() -> None:
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), 1e6])
-def test_what_no_number_can_hold_is_none(total: float) -> None:
-    """A loss that diverged does not end the run."""
+def test_an_overflow_is_none(total: float) -> None:
+    """A diverged loss does not end the run."""
     assert measure(Perplexity(), step_of([0.0], [1.0], {"cross_entropy": [total]})) == {"perplexity": None}

@@ -113,7 +113,7 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
     assert_equal(first.state_dict(), second.state_dict())
 
 
-def test_a_name_of_no_matrix_is_refused() -> None:
+def test_targets_without_a_matrix_are_refused() -> None:
     """A pattern in `targets` that matches only vectors, or no parameter, is an error."""
     with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
         open_optimizer(Weights(SHAPES, torch.float64), targets=["*.up", "*norm"])

@@ -160,7 +160,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 
 
 def test_lr_is_the_base_times_lr_factor() -> None:
-    """The learning rate that was used is in the step's outputs."""
+    """The learning rate in use is in the step's outputs."""
     step = Step(1, 1, {"lr_factor": 0.25})
     open_optimizer(narrow_weights(), lr=0.1).run_phase(step)
     assert step.state["lr"] == pytest.approx(0.025)

@@ -1,4 +1,4 @@
-"""Rows that ranks share out."""
+"""Rows partitioned over ranks (context parallelism)."""
 
 from typing import Any
 

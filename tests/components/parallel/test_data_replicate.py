@@ -1,4 +1,4 @@
-"""Gradients that replicas sum while the last backward pass computes others; whole steps are in tests/meshes."""
+"""Gradients summed over replicas while the last backward pass computes others; whole steps are in tests/meshes."""
 
 from typing import Any
 

@@ -255,7 +255,7 @@ def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
         return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
 
 
-def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
+def test_frozen_weights_are_kept_in_the_compute_dtype() -> None:
     """Slices and whole weights alike: no optimizer needs more precision; weights that are not cast keep their dtype."""
     [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
     assert sharded == [alone, alone]

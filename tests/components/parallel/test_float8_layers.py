@@ -1,4 +1,4 @@
-"""Which linear layers of a model use float8, and what is refused."""
+"""The choice of linear layers for float8, and refused settings."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_projections_use_float8_and_nothing_else_does() -> None:
 
 
 def test_patterns_and_uncast_weights_exclude_layers() -> None:
-    """A pattern excludes the layers that it matches, and so does a weight that stays in the parameter dtype."""
+    """A layer is excluded by a matching pattern, and by a weight kept in the parameter dtype."""
     module = whole(Qwen3Dense, DENSE)
     every = set(float8_layers(module, float8()))
     few = set(float8_layers(module, float8(linear_in_compute=("model.layers.0.*",), uncast=("*.down_proj.weight",))))

@@ -1,4 +1,4 @@
-"""Master weights in one dtype, layers that compute in another, and gradients summed in a third."""
+"""Master weights in one dtype, layers computing in another, and gradients summed in a third."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def inputs(count: int) -> list[Tensor]:
 
 
 def test_each_layer_computes_in_its_dtype() -> None:
-    """Hooks see bfloat16 weights and activations everywhere but in the layers that a pattern leaves as they are."""
+    """Hooks see bfloat16 weights and activations everywhere but in the layers excluded by a pattern."""
     module = network()
     store = ParameterStore.of([module], DtypePolicy(compute="bfloat16", uncast=("1.weight",)))
     seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}

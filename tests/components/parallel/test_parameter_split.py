@@ -1,4 +1,4 @@
-"""Parameters that are replaced by a rank's slice."""
+"""Parameters replaced by a rank's slice."""
 
 import pytest
 import torch

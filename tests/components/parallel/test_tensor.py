@@ -1,4 +1,4 @@
-"""Ranks that share matrix products; whole models are compared in tests/meshes."""
+"""Matrix products partitioned over ranks (tensor parallelism); whole models are compared in tests/meshes."""
 
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
-    """Two ranks that split a layer's inputs add the bias once in their sum."""
+    """Two ranks with a layer's split inputs add the bias once in their sum."""
     torch.manual_seed(0)
     layer, x = Linear(4, 3, cpu_kernels(), True, "rowwise"), torch.randn(5, 4)
     expected, parts = layer(x), list[Tensor]()

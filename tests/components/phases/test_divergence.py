@@ -1,4 +1,4 @@
-"""Runs that have diverged."""
+"""The end of diverged runs."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ Pair = tuple[float, float]
 
 
 def train(phase: Divergence, *pairs: Pair, first: int = 1, total: int = 99, late: bool = False) -> int:
-    """Run steps with these losses and norms, and return the last one that the phase lets pass."""
+    """Run steps with these losses and norms, and return the last step accepted by the phase."""
     for index, (loss, norm) in enumerate(pairs, first):
         values = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(norm)}
         step = Step(index, total, (LateState if late else StepState)(values))

@@ -89,8 +89,8 @@ def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
         after(phase, 9.0, first=7)
 
 
-def test_equal_losses_make_no_spike_of_noise() -> None:
-    """Where losses do not differ, one that is higher by a little is none."""
+def test_noise_among_equal_losses_is_not_a_spike() -> None:
+    """If losses do not differ, a slightly higher one is no spike."""
     phase = make_phase(go_back=1)
     assert not after(phase, 2.0, 2.0, 2.0, 2.0, 2.0001).goes_back
     assert after(phase, 2.5).goes_back

@@ -84,7 +84,7 @@ def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> Non
 
 @given(documents, lengths)
 def test_each_row_has_a_target(texts: list[list[int]], length: int) -> None:
-    """No row is without a target, so that no microbatch has weight zero."""
+    """Every row has a target, so no microbatch has weight zero."""
     assert (pack_all(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
 
 

@@ -21,7 +21,7 @@ from support.stores import PARTS, Failing, Texts, content, damage, make_blocked,
 
 
 def same(folder: Path, tmp_path: Path) -> bool:
-    """Whether a store is, byte for byte, one that was made without interruption."""
+    """Whether a store equals, byte for byte, one made without interruption."""
     build(tmp_path / "unbroken", PARTS, Bytes())
     return content(folder) == content(tmp_path / "unbroken")
 

@@ -19,7 +19,7 @@ TEXT = "".join(f"def function_{number}(x):\n    return x * {number}\n\n\n" for n
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    """A byte-pair encoding that merges white space."""
+    """Return a byte-pair tokenizer for merging white space."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
