@@ -32,7 +32,7 @@ def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
 
 
 def test_rows_of_one_document_have_all_pairs() -> None:
-    """Exactly, within a window, too; windows that are longer than a row don't matter."""
+    """The fraction is exact, within a window, too; windows longer than a row don't matter."""
     rows = Rows(3, 7)
     assert (rows.pairs(), rows.pairs(9), rows.pairs(2), rows.whole) == (28, 28, 13, 1)
     assert Rows(3, 7, document=1).pairs() == 7

@@ -67,9 +67,9 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes for stages that recompute,
-    for all layers in a stage and for one in some, where the host is not the limit. A recipe that recomputes by itself
-    leaves nothing to choose.
+    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes with recomputation in all
+    or some layers of a stage, where the host is not the limit. A recipe with its own recomputation leaves nothing to
+    choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
     planned = Planned(recipe, device_model("h100").without_host())
@@ -126,7 +126,7 @@ def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
     assert auto_plan.fits and {*auto_plan.program.recompute} - {"none"}
 
 
-def test_units_count_what_is_recomputed() -> None:
+def test_units_count_recomputed_work() -> None:
     """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
     costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
     assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]

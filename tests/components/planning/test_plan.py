@@ -222,10 +222,10 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
 PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batch.global_size=8", "batch.micro_size=2")
 
 
-def test_attention_of_packed_rows_takes_the_kernel_and_the_documents_that_a_run_has(tmp_path: Path) -> None:
+def test_attention_of_packed_rows_uses_the_kernel_and_documents_of_a_run(tmp_path: Path) -> None:
     """
     A store at hand has the documents' lengths: shorter ones have fewer pairs, at the packed kernel's rate. A kernel
-    named in the recipe has that rate on whole rows, too; a CPU has one rate for all.
+    named in the recipe has this rate on whole rows, too; a CPU has one rate for all.
     """
     store_of(tmp_path / "store", [["a" * 2999, "b" * 4999]])
 

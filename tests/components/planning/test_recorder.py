@@ -28,8 +28,8 @@ def recorder(attended: AttentionFractions | None = None) -> Recorder:
     return Recorder(DEVICE, lambda _: 100.0, attended or AttentionFractions())
 
 
-def test_what_lives_is_counted_until_it_is_freed() -> None:
-    """Results that share memory count once, parameters not at all, and freed memory only in the peak."""
+def test_memory_is_counted_until_it_is_freed() -> None:
+    """Results with shared memory count once, parameters not at all, and freed memory only in the peak."""
     weight = nn.Parameter(torch.empty(256, 256, device="meta"))
     with recorder() as recording:
         recording.begin()

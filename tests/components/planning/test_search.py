@@ -37,7 +37,7 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
 
 
 def test_the_fastest_pipeline_is_tried_with_auto() -> None:
-    """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on that mesh."""
+    """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on this mesh."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = device_model("cpu")
@@ -64,10 +64,11 @@ def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
     assert values["schedule"]["memory"] == alone.slices(2)["memory"] < 1e8
 
 
-def test_stages_that_auto_makes_too_large_are_left_out() -> None:
+def test_stages_too_large_under_auto_are_left_out() -> None:
     """
-    A pipeline that fits is found where the stages of `auto` would not fit. The head costs more than layers, so `auto`
-    gives most layers to the first stage with the embedding: in a hardly trained model, parameters fill a rank's memory.
+    The search finds a pipeline that fits, although the stages of `auto` would not. The head costs more than layers, so
+    `auto` gives most layers to the first stage with the embedding: in a hardly trained model, parameters fill a rank's
+    memory.
     """
     words = [
         *("precision.compute=bfloat16", "precision.parameter=bfloat16", "vars.length=16", "batch.global_size=2"),

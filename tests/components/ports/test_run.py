@@ -1,4 +1,4 @@
-"""Steps: cadences, numbers that the host learns late, and skipped updates."""
+"""Steps: cadences, numbers known to the host late, and skipped updates."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ def test_late_numbers_are_waited_for_once_by_a_reader(reading: Callable[[Step], 
 
 
 def test_conditions_of_several_phases_skip_a_step() -> None:
-    """A step is skipped if any condition is true; a reason that does not apply is passed over."""
+    """A step is skipped if any condition is true; a reason with a false condition is ignored."""
     step = Step(1, 2)
     step.skip_if(torch.tensor(False), lambda: "")
     assert (float(step.state["skip"]), step.skip_reason) == (0.0, "")

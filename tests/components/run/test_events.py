@@ -12,7 +12,7 @@ from drawloom.graph import Every
 
 @attrs.define
 class Recorder:
-    """A listener that records its events."""
+    """A recorder of events."""
 
     kinds: list[str] = attrs.field(factory=list)
 

@@ -1,4 +1,4 @@
-"""Problems that `check` reports on stages and their neighbours."""
+"""Problems reported by `check` on stages and their neighbours."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_gradients_that_shards_would_narrow_are_refused() -> None:
 
 
 def problems(recipe: drawloom.Recipe) -> list[str]:
-    """Return the problems that `check` reports on ranks along tensor."""
+    """Return the problems reported by `check` on ranks along tensor."""
     return [text for text in map(str, recipe.graph.problems) if "'tensor'" in text]
 
 
@@ -37,7 +37,7 @@ def problems(recipe: drawloom.Recipe) -> list[str]:
         ("first_run", ("mesh.tensor=2", "model.new_tokens=1"), ["rows of new tokens"]),
     ],
 )
-def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+def test_indivisible_models_are_refused_on_tensor_ranks(recipe: str, words: Any, whys: list[str]) -> None:
     """A size that is not divisible is a problem with its number; divisible sizes have none."""
     messages = problems(drawloom.Recipe.load(recipe, *words))
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages

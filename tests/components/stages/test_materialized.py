@@ -177,8 +177,8 @@ def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any)
     assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
 
 
-def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
-    """Loaded parameters equal the saved ones; parameters that don't match are named."""
+def test_state_moves_between_stages(one_rank: Any, job: Any) -> None:
+    """Loaded parameters equal the saved ones; mismatched parameters are named."""
     stages, other = open_stages(one_rank, job, Blueprint()), open_stages(one_rank, job, Blueprint())
     with torch.no_grad():
         stages.named_parameters()[0][1].fill_(5)
@@ -213,8 +213,8 @@ class Biased(NextToken):
         self.module = module
 
 
-def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any) -> None:
-    """They are trained and saved under `loss` by the rank with the head, from values that follow from the seed."""
+def test_parameters_of_a_loss_belong_to_the_last_stage(mesh_of: Any, job: Any) -> None:
+    """They are trained and saved under `loss` by the rank with the head, from values determined by the seed."""
     contents: list[dict[str, Any]] = []
     for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
         mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
@@ -320,7 +320,7 @@ def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: 
 
 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
-    """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
+    """A first stage whose embedding weighs a layer has one layer less; a stage without layers is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
     assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named_parameters()) == 2
     assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named_parameters()) == 3
@@ -330,7 +330,7 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
 
 @attrs.frozen
 class Cuts(Loops):
-    """A schedule that sets the stages' layer counts."""
+    """A schedule with layer counts for its stages."""
 
     sizes: tuple[int, ...] = (3, 1)
 

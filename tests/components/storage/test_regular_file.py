@@ -1,4 +1,4 @@
-"""Opening files that a stranger put into a folder."""
+"""Opening files in a stranger's folder."""
 
 import hashlib
 import os

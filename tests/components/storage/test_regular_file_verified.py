@@ -90,7 +90,7 @@ def test_a_changed_block_is_refused_only_where_it_is_read(tmp_path: Path, path: 
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path, path: Path) -> None:
-    """A cut file does not even open, and neither does one that something was appended to."""
+    """A file that was cut or appended to does not even open."""
     for data in (DATA[:-1], DATA + b"x"):
         (tmp_path / "file").write_bytes(data)
         with (

@@ -125,7 +125,7 @@ def test_an_ordered_dict_is_a_dict() -> None:
     ],
 )
 def test_a_value_that_would_not_round_trip_is_refused_with_its_path(state: dict[str, Any], words: str) -> None:
-    """Sets, arrays, bytes and keys that are numbers are errors, not silently lists and strings."""
+    """Sets, arrays, bytes and number keys are errors, not silently lists and strings."""
     with pytest.raises(TypeError, match=words):
         pack(state)
 
@@ -137,7 +137,7 @@ def test_both_missing_and_unexpected_tensors_are_listed() -> None:
         unpack(tree, {"c": torch.zeros(1), "x": torch.zeros(1)})
 
 
-def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
+def test_a_narrowed_tree_has_slices_of_the_whole() -> None:
     """A part of a whole tensor is a slice, a part of a slice is a slice of the whole; everything else is unchanged."""
     whole, outer = torch.arange(12.0).view(6, 2), TensorSlice((6, 2), (2, 0), (4, 2))
     state = {"a": [whole, 1], "b": SlicedTensor(whole[2:], outer), "c": (torch.ones(2), float("nan"), None)}

@@ -62,12 +62,12 @@ def test_a_line_of_another_step_than_was_written_removes_no_other(tmp_path: Path
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
-    """A run that has written nothing is not damaged."""
+    """A run without any output is not damaged."""
     assert read_steps(tmp_path / "none")[0] == []
 
 
-def test_rewind_returns_the_last_step_that_is_left(tmp_path: Path) -> None:
-    """Later lines are removed, and a file that is cut is appended to."""
+def test_rewind_returns_the_last_remaining_step(tmp_path: Path) -> None:
+    """Later lines are removed, and appending to a cut file works."""
     (tmp_path / "log").write_bytes(CONTENT)
     log = StepLog.open(tmp_path / "log")
     assert log.rewind(3) == 3 and log.rewind(9) == 3

@@ -79,7 +79,7 @@ def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
 
 
 def test_system_metrics_and_experiment_are_passed_on(folder: Path) -> None:
-    """Aim measures at the interval that is asked for."""
+    """Aim measures at the requested interval."""
     aim = Aim()
     run = AimRun(aim, AimLocation(str(folder)), "name", "looms", 30.0)
     run.prepare()

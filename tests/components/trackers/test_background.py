@@ -60,7 +60,7 @@ def test_a_task_that_raises_does_not_stop_the_others() -> None:
 
 
 def test_closing_has_a_timeout() -> None:
-    """With a task that hangs, with a full queue or not, closing returns after its seconds."""
+    """With a hanging task, and a full queue or not, closing returns after its seconds."""
     gate = threading.Event()
     for waiting in (0, 2):
         begun = threading.Event()
@@ -105,7 +105,7 @@ def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
 
 @attrs.define(eq=False, kw_only=True)
 class Notes(TrackerInBackground):
-    """A tracker that records its values; `act` may hang or raise first."""
+    """A recorder of values; `act` may hang or raise first."""
 
     called: ClassVar[str] = "Notes"
     act: Any = None

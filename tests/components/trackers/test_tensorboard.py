@@ -19,7 +19,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., TensorBoardTracker]:
-    """Return a function that opens a tracker, as in a run's process."""
+    """Return a function for opening a tracker, as in a run's process."""
 
     def make(**changes: Any) -> TensorBoardTracker:
         tracker = TensorBoardTracker(**{"folder": Folder(tmp_path), "mesh": one_rank} | changes)
@@ -102,7 +102,7 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:
-    """Nothing is written through a link that a run folder came with."""
+    """Nothing is written through a link in a received run folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "tensorboard").symlink_to(elsewhere)

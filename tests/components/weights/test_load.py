@@ -32,7 +32,7 @@ def module_of(**parameters: Tensor) -> Any:
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that holds nothing."""
+    """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -59,7 +59,7 @@ def test_makes_meta_parameters_real(tmp_path: Path) -> None:
 
 
 def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
-    """A parameter that two modules share is one parameter still when it is real."""
+    """A parameter of two modules is still one parameter when it is real."""
     module: Any = nn.Module()
     module.one, module.other = nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False, device="meta")
     module.other.weight = module.one.weight
@@ -80,8 +80,8 @@ def test_meta_parameters_do_not_keep_what_they_were_cut_from() -> None:
     assert torch.equal(module.c, torch.arange(20.0).view(5, 4).T)
 
 
-def test_a_source_is_never_part_of_the_module() -> None:
-    """Training changes the module, not the tensors that it was loaded from."""
+def test_loading_copies_the_source() -> None:
+    """Training changes the module, but no source tensor."""
     tensors = {"a": torch.ones(2, 2)}
     module = module_of(a=meta(2, 2))
     load(InMemory(tensors), module, identity("a"))
@@ -118,7 +118,7 @@ def test_all_mismatches_of_a_folder_are_reported_at_once(tmp_path: Path) -> None
 
 
 def test_a_group_that_can_not_be_converted_is_reported(tmp_path: Path) -> None:
-    """Tensors that do not go together are named before anything is read."""
+    """Tensors that do not fit together are named before anything is read."""
     folder = folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3))
     with pytest.raises(UserError, match=r"ab can't be made of model\.a, model\.b: stack expects each tensor"):
         load_folder(folder, module_of(ab=torch.zeros(2, 2)), stack(["model.a", "model.b"], "ab"))

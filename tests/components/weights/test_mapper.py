@@ -215,7 +215,7 @@ print([(g.inputs, g.outputs) for m in (sequential(renamed, joined), shard(rename
 
 
 def test_order_is_the_same_in_every_process() -> None:
-    """Two processes that hash strings differently have the same groups in the same order."""
+    """Two processes with different string hashes have the same groups in the same order."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", ORDER.replace("\\\\", "\\")],

@@ -1,4 +1,4 @@
-"""One rank's place in a shared folder, with all that can go wrong there."""
+"""One rank's place in a shared folder, and all its possible faults."""
 
 import json
 import os

@@ -106,7 +106,7 @@ def test_a_killed_process_leaves_nothing() -> None:
     ],
 )
 def test_a_ticket_of_a_missing_segment_is_reported(changes: dict[str, Any], message: str) -> None:
-    """Another machine, another process in its place, and memory that is gone are sentences."""
+    """Another machine, another process in its place, and vanished memory have their own messages."""
     with share(Packed({}, {})) as ticket, pytest.raises(UserError, match=message):
         open_shared(ticket | changes)
 

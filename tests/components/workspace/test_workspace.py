@@ -1,4 +1,4 @@
-"""Ranks that write configurations and tensors, and one that reads them, as real processes, and their leftovers."""
+"""Ranks writing configurations and tensors, and one reading them, as real processes, and their leftovers."""
 
 import os
 import signal
@@ -149,8 +149,8 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     assert [rank["failing agreed"] for rank in ranks] == ["RankError: main says no"] * 4
 
 
-def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
-    """All ranks raise an error that lists the ranks' arguments."""
+def test_different_arguments_of_ranks_are_reported(ranks: list[dict[str, Any]]) -> None:
+    """All ranks raise an error with a list of the ranks' arguments."""
     expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
@@ -171,7 +171,7 @@ def test_groups_do_not_interfere(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_nothing_is_left_behind(ranks: list[dict[str, Any]]) -> None:
-    """No shared memory is named, open or mapped that was not before, and no file lies in the folder."""
+    """No shared memory is named, open or mapped afterwards if it was not before, and no file lies in the folder."""
     assert [(rank["left"], rank["files"]) for rank in ranks] == [([], [])] * 4
 
 

@@ -48,8 +48,8 @@ def tasks(draw: st.DrawFn) -> Task:
 
 
 @given(task=tasks(), policy=POLICIES)
-def test_any_policy_gives_a_valid_program_in_the_memory(task: Task, policy: Policy) -> None:
-    """For any task that fits and any policy, the program finishes, keeps the limit, and takes as long as is said."""
+def test_any_policy_gives_a_valid_program_within_memory(task: Task, policy: Policy) -> None:
+    """For any task that fits and any policy, the program finishes, keeps the limit, and takes the reported time."""
     program = list_schedule(task, policy)
     assert violations(program) == []
     assert max(peak_activations(program, task.activations, task.pending)) <= task.limit * (1 + 1e-6)

@@ -1,4 +1,4 @@
-"""The order in which batches come to a GPU, with streams that record their calls."""
+"""The order of uploads to a GPU, with streams that record their calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The schedule that is searched for."""
+"""The search for a schedule."""
 
 import math
 import random
@@ -46,7 +46,7 @@ def _makespan(program: Program, lengths: Sequence[Sequence[float]], comm: float)
 
 
 def _peak(program: Program, activations: Sequence[float], pending: Sequence[float] | None = None) -> float:
-    """The most that a rank holds from forwards until input gradients, then pending until weight gradients."""
+    """Return the most memory of a rank: whole until input gradients, then pending until weight gradients."""
     peaks, pending = [], activations if pending is None else pending
     for rank in range(program.ranks):
         now = 0.0
@@ -311,8 +311,8 @@ def test_what_can_not_be_is_refused_in_words() -> None:
         Auto(forward=0)
 
 
-def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
-    """One slice in some is not one layer in some, so that memory would be counted wrong."""
+def test_recomputation_by_block_needs_slices_of_one_layer() -> None:
+    """One of several slices is not one of several layers: memory would be counted wrong."""
     made = Auto(slices=[1.0] * 6, trials=5, recompute={"blocks": Recomputation(again=0.9, kept=0.15)})
     assert sum(made.layers_by_stage(2, 6)) == 6
     with pytest.raises(UserError, match="write 12 slices"):

@@ -214,7 +214,7 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
 
 
 def test_an_input_may_be_used_as_a_weight() -> None:
-    """A leaf that is an input gets its whole gradient in the first pass, also as a weight in our kernels."""
+    """A leaf among the inputs gets its whole gradient in the first pass, also as a weight in our kernels."""
     stage, _ = make_stage("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
@@ -390,8 +390,10 @@ STEPS = ("product", "product", "scale", "shift", "tanh", "add", "halves", "produ
 @hypothesis.example(
     [("product", 0, 1, True), ("product", 1, 1, False)], [False, True, False, True, False, False], 1, True
 )
-def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool], outputs: int, learns: bool) -> None:
-    """Weights that are shared, multiplied, frozen, and used by our kernels and torch's get a full pass's gradients."""
+def test_any_graph_equals_a_full_pass(
+    steps: list[tuple[str, int, int, bool]], trained: list[bool], outputs: int, learns: bool
+) -> None:
+    """Weights may be shared, multiplied, frozen, and used by our kernels and torch's."""
     x = torch.randn(3, 4, requires_grad=learns)
     weights = {f"w{n}": nn.Parameter(torch.randn(4, 4), trained[n]) for n in range(4)}
     vectors = {f"v{n}": nn.Parameter(torch.randn(4), trained[n + 4]) for n in range(2)}
@@ -512,7 +514,7 @@ def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
+def test_weights_of_the_first_stage_are_deferred(ops: Ops) -> None:
     """Without an input that needs a gradient, all weight gradients but a first torch operation's are deferred."""
     stage, inputs = make_stage("input without gradient", ops)
     split, outputs = split_of(stage, inputs)

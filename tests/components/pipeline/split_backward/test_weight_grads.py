@@ -225,8 +225,8 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
         assert one is other is None or (one is not None and other is not None and torch.equal(one, other))
 
 
-def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
-    """However many microbatches there are; one that fails leaves nothing behind for the next."""
+def test_weights_shared_by_microbatches_have_one_node() -> None:
+    """Any number of microbatches has one node; a failed one leaves nothing behind for the next."""
     weight = nn.Parameter(torch.randn(3, 3))
     weights = weight_grads.WeightGrads()
     roots = set()

@@ -152,8 +152,8 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "message"), TEXTS.values(), ids=TEXTS.keys())
-def test_broken_index(tmp_path: Path, text: str, message: str) -> None:
-    """An index that is none, or means to be too much, is a sentence within a second, and names the file."""
+def test_a_broken_index_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """A malformed or oversized index is refused with one sentence within a second, naming the file."""
     (tmp_path / INDEX).write_text(text)
     began = time.process_time()
     with pytest.raises(UserError) as caught:
@@ -204,8 +204,8 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 64, pickle.dumps({"a": 1})])
-def test_damaged_file(tmp_path: Path, content: bytes) -> None:
-    """A file that is not safetensors is named, a pickle no less."""
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    """A file in another format is named, also a pickle."""
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors can't be read as safetensors"):
         open_safetensors_folder(tmp_path)
@@ -233,7 +233,7 @@ def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
         source.tensor("a")
 
 
-def test_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     """A folder without a model, and a path that is not a folder, are errors with the expected files."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)
