@@ -81,7 +81,7 @@ def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_varlen_refuses_what_the_table_says(case: str) -> None:
+def test_varlen_refuses_the_cases_of_the_table(case: str) -> None:
     """`varlen` refuses exactly the cases whose cell is empty, and names the reason."""
     q, k, v, sinks = inputs(case, "meta")
     options = CASES[case][2]

@@ -73,7 +73,7 @@ def test_the_filter_skips_small_gradients() -> None:
 
 
 def test_the_filter_never_skips_a_target() -> None:
-    """With any bound below 1, the gradient of a target that is not learnt yet remains."""
+    """With any bound below 1, a target's gradient remains until the target is learnt."""
     hidden, weight, targets = case(6)
     cut = LogitCut(filter_eps=0.5, tile=(1, 1))
     (actual,) = torch.autograd.grad(losses_of(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True)

@@ -279,7 +279,7 @@ def test_states_without_tensors_are_restored(tmp_path: Path) -> None:
     assert load_node(tmp_path / "checkpoints" / "step-1", "loader") == {"position": 12}
 
 
-def test_an_expired_checkpoint_that_can_t_be_removed_is_a_warning(
+def test_a_failed_removal_of_an_expired_checkpoint_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run continues, as its new checkpoint is committed."""

@@ -46,7 +46,7 @@ def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     )
 
 
-def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_is_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     """Freeing space would not help, so the message names the limit."""
     text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1, SingleProcess())
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
@@ -65,7 +65,7 @@ class TwoMachines(SingleProcess):
         return [value, "1.00 GB"]
 
 
-def test_free_space_is_that_of_the_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_measured_on_the_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reports the free space on the machine of rank 1, whose disk is full."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     error = RankError("rank 1: full", 1, rank=1, errno=errno.ENOSPC)

@@ -88,7 +88,7 @@ def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", ".", "..", "a\0b", "manifest.json"])
-def test_file_names_can_t_leave_the_folder(checkpoint: Path, name: str) -> None:
+def test_file_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a valid checksum can't name files elsewhere."""
     made_up = attrs.evolve(MANIFEST, files={name: Content(1, ["00" * 32])})
     (checkpoint / "manifest.json").write_bytes(made_up.write())
@@ -132,7 +132,7 @@ def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, 
         read_manifest(checkpoint)
 
 
-def test_a_symbolic_link_is_no_checkpoint(checkpoint: Path) -> None:
+def test_a_symbolic_link_is_not_a_checkpoint(checkpoint: Path) -> None:
     """Nothing is read through a link."""
     elsewhere = checkpoint.rename(checkpoint.with_name("elsewhere"))
     checkpoint.symlink_to(elsewhere)

@@ -289,7 +289,7 @@ def test_a_failed_copy_is_raised_before_the_state_changes(tmp_path: Path, monkey
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]
 
 
-def test_a_value_that_can_t_be_staged_is_raised_at_once(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_staged_raises_at_once(tmp_path: Path) -> None:
     """The error has the path."""
     node = _node(tmp_path, StateNode({"bad": {1}}))
     with pytest.raises(TypeError, match="memory/bad is a set"):

@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert output_file("fine.json") == Path("fine.json") and not Path("fine.json").exists()
 
 
-def test_a_full_disk_is_told_in_a_line(
+def test_a_full_disk_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message names the file and the remedy; earlier results are still printed."""

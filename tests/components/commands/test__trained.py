@@ -64,8 +64,8 @@ def test_a_run_by_its_name_or_checkpoint_is_answered_with_its_folder(
     assert str(_trained.no_checkpoint(Path(folder))) == said
 
 
-def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
-    """The message says which cadences have to meet."""
+def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
+    """The message names the cadences that must coincide."""
     save_steps(tmp_path, 1)
     with pytest.raises(UserError, match=r"no checkpoint in .* has a validation loss; let checkpoint\.every"):
         _trained._checkpoint(options(tmp_path, "--best"))

@@ -28,7 +28,7 @@ def data(capsys: Capture, *arguments: str) -> Any:
     return json.loads(run_lr(capsys, *arguments, "--format", "json"))
 
 
-def test_rates_and_rows_are_those_of_the_run(capsys: Capture) -> None:
+def test_rates_and_rows_equal_those_of_the_run(capsys: Capture) -> None:
     """Each step has the optimizer's rate times the schedule's factor; rows are drawn if a ramp changes them."""
     curves = data(capsys, "first_run", RAMP, SMALL)
     lr = Piecewise(start=0.1, phases=[SchedulePiece(until_percent=10.0, to=1.0), SchedulePiece(to=0.1, curve="cosine")])

@@ -31,7 +31,7 @@ def data(capsys: Capture, *arguments: str) -> Any:
     return json.loads(run_schedule(capsys, *arguments, "--format", "json"))
 
 
-def test_a_schedule_by_its_name(capsys: Capture) -> None:
+def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
     """The printed numbers equal the simulation's, with and without costs."""
     sizes = ("dual_pipe_v", "--ranks", "8", "--microbatches", "32")
     summary = data(capsys, *sizes, "--stages-per-rank", "2")
@@ -94,7 +94,7 @@ def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None
     assert data(capsys, "first_run", *words, "mesh.data_replicate=4")["microbatches"] == 2
 
 
-def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
+def test_a_recipe_can_simulate_a_table(capsys: Capture, tmp_path: Path) -> None:
     """A schedule from a file is simulated like any other."""
     (tmp_path / "table.csv").write_text(write_csv(schedule("v_min").program(2, 16)))
     words = ("mesh.pipeline=2", "schedule.use=pipeline.from_csv", f"schedule.path={tmp_path}/table.csv")

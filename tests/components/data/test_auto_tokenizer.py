@@ -138,9 +138,7 @@ def test_an_export_can_be_saved_again(sources: dict[str, Path], tmp_path: Path) 
     assert read_ids(second, trust_remote_code=True) == own_ids(tokenizer)
 
 
-def test_a_base_that_transformers_reads_otherwise_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_base_read_differently_by_transformers_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning has the class and the numbers of tokens; the tokenizer as transformers saves it needs none."""
     folder = model_folder(tmp_path / "base", "qwen2", "PreTrainedTokenizerFast")
     byte_level().save(str(folder / "tokenizer.json"))

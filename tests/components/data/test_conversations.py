@@ -40,7 +40,7 @@ def trained_texts(made: Conversations) -> list[str]:
     return texts
 
 
-def test_lines_of_all_forms(tmp_path: Path) -> None:
+def test_lines_of_all_forms_are_read(tmp_path: Path) -> None:
     """Messages, prompts and completions of text or of messages; a message's own weight comes before its role's."""
     quiet = [*say("a", "b"), {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 0}]
     made = corpus(
@@ -104,8 +104,8 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_lines_are_told_with_their_place(what: str, tmp_path: Path) -> None:
-    """File, line, reason."""
+def test_bad_lines_are_reported_with_their_position(what: str, tmp_path: Path) -> None:
+    """The error has file, line and reason."""
     row, text = BAD[what]
     with pytest.raises(UserError, match=text):
         corpus(tmp_path, {"messages": say("a", "b")}, row)

@@ -33,7 +33,7 @@ def open_tokenizer(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer
     return tokenizer
 
 
-def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
+def test_only_the_text_is_encoded(tmp_path: Path) -> None:
     """Nothing is added, truncated or padded, whatever the file configures."""
     ids = open_tokenizer(write(tmp_path)).encode("hello world hello")
     assert ids.dtype == np.int32

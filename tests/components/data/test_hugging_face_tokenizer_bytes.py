@@ -34,7 +34,7 @@ def byte_fallback() -> Any:
 
 
 @pytest.mark.parametrize("made", [byte_level(False), byte_level(True), byte_fallback()])
-def test_bytes_of_ids_are_those_of_the_text(made: Any, tmp_path: Path) -> None:
+def test_bytes_of_ids_join_to_the_text(made: Any, tmp_path: Path) -> None:
     """
     Ids' bytes join to the text in byte-level and byte-fallback vocabularies; added tokens are text unless special.
     """

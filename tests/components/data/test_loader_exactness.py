@@ -201,18 +201,18 @@ def fixtures(job: Any, mesh_of: Any) -> None:
     _fixtures.update(job=job, mesh_of=mesh_of)
 
 
-def test_a_run_sees_the_same_rows_whatever_happens() -> None:
+def test_a_run_sees_the_same_rows_after_any_events() -> None:
     """After any number of kills and resumes, with any ranks, steps have the reference's rows."""
     run_state_machine_as_test(Runs, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
-def test_a_mixture_sees_the_same_rows_whatever_happens() -> None:
-    """The same for mixtures, whose sources continue with their next rows under other weights."""
+def test_a_mixture_sees_the_same_rows_after_any_events() -> None:
+    """Sources of mixtures continue with their next rows under other weights."""
     run_state_machine_as_test(Mixtures, settings=settings(max_examples=10, stateful_step_count=12, deadline=None))
 
 
 @pytest.mark.soak
-def test_a_run_with_workers_sees_the_same_rows_whatever_happens() -> None:
+def test_a_run_with_workers_sees_the_same_rows_after_any_events() -> None:
     """Worker processes, started anew at each resume, change no row."""
     run_state_machine_as_test(
         RunsWithWorkers, settings=settings(max_examples=20, stateful_step_count=12, deadline=None)

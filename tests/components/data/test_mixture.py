@@ -91,7 +91,7 @@ def problems(**settings: Any) -> Counter[str]:
     return Counter(f"{problem.text}; {problem.hint}" for problem in error.value.problems if not problem.warning)
 
 
-def test_check_finds_what_is_wrong_with_shares() -> None:
+def test_check_finds_wrong_shares() -> None:
     """Names without a source, sources without a weight, impossible shares, and duplicate shares are problems."""
     assert problems(weights={"web": 1.0, "cod": 1.0}).keys() == {
         "weights.cod: sources has no 'cod'; did you mean 'code'?",

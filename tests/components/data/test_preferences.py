@@ -106,8 +106,8 @@ def test_parquet_has_the_pairs_of_json_lines(tmp_path: Path) -> None:
     assert one.documents("train").fingerprint == other.documents("train").fingerprint
 
 
-def test_a_line_of_another_form_is_told_with_its_place(tmp_path: Path) -> None:
-    """File, line, and the forms."""
+def test_a_line_of_another_form_is_reported_with_its_position(tmp_path: Path) -> None:
+    """The error has file, line, and the accepted forms."""
     with pytest.raises(UserError, match=r'rows.jsonl:2: it has prompt, answer; write {"prompt": ..., "chosen"'):
         corpus(tmp_path, {"prompt": ASK, **ANSWERS}, {"prompt": "a", "answer": "b"})
 
@@ -138,8 +138,8 @@ def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
         ({"ref_rejected_logps": None}, "only one of ref_chosen_logps and ref_rejected_logps"),
     ],
 )
-def test_references_that_can_not_be_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    """With the file and the line."""
+def test_impossible_references_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    """The error has the file and the line."""
     with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{message}"):
         corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE, **changed})
 

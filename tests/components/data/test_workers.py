@@ -114,7 +114,7 @@ def test_an_error_in_a_worker_has_its_traceback(rows_of: RowsOf) -> None:
         next(workers.batches(iter([[99], [0]]), 1, timeout=30))
 
 
-def test_rows_that_can_t_be_pickled_are_refused() -> None:
+def test_rows_that_cannot_be_pickled_are_refused() -> None:
     """The error names the setting to change, and no process is left."""
     rows: Any = type("Rows", (), {"unsendable": lambda: None})()
     with pytest.raises(UserError, match=r"Rows can't be sent to another process.*write workers = 0"):

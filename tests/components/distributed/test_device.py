@@ -60,7 +60,7 @@ def test_without_a_gpu_auto_is_the_cpu() -> None:
     device.close()
 
 
-def test_with_a_gpu_auto_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_gpu_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """With GPUs, auto is the GPU of the local rank and NCCL, or gloo if set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     patch_launch(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)

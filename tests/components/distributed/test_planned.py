@@ -7,7 +7,7 @@ from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.graph import UserError
 
 
-def test_groups_are_those_of_the_layout() -> None:
+def test_planned_groups_equal_the_layout() -> None:
     """Groups equal the layout's for a pipeline stage's first rank; a dimension with size "auto" takes the rest."""
     mesh = PlannedMesh.of({"pipeline": 2, "data_replicate": "auto", "tensor": 2}, 8)
     assert [*mesh.sizes.dense().values()] == [2, 2, 1, 1, 2]

@@ -64,7 +64,7 @@ def test_open_joins_and_close_destroys_the_process_group() -> None:
     assert run_ranks(_numbers, 2) == [(0, 2, 0, 2, True), (1, 2, 1, 2, True)]
 
 
-def test_groups_are_those_of_this_process() -> None:
+def test_a_process_gets_its_own_groups() -> None:
     """A process gets its own group among several sets, in the set's order."""
     expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
     assert run_ranks(_halves, 4) == expected

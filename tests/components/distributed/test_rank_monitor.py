@@ -39,7 +39,7 @@ def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "rank 1 has no disk\n"
 
 
-def test_a_rank_learns_another_s_failure_by_polling(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_polling_reveals_the_failure_of_another_rank(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints nothing, and is not killed before its grace period is over."""
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)

@@ -44,7 +44,7 @@ def with_capacity() -> Results:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_results_and_gradients_are_those_of_one_rank(name: str, without_capacity: Results) -> None:
+def test_results_and_gradients_equal_one_rank(name: str, without_capacity: Results) -> None:
     """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
     assert_equal_to_one_rank(name, without_capacity[name])
 

@@ -143,7 +143,7 @@ def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path,
         ([lambda: lora("layers.0.mlp.up_proj", dora=True)], "PEFT has no DoRA for model.layers.0.mlp.up_proj"),
     ],
 )
-def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
-    """When the run begins, and not after its last step."""
+def test_adapters_that_peft_lacks_are_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
+    """They are refused when the run begins, not after its last step."""
     with pytest.raises(UserError, match=text):
         open_exporter(tmp_path, one_rank.world, partly_sparse_model(), *(make() for make in adapters))

@@ -99,7 +99,7 @@ def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, make: Make) -> N
         )
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_an_export_can_have_another_dtype(tmp_path: Path) -> None:
     """An export as bfloat16 has rounded numbers, and its config states the dtype."""
     model = dense()
     module = whole(model)

@@ -102,8 +102,8 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
 
 
-def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
-    """Its filter is the recipe's, and without one it is exact."""
+def test_the_cut_loss_uses_the_filter_of_the_recipe() -> None:
+    """Without a filter it is exact."""
     torch.manual_seed(0)  # in about one of 75 draws, every tile has a gradient above the threshold
     hidden = torch.randn(9, 16, device=DEVICE, requires_grad=True)
     weight = torch.randn(300, 16, device=DEVICE)
@@ -120,8 +120,8 @@ def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     assert not torch.allclose(grads[0], grads[2])
 
 
-def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any data is read or a model is built."""
+def test_triton_on_a_cpu_is_refused_at_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before any data is read or a model is built."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(UserError, match=r"kernels\.auto: swiglu is 'triton', but Triton runs on GPUs"):
         cpu_kernels(swiglu="triton").open()

@@ -37,7 +37,7 @@ def test_polynomial_bends_by_its_power() -> None:
     assert factors(lr, 4) == pytest.approx([0, 1 / 64, 8 / 64, 27 / 64, 1])
 
 
-def test_phases_by_steps_hold_whatever_the_total() -> None:
+def test_phases_in_steps_do_not_depend_on_the_total() -> None:
     """A phase of so many steps is as long in a longer run, and its end value holds afterwards."""
     lr = Piecewise(start=1.0, phases=[SchedulePiece(steps=2, to=3.0)])
     assert factors(lr, 4)[:5] == factors(lr, 100)[:5] == [1, 2, 3, 3, 3]

@@ -100,7 +100,7 @@ def test_a_trace_has_ranges_of_steps_phases_and_layers(tmp_path: Path, one_rank:
     assert len(spans(trace_events, "layer 3")) == len(spans(trace_events, "update")) == 2 and len(operations) == 4
 
 
-def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) -> None:
+def test_cycles_are_repeated_as_often_as_set(tmp_path: Path, one_rank: Any) -> None:
     """Wait, warm up, trace, and again; after the last trace there is no profiler, and no hook on a layer."""
     profiler = make_profiler(tmp_path, one_rank, wait=1, repeat=2)
     take(profiler, *range(1, 10))

@@ -122,7 +122,7 @@ def orpo_of_answers(answers: Answers) -> Tensor:
     ],
     ids=["dpo", "ipo", "cpo", "simpo", "orpo", "orpo of answers"],
 )
-def test_loss_and_gradients_are_those_of_trl(loss: PairwiseLoss, by_trl: Callable[[Answers], Tensor]) -> None:
+def test_loss_and_gradients_equal_trl(loss: PairwiseLoss, by_trl: Callable[[Answers], Tensor]) -> None:
     """The mean over packed pairs with prompts and padding, and every gradient, equal TRL's formulas in float64."""
     case = sample()
     ones = torch.ones(3, 5)
@@ -185,8 +185,8 @@ def test_long_answers_are_summed_without_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tie_is_half_however_it_is_rounded(dtype: torch.dtype) -> None:
-    """Pairs whose rewards differ by rounding count a half each, and those that differ by more count 1 or 0."""
+def test_a_tie_counts_a_half_in_spite_of_rounding(dtype: torch.dtype) -> None:
+    """Pairs whose rewards differ by rounding count a half each, pairs with a larger difference 1 or 0."""
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(1, 4096, generator=generator) * 8
     documents = (torch.arange(4096) // 128)[None]  # 16 pairs

@@ -38,7 +38,7 @@ def open_metric(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
     return metric
 
 
-def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
+def test_values_cover_all_microbatches(one_rank: Any) -> None:
     """
     Layers in two stages have tokens by expert, adding up to all choices, their imbalance, and the scores' entropy.
     """

@@ -8,7 +8,7 @@ from support.metrics import measure
 from support.steps import make_skipped_step
 
 
-def test_what_the_step_has_is_measured_in_a_fixed_order() -> None:
+def test_values_of_the_step_are_measured_in_a_fixed_order() -> None:
     """Tensors and numbers become floats; other values of the step are no metrics."""
     step = Step(3, 9, state={"lr": 1, "loss": torch.tensor(2.5), "grad_norm": torch.tensor(0.5).double(), "losses": []})
     values = measure(Learning(), step)

@@ -37,7 +37,7 @@ def test_a_tensor_of_counts_has_no_mean() -> None:
         Mean(mesh=MESH, of="counts").update(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
 
 
-def test_an_unknown_sum_is_refused_with_those_there_are() -> None:
+def test_an_unknown_sum_is_refused() -> None:
     """The message lists the loss's sums."""
     with pytest.raises(UserError, match=r"no sum called 'hit', .*; write one of loss, hits"):
         Mean(mesh=MESH, of="hit").update(FIRST)

@@ -15,7 +15,7 @@ def _at(now: float) -> Throughput:
     return throughput
 
 
-def test_tokens_by_second_leave_out_what_went_aside() -> None:
+def test_tokens_per_second_exclude_time_aside() -> None:
     """100 tokens in 12 seconds, with 2 seconds for evaluation, are 10 a second."""
     values = measure(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
     assert values == {"tokens": 100, "tokens_per_second": 10.0}

@@ -19,7 +19,7 @@ def open_optimizer(weights: Weights, **settings: float) -> AdamW:
     return optimizer
 
 
-def test_steps_are_those_of_the_paper() -> None:
+def test_steps_equal_those_of_the_paper() -> None:
     """Two steps equal algorithm 2 of the paper, written out in float64; the vector does not decay."""
     weights = Weights()
     expected = {name: p.detach().double() for name, p in weights.named_parameters()}

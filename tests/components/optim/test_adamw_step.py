@@ -70,7 +70,7 @@ def weight_and_moments(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"amsgrad": True, "maximize": True}])
 @pytest.mark.parametrize("of_gradients", [WIDE, NARROW])
-def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype, options: dict[str, bool]) -> None:
+def test_float32_weights_equal_torch_in_float64(of_gradients: torch.dtype, options: dict[str, bool]) -> None:
     """Weights and moments after five steps are torch's in float64, to float32's rounding, by group."""
     ours = weights(WIDE)
     theirs = doubles(ours)

@@ -39,7 +39,7 @@ def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", [{}, {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5, "ns_steps": 3}])
-def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
+def test_steps_equal_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
     """Layers' matrices are bitwise equal to torch.optim.Muon's, all others but stacks to torch.optim.AdamW's."""
     ours, theirs = Weights(SHAPES, dtype), Weights(SHAPES, dtype)
     optimizer = open_optimizer(
@@ -120,7 +120,7 @@ def test_targets_without_a_matrix_are_refused() -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"ns_steps": 2, "targets": ["*.up"]}])
-def test_operations_of_an_update_are_those_that_torch_counts(how: dict[str, Any]) -> None:
+def test_operations_of_an_update_equal_the_count_of_torch(how: dict[str, Any]) -> None:
     """Products in a step are counted, for matrices in either orientation and stacks; without `open`."""
     weights = Weights(SHAPES)
     weights.give_gradients(0)

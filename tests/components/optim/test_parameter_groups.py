@@ -59,7 +59,7 @@ GROUPS = [
 ]
 
 
-def test_steps_are_those_of_torch_with_such_groups() -> None:
+def test_steps_equal_those_of_torch_with_such_groups() -> None:
     """Weights after steps, one skipped, are bitwise equal to torch's with groups written out by name."""
     ours, theirs = Weights(SHAPES), Weights(SHAPES)
     steps(open_optimizer(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)

@@ -86,7 +86,7 @@ FLOAT8 = "precision.linear='float8'"
         (('precision.linear_in_compute=["*.q_proj"]',), ["nothing to exclude", "write linear = 'float8'"]),
     ],
 )
-def test_check_refuses_recipes_that_can_not_multiply_in_float8(words: tuple[str, ...], parts: list[str]) -> None:
+def test_check_refuses_recipes_that_cannot_multiply_in_float8(words: tuple[str, ...], parts: list[str]) -> None:
     """Each mistake is one problem with a remedy, and a recipe without mistakes has none."""
     found = problems(*words)
     assert len(found) == bool(parts), found

@@ -142,7 +142,7 @@ def test_tied_weights_stay_one() -> None:
     torch.testing.assert_close(gradient_of(store.masters["weight"]), torch.full((4, 4), 2.0))
 
 
-def test_50_steps_stay_with_those_of_autocast() -> None:
+def test_50_steps_stay_close_to_autocast() -> None:
     """Losses differ from torch.autocast's, with the same masters and data, by bfloat16 rounding at most."""
     ours, theirs = network(), network()
     store = ParameterStore.of([ours], MIXED)

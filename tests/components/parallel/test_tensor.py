@@ -60,7 +60,7 @@ def _exchange_rows() -> list[dict[str, Any]]:
         processes.close()
 
 
-def test_exchanges_and_their_gradients() -> None:
+def test_exchanges_have_correct_results_and_gradients() -> None:
     """
     Ranks get the results and input gradients: sums where ranks compute different things, parts where the same. The
     third token, and the third word of a vocabulary, are alone on the second, padded rank.
@@ -109,7 +109,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
         (Embedding(1, 2, cpu_kernels()), "can't partition dimension 0 of size 1 of weight"),
     ],
 )
-def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:
+def test_indivisible_sizes_are_refused(layer: Any, message: str) -> None:
     """The message has the ranks, the size and the name."""
     with pytest.raises(UserError, match=f"mesh.tensor = 2 ranks {message}"):
         split(layer, TensorRanks(Rank(0, 2)))

@@ -47,7 +47,7 @@ def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_spikes_are_reported_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A loss far above the window is a warning; a skipped step, a small rise and a lower loss are not."""
     phase = make_phase()
     steps: list[Step] = []

@@ -81,7 +81,7 @@ def test_a_step_is_logged_as_one_line(one_rank: Any, caplog: pytest.LogCaptureFi
     assert caplog.record_tuples == [("drawloom.run", logging.INFO, line)]
 
 
-def test_a_line_has_only_what_was_measured() -> None:
+def test_a_line_has_only_measured_values() -> None:
     """Without metrics there is only the step; the validation loss follows the loss; unknown metrics are not shown."""
     step = Step(1, 2)
     assert step_line(step, {}) == "step 1/2"
@@ -212,7 +212,7 @@ class Drawn(Fixed):
 FLAT = Histogram(0.0, 1.0, (1.0, 1.0))
 
 
-def test_a_tracker_gets_what_it_declares(one_rank: Any) -> None:
+def test_a_tracker_gets_the_values_it_declares(one_rank: Any) -> None:
     """Properties once, before the first rewind; values by context; histograms. Another tracker gets plain values."""
     rich, plain = Rich(), Recorder()
     metrics = [Drawn({"loss": 1.0, "validation_loss": 2.0})]

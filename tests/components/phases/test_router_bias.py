@@ -61,8 +61,8 @@ def send(routers: Sequence[Router], *counts: int) -> None:
         router(tokens, torch.ones(tokens.shape[:2]))
 
 
-def test_biases_move_by_the_sign_of_what_is_missing_over_all_microbatches(one_rank: Any) -> None:
-    """Up for less than the mean, down for more, not for the mean itself; each step counts anew."""
+def test_biases_move_by_the_sign_of_the_missing_load(one_rank: Any) -> None:
+    """They move up below the mean load of all microbatches, down above it, not at the mean; each step counts anew."""
     first, plain, last = all_routers = routers(True, False, True)
     phase = open_phase(all_routers, one_rank, update_rate=0.25)
     send(all_routers, 5, 1, 0, 0)

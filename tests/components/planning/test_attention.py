@@ -21,8 +21,8 @@ def cut_rows(mean: int) -> Tensor:
 
 
 @pytest.mark.parametrize("mean", [20, 200, 2000])
-def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
-    """Estimated pairs, with a window and without, and microbatches with two one-document rows match really cut rows."""
+def test_estimated_pairs_match_really_cut_rows(mean: int) -> None:
+    """They match with a window and without, and for microbatches with two one-document rows."""
     ids = cut_rows(mean)
     rows = Rows(2, LENGTH, mean)
     for window in (None, 16):

@@ -12,7 +12,7 @@ from drawloom.graph import UserError
 CPU = torch.device("cpu")
 
 
-def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's cache folder has the measured rates, used in later plans; a damaged file is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

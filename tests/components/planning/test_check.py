@@ -41,7 +41,7 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
         plan_check(tmp_path, "cuda", recipe, 2).open()
 
 
-def test_the_end_says_what_was_planned_and_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_reports_planned_and_measured_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The report comes before the final tasks; the first steps and excluded seconds do not count."""
     caplog.set_level("INFO")
     node = plan_check(tmp_path, "cpu")

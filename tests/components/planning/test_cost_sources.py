@@ -42,7 +42,7 @@ def test_a_trace_gives_costs_for_any_stages() -> None:
     assert [traced.costs(2, 2).length("B", stage) for stage in range(4)] == [1, 1, 1.5, 1.5]
 
 
-def test_units_are_those_of_a_rank() -> None:
+def test_stages_share_the_units_of_a_rank() -> None:
     """Stages share them."""
     assert Units(Costs(comm=1)).costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
 

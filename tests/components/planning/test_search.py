@@ -113,8 +113,8 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
     assert _abbreviate(line) == shown
 
 
-def test_ranks_that_suit_no_mesh_are_told() -> None:
-    """Instead of an empty table; with the reason, if there is another one than the number of rows in a step."""
+def test_ranks_without_a_suitable_mesh_are_reported() -> None:
+    """The message replaces an empty table, with the reason unless it is the number of rows in a step."""
     assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
     circular = {"schedule": "pipeline.schedules.circular", "executor": "pipeline.circular.executor"}
     recipe = RECIPE.with_values({name: {"use": use} for name, use in circular.items()})

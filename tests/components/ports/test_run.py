@@ -13,7 +13,7 @@ from support.steps import LateState, late
     ("cadence", "steps"),
     [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7]), ("last", [7]), ("never", [])],
 )
-def test_steps_of_a_cadence(cadence: Cadence, steps: list[int]) -> None:
+def test_a_cadence_selects_steps(cadence: Cadence, steps: list[int]) -> None:
     """A number selects its multiples and the last step, `last` only the last step, `never` none."""
     assert [index for index in range(1, 8) if due(cadence, Step(index, 7))] == steps
 

@@ -19,7 +19,7 @@ def metrics_of(*rows: dict[str, Any]) -> Metrics:
     return metrics
 
 
-def test_a_short_series_is_kept_as_it_is() -> None:
+def test_a_short_series_is_kept_unchanged() -> None:
     """Every point has its step and its value, and no band."""
     curve = metrics_of(*({"step": step, "loss": 1 / step} for step in range(1, 241))).curves()["loss"]
     assert curve.x == list(range(1, 241)) and not curve.low and not curve.high

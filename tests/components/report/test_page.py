@@ -111,7 +111,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert "differs in" not in page([run])
 
 
-def test_what_is_the_same_in_all_runs_is_told_once(tmp_path: Path) -> None:
+def test_equal_values_of_all_runs_are_shown_once(tmp_path: Path) -> None:
     """An overview row equal in all runs has one cell; another row has a cell for each run."""
     runs = [attrs.evolve(run_in(tmp_path, steps=steps), name=name) for name, steps in (("a", 4), ("b", 8))]
     content = page(runs)

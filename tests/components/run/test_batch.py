@@ -141,7 +141,7 @@ def test_check_reports_sizes_that_do_not_fit_the_written_mesh() -> None:
     assert len(faults(8, 2, {"data_replicate": 3, "data_shard": 1})) == 1
 
 
-def test_a_mesh_without_these_settings_is_no_problem() -> None:
+def test_a_mesh_without_these_settings_is_not_checked() -> None:
     """A mesh component with other settings is not checked."""
     assert faults(8, 2, {}) == []
 

@@ -150,7 +150,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_full_disk_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a descriptor names no file by itself; the folder is free again."""
 
     def pwrite(*_: Any) -> None:

@@ -316,7 +316,7 @@ def test_without_a_checkpoint_a_step_that_goes_back_is_skipped_alone() -> None:
     assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish 3"]
 
 
-def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None:
+def test_listeners_open_before_the_phases() -> None:
     """Logs and timeouts cover the opening of data and model: only a listener's dependencies open before it."""
     graph = Recipe.load("first_run").graph
     order = graph.topological_order(["trainer"])

@@ -301,7 +301,7 @@ def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, t
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
     """Ranks read their layers under the folder's names, in their own precision; frozen weights stay frozen."""
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
@@ -313,8 +313,8 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"][rank:]
 
 
-def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """A folder without weights is a person's mistake, said in a sentence."""
+def test_a_folder_without_weights_is_refused(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """The error is one sentence for the user."""
     with pytest.raises(UserError, match="nowhere"):
         open_stages(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
 
@@ -352,7 +352,7 @@ def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: A
             open_stages(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
 
 
-def test_memory_counts_what_a_step_holds_once(one_rank: Any, job: Any) -> None:
+def test_memory_counts_every_tensor_of_a_step_once(one_rank: Any, job: Any) -> None:
     """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
     model = Blueprint()
     whole = open_stages(one_rank, job, model)

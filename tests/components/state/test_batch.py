@@ -85,7 +85,7 @@ def test_a_class_is_refused_where_it_does_not_say_how_leaves_are_divided() -> No
             weights: Tensor = leaf("rows")
 
 
-def test_a_plan_of_a_class_without_an_outline_says_what_to_write() -> None:
-    """Shapes of one's own leaves are known to their class alone."""
+def test_a_plan_of_a_class_without_an_outline_gives_a_remedy() -> None:
+    """Only a user's class knows the shapes of its leaves."""
     with pytest.raises(NotImplementedError, match=r"Clips .* define the class method outline\(rows, length\)"):
         Clips.outline(2, 3)

@@ -106,7 +106,7 @@ def test_a_folder_appears_when_done(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["export"]
 
 
-def test_vanishes_with_an_exception(tmp_path: Path) -> None:
+def test_an_exception_removes_the_folder(tmp_path: Path) -> None:
     """An exception leaves neither the target nor anything beside it."""
     with pytest.raises(OSError, match="disk full"), whole_folder(tmp_path / "export") as aside:
         (aside / "file").write_text("half")
@@ -159,7 +159,7 @@ def test_an_existing_target_is_refused(tmp_path: Path, kind: str) -> None:
     assert os.listdir(tmp_path) == ["export"]
 
 
-def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_resolved_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative target is resolved when the block begins, also if the current directory changes."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -213,7 +213,7 @@ def test_a_replaced_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monke
     assert log == ["fsync .file.tmp: old", "rename", f"fsync {tmp_path.name}: new"]
 
 
-def test_a_file_that_can_not_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk keeps the old content, and nothing beside it; a killed process's leftover is no obstacle."""
 
     def full(*_: object) -> None:

@@ -62,7 +62,7 @@ def test_a_part_is_read_with_its_blocks_alone(
     assert sorted(reads) == [(number * BLOCK, min(BLOCK, SIZE - number * BLOCK)) for number in sorted(blocks)]
 
 
-def test_what_is_read_in_order_is_read_once(path: Path, reads: list[tuple[int, int]]) -> None:
+def test_a_block_read_in_order_is_read_once(path: Path, reads: list[tuple[int, int]]) -> None:
     """Consecutive parts in one block share its single read."""
     expected = hash_file(path)
     reads.clear()

@@ -78,7 +78,7 @@ def test_a_dict_that_looks_like_a_tree_node_is_a_dict(look_alike: dict[str, Any]
     assert _same(_through_files(state), state)
 
 
-def test_views_are_saved_as_what_they_show() -> None:
+def test_views_are_saved_with_their_own_values() -> None:
     """Transposed, strided, expanded and overlapping views come back with their own values, and small ones small."""
     table = torch.arange(1000.0).reshape(10, 100)
     views = {

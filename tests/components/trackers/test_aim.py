@@ -153,7 +153,7 @@ def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_a_rewound_summary_is_that_of_the_remaining_values(make: Any, tmp_path: Path) -> None:
+def test_a_rewound_summary_covers_the_remaining_values(make: Any, tmp_path: Path) -> None:
     """Last value, maximum and minimum ignore deleted steps, also if a metric loses all."""
     first = make()
     for step, loss in enumerate([2.0, 3.0, 9.0, -9.0], start=1):

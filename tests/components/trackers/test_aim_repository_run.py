@@ -108,7 +108,7 @@ def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["repository", "run", "hparams"])
-def test_a_run_that_can_t_be_opened_is_tried_once(folder: Path, refused: str) -> None:
+def test_a_run_that_cannot_be_opened_is_tried_once(folder: Path, refused: str) -> None:
     """The first try raises, later calls do nothing, and `usable` is false."""
     aim = Aim(refuses=refused)
     run = run_of(aim, folder)

@@ -157,7 +157,9 @@ def test_other_ranks_write_nothing(one_rank: Any) -> None:
     assert tracker.noted == []
 
 
-def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_or_failing_tracker_neither_delays_nor_ends_a_run(
+    one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """A hanging tracker costs the end's waiting time, a raising one nothing; both log one warning."""
     forever = threading.Event()
     hanging = NOTES(mesh=one_rank, act=forever.wait, queue_size=2, timeout=0.1)

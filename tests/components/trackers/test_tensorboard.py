@@ -76,7 +76,7 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
     assert parameters["optimizer.betas"].string_value == "[0.9, 0.95]"
 
 
-def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_or_failing_writer_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A hanging writer costs the end's waiting time, a raising one nothing; both log one warning."""
     hanging, failing = make(queue_size=2, timeout=0.1), make()
     forever = threading.Event()

@@ -68,7 +68,7 @@ def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(module.other.weight, torch.ones(2, 2))
 
 
-def test_meta_parameters_do_not_keep_what_they_were_cut_from() -> None:
+def test_meta_parameters_do_not_keep_the_whole_tensor() -> None:
     """A parameter made from a tensor's part has memory for its own size, laid out row by row."""
     module = module_of(a=meta(2, 3), b=meta(2, 3), c=meta(4, 5))
     mapper = parallel(chunk("ab", ["a", "b"]), transpose("c", 0, 1))
@@ -117,7 +117,7 @@ def test_all_mismatches_of_a_folder_are_reported_at_once(tmp_path: Path) -> None
     assert not module.b.any()
 
 
-def test_a_group_that_can_not_be_converted_is_reported(tmp_path: Path) -> None:
+def test_a_group_that_cannot_be_converted_is_reported(tmp_path: Path) -> None:
     """Tensors that do not fit together are named before anything is read."""
     folder = folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3))
     with pytest.raises(UserError, match=r"ab can't be made of model\.a, model\.b: stack expects each tensor"):
@@ -138,7 +138,7 @@ def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
                 load_folder(folder, module, MAPPER)
 
 
-def test_through_stages(tmp_path: Path) -> None:
+def test_experts_of_a_folder_are_stacked_and_transposed(tmp_path: Path) -> None:
     """Experts stored one by one in a folder become one parameter, transposed."""
     experts = [torch.randn(3, 2) for _ in range(4)]
     names = [f"experts.{number}.up.weight" for number in range(4)]

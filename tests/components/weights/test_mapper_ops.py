@@ -86,7 +86,7 @@ def test_rename_by_pattern_never_merges() -> None:
         rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
 
 
-def test_select_child() -> None:
+def test_a_child_is_selected_by_whole_names() -> None:
     """Only names inside the child are selected: a name with the same beginning is another module."""
     mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
     assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])

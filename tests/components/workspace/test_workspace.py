@@ -186,7 +186,7 @@ def _tensors() -> dict[str, Any]:
     return {"shapes": shapes, "own": own, "numbers": numbers}
 
 
-def test_tensors() -> None:
+def test_tensors_arrive() -> None:
     """Tensors of any shape and dtype arrive, the reader's own is not copied, and no group is all processes."""
     results = run_ranks(_tensors, 2)
     assert results[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
@@ -194,7 +194,7 @@ def test_tensors() -> None:
     assert results[1] == {"shapes": expected, "own": True, "numbers": []}
 
 
-def test_one_rank_alone() -> None:
+def test_one_rank_gets_its_own_data() -> None:
     """A group of one has its own configuration, as the others' would arrive, and its own tensor."""
     with get_configs_parallel({"a": (1, 2)}, [0], SingleProcess()) as configs:
         assert configs == [{"a": (1, 2)}]
@@ -227,7 +227,7 @@ def _die_after_writing(folder: str) -> tuple[str, float]:
         return str(error), time.monotonic() - began
 
 
-def test_a_killed_writer(tmp_path: Path) -> None:
+def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
     """The others learn of it soon; its leftovers are never read, and removed when its successor begins."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_die_after_writing, 2, str(tmp_path))
@@ -241,7 +241,7 @@ def test_a_killed_writer(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_workspace_without_ranks(tmp_path: Path) -> None:
+def test_ranks_without_a_group_read_the_last_record(tmp_path: Path) -> None:
     """Without a group, a rank reads the last record of another; a rank without a record gives nothing."""
     first, second = NFSWorkspace(tmp_path / "new" / "folder", rank=0), NFSWorkspace(tmp_path / "new" / "folder", rank=1)
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
@@ -258,7 +258,7 @@ def test_a_workspace_without_ranks(tmp_path: Path) -> None:
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
 
 
-def test_a_workspace_without_a_folder() -> None:
+def test_a_workspace_without_a_folder_is_not_initialized() -> None:
     """A workspace without a path is not initialized, and its methods raise ValueError."""
     none = NFSWorkspace()
     assert not none.is_initialized

@@ -87,8 +87,8 @@ def test_an_endless_template_is_ended() -> None:
         assert time.monotonic() - begin < 20 and template._process is None
 
 
-def test_what_is_no_template_is_refused() -> None:
-    """With jinja2's reason."""
+def test_an_invalid_template_is_refused() -> None:
+    """The error quotes jinja2's reason."""
     with pytest.raises(UserError, match=r"can't be read: .*endfor"), process("{% for a in b %}"):
         pass
 

@@ -84,7 +84,7 @@ def test_tool_calls_and_tools_are_in_their_turns() -> None:
     ]
 
 
-def test_other_roles_and_weights() -> None:
+def test_any_role_can_be_trained_with_a_weight() -> None:
     """A user's turn is trained from the template's opening on, and each turn with its weight."""
     rendering = render_chat(CHATML, say("a", "b", "c", "d"), [0, 0.5, 1, 0])
     assert trained_texts(rendering) == ["b<|im_end|>", "<|im_start|>user\nc<|im_end|>"]

@@ -62,7 +62,7 @@ def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.Mon
     assert bytes(store.read(1, 0, len(TEXT)).ids.tolist()).decode() == TEXT
 
 
-def test_what_can_not_be_tokenized_is_named(tmp_path: Path) -> None:
+def test_documents_that_cannot_be_tokenized_are_named(tmp_path: Path) -> None:
     """An error of the tokenizer has the source and offset of the documents."""
     with pytest.raises(UserError, match=r"memory:0 to memory:1: can't be tokenized: .*surrogate"):
         write_shard(tmp_path, 0, Texts(("fine", "\ud800")), Bytes(), lambda read, tokens: None)

@@ -13,7 +13,7 @@ from support.stores import damage, store_of
 PARTS = [["abc", "", "de"], [], ["f" * 300]]
 
 
-def test_documents_are_those_of_all_shards(tmp_path: Path) -> None:
+def test_a_store_has_the_documents_of_all_shards(tmp_path: Path) -> None:
     """Documents count through the shards, each with its end; empty ones are dropped."""
     store = store_of(tmp_path / "store", PARTS)
     assert store.lengths.tolist() == [4, 3, 301] and store.token_count == 308

@@ -160,7 +160,7 @@ def test_ntk_scaling_needs_more_than_one_pair(kind: Literal["ntk", "dynamic"]) -
     ]
 
 
-def test_both_forms_of_rotary_positions_mean_the_same() -> None:
+def test_both_forms_of_rotary_positions_are_equal() -> None:
     """`rope_parameters` equals `rope_theta` with `rope_scaling`; a base inside `rope_scaling` counts too."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     apart = choose_architecture(DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None)

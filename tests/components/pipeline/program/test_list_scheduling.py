@@ -56,7 +56,7 @@ def test_any_policy_gives_a_valid_program_within_memory(task: Task, policy: Poli
     assert abs(makespan(task, policy) - time(program, task.costs).makespan) < 1e-6 * task.period
 
 
-def test_peaks_are_those_of_the_simulation() -> None:
+def test_peaks_equal_those_of_the_simulation() -> None:
     """With sizes of 1, the activation peak is the simulated number of stage-microbatches until weight gradients."""
     for name in ("zero_bubble_v", "dual_pipe_v", "one_f_one_b"):
         program = schedule(name).program(4, 9)

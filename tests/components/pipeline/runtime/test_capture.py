@@ -97,7 +97,7 @@ def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, ho
     assert recorder.recorded > 0
 
 
-def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both blocks in one stage are recomputed in every step, even if the model was evaluated before its first step."""
     ran: list[Any] = []
 
@@ -178,7 +178,7 @@ def test_a_pass_that_cannot_be_recorded_is_explained(recorder: Recorder, monkeyp
         steps([CASES[0]], True)
 
 
-def test_sums_begin_at_zero_or_at_what_is_there() -> None:
+def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     """All steps use the same tensor; a gradient already there is not lost."""
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)

@@ -293,7 +293,7 @@ def test_activations_of_slices_are_counted_in_their_own_unit() -> None:
     assert _peak(made.program(2, 8), _sum_per_stage(sizes, made.layers_by_stage(2, 4))) <= 8e9
 
 
-def test_what_can_not_be_is_refused_in_words() -> None:
+def test_impossible_settings_are_refused() -> None:
     """Too little memory for one microbatch, too few or unsuitable slices, and zero costs are refused."""
     with pytest.raises(UserError, match=r"memory = 0\.5: a microbatch's activations are 1 on a rank; write more"):
         Auto(memory=0.5).program(4, 8)
@@ -320,7 +320,7 @@ def test_recomputation_by_block_needs_slices_of_one_layer() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
-def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(microbatches: int) -> None:
+def test_default_memory_has_room_for_pending_weight_gradients(microbatches: int) -> None:
     """Even with more memory waiting for weight gradients than in activations, there is a program within the limit."""
     given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
     program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
@@ -328,8 +328,8 @@ def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(mi
     assert max(peaks) <= 2 * (1.0 + 9.0)
 
 
-def test_the_memory_that_is_too_little_counts_what_waits_for_weight_gradients() -> None:
-    """It is said how much is needed."""
+def test_insufficient_memory_counts_pending_weight_gradients() -> None:
+    """The error states how much memory is needed."""
     made = Auto(slices=[1.0] * 4, activations=[1.0] * 4, pending=[5.0] * 4, memory=2.0, stages_per_rank=1, trials=5)
     with pytest.raises(UserError, match="10 on a rank"):
         made.program(2, 4)

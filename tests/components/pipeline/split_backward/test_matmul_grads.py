@@ -122,7 +122,7 @@ def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
     torch.testing.assert_close([*input_grads, *(parameter.grad for parameter in parameters)], [*expected])
 
 
-def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
+def test_a_convolution_whose_bias_cannot_wait_is_not_deferred() -> None:
     """A hook on the bias needs its gradient in the first pass, so the weight's would be computed twice."""
     layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5, requires_grad=True)
     assert layer.bias is not None
@@ -207,7 +207,7 @@ MADE: dict[str, Callable[[Tensor], list[Tensor]]] = {
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("at", [0, -1])
-def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -> None:
+def test_hooks_on_tensors_computed_from_a_weight_are_called_once(name: str, at: int) -> None:
     """A hook on `w.t()` or a cast changes the weight's gradient, though only the second pass runs through it."""
     called = Counter[str]()
 

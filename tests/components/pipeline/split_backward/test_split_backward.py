@@ -196,7 +196,7 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 
 
 @pytest.mark.parametrize("name", SPLIT_BY_TORCH)
-def test_equals_torch_where_torch_is_right(name: str) -> None:
+def test_both_passes_equal_torch_where_torch_is_right(name: str) -> None:
     """Both passes give the gradients of torch.distributed.pipelining's split backward."""
     stage, inputs = make_stage(name, "torch")
     split_grads = in_two(stage, inputs)
@@ -267,7 +267,7 @@ def test_each_microbatch_can_use_other_weights(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_retained_gradients_of_activations(name: str, ops: Ops) -> None:
+def test_retained_gradients_of_activations_equal_a_full_pass(name: str, ops: Ops) -> None:
     """`retain_grad` keeps the gradients of a full pass, available after the first pass."""
     stage, inputs = make_stage(name, ops)
     kept: list[Tensor] = []
@@ -360,7 +360,7 @@ def test_changing_a_queued_activation_in_place_is_an_error(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
+def test_a_gradient_can_be_changed_in_place_before_it_is_queued(ops: Ops) -> None:
     """A gradient changed in place before it is queued, or not queued at all, gives the full pass's result."""
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
@@ -431,7 +431,7 @@ def test_any_graph_equals_a_full_pass(
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
+def test_the_first_pass_frees_tensors_weights_do_not_need(ops: Ops) -> None:
     """gate and up are freed with the first pass; their product, an input of `down`, lives until the second."""
     p = Parts(ops)
     stage = Stage(lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)), gate=p.linear(), up=p.linear(), down=p.linear())

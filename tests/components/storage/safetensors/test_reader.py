@@ -33,7 +33,7 @@ def write_shards(folder: Path, weight_map: Mapping[str, object], **files: list[s
     return folder
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_specs_are_known_before_reading(tmp_path: Path) -> None:
     """Shapes and dtypes are known before a tensor is read."""
     save_file({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
@@ -41,7 +41,7 @@ def test_single_file(tmp_path: Path) -> None:
     assert torch.equal(source.tensor("a"), torch.ones(2, 3, dtype=torch.bfloat16))
 
 
-def test_sharded(tmp_path: Path) -> None:
+def test_tensors_are_read_from_their_shards(tmp_path: Path) -> None:
     """Every tensor comes from the file named in the index."""
     weight_map = {"aaa": "x.safetensors", "b": "y.safetensors", "cc": "x.safetensors"}
     source = open_safetensors_folder(write_shards(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
@@ -49,7 +49,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """Every dtype shared by torch and safetensors is read as itself."""
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
@@ -197,7 +197,7 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     """The error names the absent file, and a tensor it should contain."""
     with pytest.raises(UserError, match=r"places 'a' in 'x\.safetensors': .*x\.safetensors can't be read"):
         open_safetensors_folder(write_shards(tmp_path, {"a": "x.safetensors"}))
@@ -211,7 +211,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
         open_safetensors_folder(tmp_path)
 
 
-def test_cut_file(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     """A truncated file is refused before a read, or during one if it is truncated later."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, path)
