@@ -30,7 +30,7 @@ CUTS = [LogitCut(), LogitCut(tile=(2, 4), max_logits=1), LogitCut(tile=(3, 4), m
 @pytest.mark.parametrize("cut", CUTS, ids=range(3))
 @pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
 def test_losses_equal_the_definition(cut: LogitCut, shape: tuple[int, ...]) -> None:
-    """Any shape, in any number of chunks, has the losses and gradients of the definition."""
+    """For any shape and number of chunks, losses and gradients follow the definition."""
     hidden, weight, targets = case(*shape)
     actual, expected = (
         losses_of(hidden, weight, targets, cut),

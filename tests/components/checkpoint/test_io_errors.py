@@ -59,7 +59,7 @@ def test_free_space_of_a_missing_folder_raises_no_second_error(tmp_path: Path) -
 
 
 class TwoMachines(SingleProcess):
-    """A group of two ranks, each of which has another disk."""
+    """A group of two ranks with different disks."""
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value, "1.00 GB"]

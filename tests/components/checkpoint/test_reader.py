@@ -180,7 +180,7 @@ def test_a_checkpoint_of_this_format_can_be_read(tmp_path: Path) -> None:
 
 
 def _many_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose tensors are in four files, the last of them without any of the first node."""
+    """Save a checkpoint with four tensor files, the last one without any tensor of the first node."""
     monkeypatch.setattr("drawloom.components.checkpoint.commit.SHARD", 100)
     state = {f"w{number}": torch.full((20,), float(number)) for number in range(3)}
     checkpointer(folder, {"a": StateNode(state), "b": StateNode({"small": torch.ones(20), "odd": None})}).save(

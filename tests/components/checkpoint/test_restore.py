@@ -264,7 +264,7 @@ def _save_slices(folder: Path) -> None:
 
 
 def _restore_slices(folder: Path) -> tuple[bool, int]:
-    """Whether a rank has its rows, and how many bytes it read of files of tensors."""
+    """Return whether a rank has its rows, and how many bytes it read from tensor files."""
     count, preadv = 0, os.preadv
 
     def read_and_count(descriptor: int, buffers: list[memoryview], offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Slices of tensors, saved in one layout of ranks and loaded in another."""
+"""Tensor slices, saved in one layout of ranks and loaded in another."""
 
 import itertools
 from typing import Any

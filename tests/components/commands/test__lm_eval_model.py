@@ -55,7 +55,7 @@ def by_hand(ids: list[int], count: int) -> float:
 
 
 def test_answers_are_in_the_order_of_requests() -> None:
-    """However texts of different lengths are put together; one without a context begins after the end of a text."""
+    """Texts with different lengths may be batched in any way; one without a context begins after an end token."""
     pairs = [("ab", "cde"), ("", "xy"), ("a", "b"), ("abc", "d")]
     answers = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
     wanted = [by_hand([*(one.encode() or [256]), *other.encode()], len(other)) for one, other in pairs]

@@ -67,10 +67,7 @@ def test_an_integer_has_a_least() -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """
-    A missing folder, an unwritable folder, a file in place of the folder, and a folder in place of the file are
-    refused.
-    """
+    """A missing or unwritable folder, a file in place of the folder, and a folder in place of the file are refused."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     commands = ["embed runs/none a.txt", "reference-logps dpo", "lm-eval r --tasks x", "plan first_run", "report r"]

@@ -162,7 +162,7 @@ def test_a_run_is_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     assert "a recipe has its own number of ranks" in run_schedule(capsys, str(tmp_path), "--ranks", "4", code=2)
 
 
-def test_a_comparison_is_of_one_model(capsys: Capture) -> None:
+def test_a_comparison_keeps_the_model(capsys: Capture) -> None:
     """Stages share the costs of a rank's layers: all schedules have the same work, on any number of ranks."""
     summaries = data(capsys, "--compare", "--ranks", "2,4", "--microbatches", "4,8", "--costs", "F=2,I=2,W=2")
     assert {(item["ranks"], item["microbatches"], item["ideal"]) for item in summaries} == {

@@ -104,7 +104,7 @@ def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any
 
 
 def _run(run: Path, **changes: Any) -> Path:
-    """A run of three steps on two ranks; `loss` and `digest` give the values of the third."""
+    """Return a run with three steps on two ranks; `loss` and `digest` are the third step's values."""
     rows = [{"step": step, "loss": step / 3, "memory": changes.get("memory", 1)} for step in (1, 2, 3)]
     rows[2]["loss"] = changes.get("loss", 1.0)
     digests = {"stages": "a", "stages/w": "b", "optimizer/w": "c", "aim": "d"}

@@ -57,7 +57,7 @@ def open_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
 
 def model_folder(path: Path, model_type: str, declared: str | None = None) -> Path:
-    """A folder with the `config.json` of a family, and perhaps with a declared class of tokenizer."""
+    """Return a folder with a family's `config.json`, and perhaps with a declared tokenizer class."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
     if declared is not None:

@@ -1,4 +1,4 @@
-"""Rows of examples of one's own."""
+"""Rows of user-defined examples."""
 
 import json
 import pickle

@@ -41,7 +41,9 @@ def trained_texts(made: Conversations) -> list[str]:
 
 
 def test_lines_of_all_forms_are_read(tmp_path: Path) -> None:
-    """Messages, prompts and completions of text or of messages; a message's own weight comes before its role's."""
+    """
+    Lines have messages, or prompts and completions as text or messages; a message's own weight precedes its role's.
+    """
     quiet = [*say("a", "b"), {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 0}]
     made = corpus(
         tmp_path,
@@ -84,7 +86,7 @@ def test_roles_have_weights(tmp_path: Path) -> None:
 
 
 def test_a_line_without_an_answer_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A mask of zeros would train on nothing without a word; a corpus of such lines is refused."""
+    """With all weights zero nothing would be trained, silently; a corpus with only such lines is refused."""
     with caplog.at_level(logging.INFO, "drawloom.data"):
         made = corpus(tmp_path, {"messages": say("a")}, {"messages": say("a", "b")})
     assert trained_texts(made) == ["b<|im_end|>"]

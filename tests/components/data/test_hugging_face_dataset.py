@@ -22,7 +22,7 @@ def test_splits_come_from_the_data_sets(tmp_path: Path) -> None:
 
 
 def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
-    """A folder of one data set has no names of splits."""
+    """A folder with one data set has no split names."""
     write_dataset(tmp_path / "saved", "text")
     corpus = HuggingFaceDataset(path=tmp_path / "saved" / "test", validation_fraction=0.0, field="other")
     assert list(corpus.documents("train")) == ["0", "1", "2", "3", "4"]

@@ -103,7 +103,7 @@ def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eos", ["<end>", {"content": "<end>", "special": True}])
 def test_a_folder_says_its_end_token(eos: Any, tmp_path: Path) -> None:
-    """A folder is read as its file is, and the end is the one of tokenizer_config.json, in both of its forms."""
+    """A folder is read like its file, and the end token comes from tokenizer_config.json, in both of its forms."""
     write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     tokenizer = HuggingFaceTokenizer(path=tmp_path)

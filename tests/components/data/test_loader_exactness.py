@@ -111,7 +111,7 @@ class Runs(RuleBasedStateMachine):
         return loaders
 
     def _names(self, loaders: list[Loader]) -> list[list[int]]:
-        """The tokens of the rows of a step, in order."""
+        """Return the tokens in a step's rows, in order."""
         batches = chain.from_iterable(loader.next_step() for loader in loaders)
         return [row for batch in batches for row in token_batch(batch, "test").tokens.tolist()]
 
@@ -167,7 +167,7 @@ class Mixtures(Runs):
 
     @invariant()
     def each_source_continues(self) -> None:
-        """Compare the rows of all sources so far with the beginning of their orders alone."""
+        """Compare all sources' rows so far with the beginning of their orders alone."""
         if not hasattr(self, "step"):
             return
         names = [row[0] for step in self.reference[: self.step] for row in step]

@@ -1,4 +1,4 @@
-"""Preferences as a corpus of pairs of documents."""
+"""Preferences: a corpus of document pairs."""
 
 import json
 from pathlib import Path

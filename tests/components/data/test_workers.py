@@ -85,7 +85,7 @@ def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
 
 
 def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
-    """Ctrl-C signals every process of the terminal; the run still needs the batches of its last step."""
+    """Ctrl-C signals every process in the terminal; the run still needs the batches for its last step."""
     with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(ones(), 1, timeout=30)
         next(batches)

@@ -44,7 +44,7 @@ def test_bits_equal_the_published_sequence() -> None:
 
 
 def test_numbers_never_change() -> None:
-    """The first numbers and a checksum of many are fixed: the initial weights of every later version depend on them."""
+    """The first numbers and a checksum over many are fixed: initial weights in every later version depend on them."""
     numbers = draw_normal(300, 200, key=7, std=0.02)
     assert (
         hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
@@ -119,7 +119,7 @@ def test_parameters_are_independent() -> None:
 
 
 def test_pairs_fill_the_square(many: Tensor) -> None:
-    """Pairs of neighbours are evenly distributed over the 32 x 32 cells of their quantiles (chi-square, four sigma)."""
+    """Neighbouring pairs are evenly distributed over the 32 x 32 cells of their quantiles (chi-square, four sigma)."""
     cells = (torch.special.ndtr(many.flatten()) * 32).long().clamp(0, 31).view(-1, 2)
     counts = (cells[:, 0] * 32 + cells[:, 1]).bincount(minlength=1024).double()
     expected = counts.sum() / 1024
@@ -129,7 +129,7 @@ def test_pairs_fill_the_square(many: Tensor) -> None:
 
 @given(st.data())
 def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
-    """A slice of any tensor, with any strides and cut into any chunks, equals the same part of the whole."""
+    """A tensor's slice, with any strides and cut into any chunks, equals the same part of the whole."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     key, whole = data.draw(KEYS), torch.empty(shape)
     fill_normal(whole, key, 0.5)

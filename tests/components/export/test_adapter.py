@@ -128,7 +128,7 @@ def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
 
 
 def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path, one_rank: Any) -> None:
-    """Other tools read ends of names; a part of the layers is named whole."""
+    """Other tools read the ends of names; if only some layers are adapted, the names are whole."""
     export(tmp_path, one_rank.world, dense(), lora("q_proj", "layers.1.*.v_proj"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text("utf-8"))
     assert config["target_modules"] == ["model.layers.1.self_attn.v_proj", "q_proj"]

@@ -55,6 +55,6 @@ class OneStage:
 
 
 def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
-    """The report of a rank has shape and dtype of every parameter."""
+    """A rank's report has shape and dtype of every parameter."""
     tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
     assert holding(parameters_by_name(OneStage())) == {"tensors": tensors}

@@ -1,4 +1,4 @@
-"""Clipping groups of parameters by norms of any order, against torch's on the whole gradients."""
+"""Clipping parameter groups by norms of any order, compared with torch's on the whole gradients."""
 
 from typing import Any
 

@@ -34,8 +34,8 @@ from support.qwen3 import cpu_kernels, kernels_on
 
 
 @pytest.mark.parametrize("port", [Kernels, ExpertKernels])
-def test_fits_its_ports(port: type) -> None:
-    """The component keeps the promises of both kinds of kernels."""
+def test_auto_fits_its_ports(port: type) -> None:
+    """The component keeps the contracts for both kinds of kernels."""
     assert find_mismatches(AutoKernels, port) == []
 
 

@@ -120,7 +120,7 @@ def test_check_accepts_phases_without_a_step_and_up_to_the_last(phases: str) -> 
 
 
 def test_check_leaves_phases_in_tokens_of_a_growing_batch_to_the_run() -> None:
-    """With a ramp the step of a number of tokens is not in the settings, so nothing is refused."""
+    """With a ramp the settings do not determine the step for a number of tokens, so nothing is refused."""
     words = ("lr.phases=[{ until_tokens = 100_000, to = 1.0 }]", "lr.batching=@batch", "lr.rows=@packing")
     ramp = "batch.ramp=[{ size = 32, until_step = 2 }]"
     assert not Recipe.load("first_run", "trainer.steps=10", *words, ramp).check()

@@ -32,7 +32,7 @@ def factors(lr: AfterWarmup, total: int) -> list[float]:
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_factors_equal_those_of_transformers(name: str) -> None:
-    """They agree step by step, for a warm-up of 4 steps and, if there is one, a decay of 5, and for percentages."""
+    """They agree step by step, for a warm-up of 4 steps, with and without a decay of 5, and for percentages."""
     from transformers import optimization  # takes seconds
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)

@@ -1,4 +1,4 @@
-"""Memory at the start of a run, and out of memory."""
+"""Memory at a run's start, and out of memory."""
 
 import logging
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Sizes:
 
 
 def report(mesh: Any, schedules: Any = None, **sizes: Any) -> MemoryReport:
-    """A report of one user; nodes have names of their own."""
+    """Return a report for one user; nodes have names of their own."""
     made = Sizes(**sizes)
     parts: Any = {"batching": Every({"rows": made}), "precision": Every({"dtypes": made}), "stages": Every({"s": made})}
     parts |= {"data": Every({"packing": made}), "schedules": schedules or Every({})}

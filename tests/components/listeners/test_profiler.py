@@ -76,7 +76,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def spans(trace_events: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Begin and end of the ranges of a name."""
+    """Return begin and end of the ranges with a name."""
     ranges = [event for event in trace_events if event.get("name") == name and event.get("ph") == "X"]
     return [(event["ts"], event["ts"] + event["dur"]) for event in ranges if event.get("cat") == "user_annotation"]
 

@@ -69,7 +69,7 @@ def test_accuracy_counts_the_likeliest_targets() -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_top_k_accuracy_counts_targets_among_the_greatest_logits(k: int) -> None:
-    """The weights of the tokens whose target is in torch.topk of their logits are summed, in any chunks."""
+    """The metric sums the weights of tokens whose target is in torch.topk of their logits, in any chunks."""
     case = sample()
     _, _, sums = NextToken(top_k=k, accuracy=True).loss(case.hidden, case.head(), case.batch)
     is_hit = (case.logits().topk(k).indices == case.batch.targets.unsqueeze(-1)).any(-1)

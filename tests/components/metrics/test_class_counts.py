@@ -84,7 +84,9 @@ def test_counts_grow_past_the_integers_of_float32() -> None:
 
 
 def test_auroc_is_the_share_of_pairs_in_order() -> None:
-    """Over all pairs of both labels, half where scores are equal; exact if scores of a bin are equal."""
+    """
+    It is the share over all pairs with different labels, half for equal scores; exact if a bin's scores are equal.
+    """
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(20, (300,), generator=generator)
     labels = torch.randint(20, (300,), generator=generator) < values

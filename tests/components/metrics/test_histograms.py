@@ -58,7 +58,7 @@ def open_metric(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
 
 
 def distributions(metrics: Sequence[Histograms], step: Step) -> dict[str, Histogram]:
-    """Return the histograms of a step after its phase, from the parts of all ranks."""
+    """Return a step's histograms after its phase, from the parts of all ranks."""
     totals = combine(metrics[0].accumulators, [metric.update(step) for metric in metrics])
     return dict(metrics[0].distributions(totals, step))
 

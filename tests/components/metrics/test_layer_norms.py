@@ -13,7 +13,7 @@ from support.weights import Weights
 
 
 def weights(**values: tuple[float, float | None]) -> dict[str, nn.Parameter]:
-    """Parameters of two equal numbers, with gradients of two equal numbers."""
+    """Return parameters with two equal numbers, and gradients with two equal numbers."""
     parameters = {}
     for name, (value, grad) in values.items():
         parameters[name.replace("__", ".")] = parameter = nn.Parameter(torch.full((2,), value))

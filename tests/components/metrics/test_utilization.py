@@ -23,7 +23,7 @@ from support.metrics import combine
 
 @attrs.frozen
 class Counted:
-    """A model of 10 operations by token and weight, and 100 and 1000 by pair, without a window and with one of 2."""
+    """A model with 10 operations by token and weight, and 100 and 1000 by pair, without a window and with one of 2."""
 
     def forward_flops(self) -> ForwardFlops:
         return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})

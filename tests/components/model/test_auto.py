@@ -72,7 +72,7 @@ def test_a_folder_of_an_unknown_model_is_refused(config: Any, text: str, tmp_pat
 
 
 def lacking(*words: str) -> list[str]:
-    """Return the problems and warnings of fine-tuning, including those of the machine."""
+    """Return fine-tuning's problems and warnings, including the machine's."""
     recipe = Recipe.load("finetune", f'corpus.paths=["{Path(__file__)}"]', *words)
     try:
         return [str(problem) for problem in recipe.check()]

@@ -49,7 +49,7 @@ def gemma(kind: str) -> Gemma3:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients equal those of transformers."""
+    """Logits, packed documents' losses and gradients equal those of transformers."""
     assert_equal_to_transformers(gemma(kind))
 
 
@@ -82,7 +82,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def test_an_older_config_has_its_layer_types_from_a_pattern(tmp_path: Path) -> None:
-    """Configs of transformers 4 have sliding_window_pattern and rope_local_base_freq instead of tables."""
+    """Configs from transformers 4 have sliding_window_pattern and rope_local_base_freq instead of tables."""
     old = {"layer_types": "-", "rope_parameters": "-", "sliding_window_pattern": 2}
     config = read_config(GEMMA3, write(tmp_path, rope_theta=300.0, rope_local_base_freq=20.0, **old))
     assert [config.window_of(layer) for layer in (0, 1)] == [4096, None]

@@ -52,7 +52,7 @@ def gpt_oss(kind: str, **changes: Any) -> GptOss:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients, including those of sinks and biases, equal transformers'."""
+    """Logits, packed documents' losses and gradients, also for sinks and biases, equal transformers'."""
     assert_equal_to_transformers(gpt_oss(kind))
 
 

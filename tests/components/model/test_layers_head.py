@@ -30,7 +30,7 @@ def test_mean_logits_equal_the_mean_of_all_logits() -> None:
 
 
 def test_chunks_of_logits_equal_all_logits_at_once() -> None:
-    """With any bound on the bytes of a chunk, a function of logits has the same results and gradients."""
+    """With any bound on a chunk's bytes, a function of logits has the same results and gradients."""
     case = sample()
     inputs = case.hidden, case.weight
     expected = squared_distance(case.logits().flatten(0, 1), case.batch.targets.flatten()).view(3, 5)

@@ -1,4 +1,4 @@
-"""Rows of new tokens beside the table of embedding and head."""
+"""Rows for new tokens beside the table of embedding and head."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[Decoder
 
 
 def base(folder: Path, tied: bool) -> dict[str, Any]:
-    """Return the tensors of a folder of a model with 29 ids."""
+    """Return the tensors in a folder whose model has 29 ids."""
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
     write_folder(folder, model, OneStage(whole(model)))

@@ -55,7 +55,7 @@ def loaded(model: Transformers) -> Any:
 
 @pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4_moe", "gpt_oss", "starcoder2"])
 def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Losses of packed documents, and the gradient of every parameter, equal those of each document alone."""
+    """Packed documents' losses, and the gradient of every parameter, equal those of each document alone."""
     model, reference = saved(tmp_path, model_type)
     model.check_machine()
     module = loaded(model)
@@ -166,7 +166,7 @@ def loaded_names(model: Transformers) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_native_family_is_recommended(tmp_path: Path) -> None:
-    """For a folder of a family of drawloom, a warning recommends the faster component."""
+    """If drawloom has the folder's family, a warning recommends the faster component."""
     config = small_config("llama")
     config.vocab_size = 300
     config.save_pretrained(tmp_path)

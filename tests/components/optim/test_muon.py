@@ -63,7 +63,7 @@ def test_steps_equal_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def test_maximizing_is_minimizing_the_negative() -> None:
-    """Steps up the gradients are steps down their negatives, of matrices and of all others."""
+    """Steps up the gradients are steps down their negatives, for matrices and for all others."""
     up, down = Weights(SHAPES), Weights(SHAPES)
     climbing, falling = open_optimizer(up, maximize=True), open_optimizer(down)
     for number in (1, 2, 3):

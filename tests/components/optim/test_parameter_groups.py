@@ -1,4 +1,4 @@
-"""Parameter groups of optimizers, by patterns of names."""
+"""Optimizers' parameter groups, by name patterns."""
 
 import copy
 import re

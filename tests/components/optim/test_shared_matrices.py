@@ -38,7 +38,7 @@ def matrices() -> dict[str, Tensor]:
 
 
 def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
-    """Return this rank's slices of the results, and its numbers of orthogonalized elements."""
+    """Return this rank's slices of the results, and its number of orthogonalized elements."""
     elements: list[int] = []
 
     def count_and_orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:

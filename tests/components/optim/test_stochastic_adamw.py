@@ -26,7 +26,7 @@ SHAPES = {"matrix": (4, 6), "vector": (6,)}
 
 
 def narrow_weights(*names: str) -> Weights:
-    """A matrix and a vector of bfloat16 to train, or one of them."""
+    """Return a bfloat16 matrix and vector to train, or one of them."""
     return Weights({name: SHAPES[name] for name in names or SHAPES}, torch.bfloat16, DEVICE)
 
 
@@ -187,7 +187,7 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @given(st.data())
 def test_rows_of_a_slice_have_their_index_in_the_whole(data: st.DataObject) -> None:
-    """A box of a tensor has the indices of its rows; one whose rows are not equally far apart is refused."""
+    """A tensor's box has the indices of its rows; one whose rows are not equally far apart is refused."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     offsets = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     size = tuple(data.draw(st.integers(1, length - at)) for length, at in zip(shape, offsets, strict=True))

@@ -32,7 +32,7 @@ def test_every_kernel_is_launched_as_by_the_jit() -> None:
 
 
 def test_kinds_distinguish_the_same_arguments_as_the_jit() -> None:
-    """Numbers of 32, 64 and unsigned 64 bits, 1, multiples of 16, dtypes and aligned addresses are distinguished."""
+    """Integers (32, 64 and unsigned 64 bits), 1, multiples of 16, dtypes and aligned addresses are distinguished."""
     numbers = [1, 0, 16, 3, 2**31 - 1, -(2**31), 2**31, 2**31 + 1, 2**63, 2**63 + 1]
     kinds = [kind_of(number) for number in numbers]
     assert kinds[1] == kinds[2] == kinds[5] and kinds[3] == kinds[4]

@@ -118,7 +118,7 @@ def test_equal_small_views_are_copied_once() -> None:
 
 
 def test_plain_values_and_containers_are_copied() -> None:
-    """Later changes of the state do not change the copy; types of values are kept."""
+    """Later changes in the state do not change the copy; values keep their types."""
     state: dict[Any, Any] = {"a": [1, {"b": 2.5}], "c": (True, None), "d": OrderedDict(e="f"), "g": b"h", 3: 1j}
     staged = stage_and_copy(state)
     state["a"][1]["b"] = 0

@@ -1,4 +1,4 @@
-"""Rows of pieces of documents, compared with a loop over tokens."""
+"""Rows made of document pieces, compared with a loop over tokens."""
 
 from collections.abc import Sequence
 

@@ -78,7 +78,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
-    """A file of the same size and time of modification, but other content, differs from the one before."""
+    """A file with the same size and modification time, but other content, differs from the one before."""
     path = tmp_path / "a"
     path.write_text("one")
     before = find([str(path)])

@@ -63,7 +63,7 @@ def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_documents_that_cannot_be_tokenized_are_named(tmp_path: Path) -> None:
-    """An error of the tokenizer has the source and offset of the documents."""
+    """A tokenizer's error gets the documents' source and offset."""
     with pytest.raises(UserError, match=r"memory:0 to memory:1: can't be tokenized: .*surrogate"):
         write_shard(tmp_path, 0, Texts(("fine", "\ud800")), Bytes(), lambda read, tokens: None)
 

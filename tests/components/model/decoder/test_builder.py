@@ -60,7 +60,7 @@ def test_initial_values_depend_on_name_and_seed() -> None:
 
 @pytest.mark.parametrize("make", [dense, sparse])
 def test_a_slice_starts_as_in_the_whole_parameter(make: Callable[..., DecoderBuilder]) -> None:
-    """Slices of rows, columns or experts have the numbers of the whole parameter."""
+    """Slices along rows, columns or experts have the whole parameter's numbers."""
     model = make()
     whole = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in whole.named_parameters():

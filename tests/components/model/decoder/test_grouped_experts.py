@@ -73,7 +73,7 @@ def model_of(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients equal those of transformers."""
+    """Logits, packed documents' losses and gradients equal those of transformers."""
     assert_equal_to_transformers(model_of(kind))
 
 
@@ -128,7 +128,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
-    """A config with the model_type of Kimi K2 is read as one of DeepSeek V3."""
+    """A config with Kimi K2's model_type is read as DeepSeek V3."""
     read = read_config(DEEPSEEK_V3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
     assert read == model_of("deepseek_v3").architecture
 

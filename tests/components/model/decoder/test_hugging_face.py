@@ -78,7 +78,7 @@ def test_experts_saved_by_transformers_are_read(tmp_path: Path, transformers: An
 
 
 def test_transformers_reads_all_numbers_of_our_experts(transformers: Any) -> None:
-    """All numbers of the experts arrive in transformers' config, except the switch of the balancing loss."""
+    """All numbers for the experts arrive in transformers' config, except the switch of the balancing loss."""
     model = sparse(
         num_hidden_layers=4,
         decoder_sparse_step=2,
@@ -159,7 +159,7 @@ STRETCHES = [
 
 @pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
 def test_rope_scaling_survives_transformers(tmp_path: Path, rope: RopeScaling, transformers: Any) -> None:
-    """The scaling of positions is read again from our config, and from transformers' copy of our config."""
+    """Scaled positions are read again from our config, and from transformers' copy of it."""
     for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
         model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
@@ -169,9 +169,7 @@ def test_rope_scaling_survives_transformers(tmp_path: Path, rope: RopeScaling, t
 
 
 def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
-    """
-    Hugging Face has no static NTK: its model of the export has the frequencies of the published formula, like ours.
-    """
+    """Hugging Face has no static NTK: its model of the export has the published formula's frequencies, like ours."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     model = dense(rope_scaling=RopeScaling(rope_type="ntk", factor=3.0), rope_theta=500.0)
@@ -198,7 +196,7 @@ def test_the_older_form_of_rope_scaling_is_read(tmp_path: Path, transformers: An
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_the_original_length_at_the_top_takes_precedence(kind: str, tmp_path: Path, transformers: Any) -> None:
-    """As in transformers, the length outside of `rope_scaling` is used instead of the one inside, if any."""
+    """As in transformers, the length outside `rope_scaling` is used instead of the one inside, if any."""
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     for within in ({}, {"original_max_position_embeddings": 16}):
         scaling = {"type": kind, "factor": 4.0, **bounds, **within}

@@ -45,7 +45,7 @@ both = pytest.mark.parametrize(
 
 
 def built(model: DecoderBuilder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
-    """Return the modules of spans, with the weights of the whole model under the same names."""
+    """Return the modules for spans, with the whole model's weights under the same names."""
     state = weights.state_dict()
     modules = [model.build(span) for span in spans]
     for module in modules:

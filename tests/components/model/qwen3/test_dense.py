@@ -230,7 +230,7 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
 
 
 def test_constructor_reads_nothing() -> None:
-    """A missing config is an error of use, not of construction."""
+    """A missing config is an error in use, not in construction."""
     model = Qwen3Dense(kernels=cpu_kernels(), config="/nowhere/config.json")  # type: ignore[arg-type]
     assert model.config is not None
 

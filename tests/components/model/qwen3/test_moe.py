@@ -146,7 +146,7 @@ def test_balance_gradients_equal_those_of_transformers(normalised: bool) -> None
 
 
 def test_balance_averages_over_layers_and_tokens() -> None:
-    """Over rows and layers, it is the mean of transformers' loss, weighted by the tokens of a row."""
+    """Over rows and layers, it is the mean of transformers' loss, weighted by a row's tokens."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling  # takes seconds
 
     torch.manual_seed(2)
@@ -165,7 +165,7 @@ def test_balance_averages_over_layers_and_tokens() -> None:
 
 
 def test_balance_does_not_depend_on_microbatches() -> None:
-    """Gradients of single rows add up to the gradients of all rows at once."""
+    """Gradients for single rows add up to the gradients for all rows at once."""
     model = sparse(router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model).double(), random_rows(model, 4, 9)
     losses_of(module, tokens, one_document(4, 9), targets).sum().backward()
