@@ -69,7 +69,7 @@ def test_gradients_are_as_precise_as_one_rounding_of_each_operand() -> None:
 
 
 def test_exact_operands_equal_bfloat16() -> None:
-    """Small integers times a power of two for each row lose nothing: results and gradients equal those in bfloat16."""
+    """Small integers times a power of two for each row lose nothing: results and gradients are as in bfloat16."""
     leaves = [torch.randint(-4, 5, (rows, 32)).bfloat16() for rows in (48, 16)]
     for leaf in leaves:
         leaf *= torch.exp2(torch.randint(-3, 3, (len(leaf), 1)))

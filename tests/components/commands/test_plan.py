@@ -42,8 +42,8 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
     )
     assert time.process_time() - began < 20  # torch's compiler is imported, too; a quiet machine takes 3 s
     assert len(printed_plan["peak_memory_bytes"]) == printed_plan["ranks"] == 1024
-    assert [printed_plan["peak_memory_bytes"][each * 256] for each in range(4)] == [
-        each["peak"] for each in printed_plan["memory"]
+    assert [printed_plan["peak_memory_bytes"][stage * 256] for stage in range(4)] == [
+        row["peak"] for row in printed_plan["memory"]
     ]
     for memory in printed_plan["memory"]:
         kinds = [*memory["kept"].values(), *memory["activations"].values(), *memory["buffers"].values()]

@@ -259,14 +259,19 @@ def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: C
         "--costs",
         "unshard=1,reduce=1",
     )
-    stage = [[each["action"] for each in rank] for rank in data(capsys, *words, "mesh.data_shard=2")["shard_actions"]]
+    stage = [
+        [action["action"] for action in rank] for rank in data(capsys, *words, "mesh.data_shard=2")["shard_actions"]
+    ]
     assert stage == [["0UNSHARD0", "0REDUCE_GRAD3"], ["1UNSHARD0", "1REDUCE_GRAD3"]]
     by_layer = data(capsys, *words, "mesh.data_shard=2", "stages.reshard_after_forward=true")["shard_actions"]
     replicas = data(capsys, *words, "mesh.data_replicate=2", "stages.sync_each_microbatch=true")["shard_actions"]
-    assert [[each["action"] for each in rank] for rank in by_layer] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
-    assert [[each["action"] for each in rank] for rank in replicas] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
-    each = data(capsys, *words, "mesh.data_shard=2", "stages.sync_each_microbatch=true")["shard_actions"]
-    assert [action["action"] for action in each[0]][1:] == [*(f"0REDUCE_SCATTER{n}" for n in range(3)), "0REDUCE_GRAD3"]
+    assert [[action["action"] for action in rank] for rank in by_layer] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
+    assert [[action["action"] for action in rank] for rank in replicas] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
+    by_microbatch = data(capsys, *words, "mesh.data_shard=2", "stages.sync_each_microbatch=true")["shard_actions"]
+    assert [action["action"] for action in by_microbatch[0]][1:] == [
+        *(f"0REDUCE_SCATTER{n}" for n in range(3)),
+        "0REDUCE_GRAD3",
+    ]
     assert data(capsys, *words[:-2])["shard_actions"] == []
     named = data(capsys, "one_f_one_b", "--ranks", "2", "--microbatches", "4", "--costs", "unshard=1")
     assert (

@@ -28,9 +28,9 @@ def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> TokenBatch:
     """Return rows with documents of these lengths, and padding; `weights` (rows, length) where there is a target."""
     batch = sample().batch
     documents, targets = torch.empty_like(batch.tokens), batch.targets.clone()
-    for row, each in enumerate(lengths):
-        rest = documents.shape[1] - sum(each)
-        counts = torch.tensor([*each, rest])
+    for row, parts in enumerate(lengths):
+        rest = documents.shape[1] - sum(parts)
+        counts = torch.tensor([*parts, rest])
         documents[row] = torch.repeat_interleave(torch.arange(len(counts)), counts)
         if rest:
             targets[row, -rest:] = IGNORE_INDEX

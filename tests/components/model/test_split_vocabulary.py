@@ -77,7 +77,7 @@ def test_the_export_is_one_table_that_computes_the_same(
     written = load_file(tmp_path / "export/model.safetensors")
     assert ("lm_head.weight" in written) != tied and written["model.embed_tokens.weight"].shape == (size, 24)
     plain = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export").builder
-    theirs = twin(plain, {name: torch.nn.Parameter(each) for name, each in written.items()})
+    theirs = twin(plain, {name: torch.nn.Parameter(tensor) for name, tensor in written.items()})
     ids, targets = torch.randint(size, (2, 2, 9))
     logits = logits_of(module, ids, one_document(2, 9))
     torch.testing.assert_close(logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)

@@ -64,8 +64,8 @@ def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
 def test_sums_are_rounded_once(small: int) -> None:
     """Ranks get their slices' float32 sums over all ranks, rounded to bfloat16, sent alone or packed."""
     all_ranks = [_gradients(rank) for rank in range(3)]
-    exact = [torch.stack([each.float() for each in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
-    assert any((each == 258.0).any() for each in exact)
+    exact = [torch.stack([part.float() for part in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
+    assert any((tensor == 258.0).any() for tensor in exact)
     for rank, sums in enumerate(run_ranks(_sum_gradients, 3, small, torch.bfloat16)):
         for mine, whole in zip(sums, exact, strict=True):
             expected = slice_of(whole, rank, 3).flatten()

@@ -42,8 +42,8 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = device_model("cpu")
     every = search(recipe, device, 2)
-    overlays = [(tomli.loads(each.overlay), each.plan) for each in every]
-    [(overlay, planned)] = [each for each in overlays if each[0].get("schedule", {}).get("use", "").endswith(".auto")]
+    overlays = [(tomli.loads(candidate.overlay), candidate.plan) for candidate in every]
+    [(overlay, planned)] = [pair for pair in overlays if pair[0].get("schedule", {}).get("use", "").endswith(".auto")]
     assert len(overlay["schedule"]["slices"]) == 5
     again = plan(recipe.with_values(overlay), device, 2)
     assert again.time.seconds == planned.time.seconds

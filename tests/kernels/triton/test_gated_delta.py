@@ -73,14 +73,14 @@ def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool]
 
 @pytest.mark.parametrize(("case", "dtype"), [*product(CASES, DTYPES)])
 def test_triton_equals_eager(case: str, dtype: torch.dtype) -> None:
-    """For any borders, widths, head groups and states, results and gradients equal those in float64."""
+    """For any borders, widths, head groups and states, results and gradients are as in float64."""
     compare(CASES[case], dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), [*product(WIDE, DTYPES)])
 def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype) -> None:
-    """Results and gradients at the widths of models, on a GPU, equal those in float64."""
+    """Results and gradients at the widths of models, on a GPU, are as in float64."""
     compare(WIDE[case], dtype)
 
 

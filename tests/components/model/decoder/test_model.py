@@ -215,7 +215,12 @@ def test_stages_pass_hidden_states_on_with_gradients(model: Qwen3Dense, document
     one, two = total(module(tokens, shared)), total(stages[1](stages[0](tokens, shared), shared))
     torch.testing.assert_close(one, two)
     torch.autograd.backward([one, two])
-    actual = {name: each.grad for stage in stages for name, each in stage.named_parameters() if each.grad is not None}
+    actual = {
+        name: parameter.grad
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if parameter.grad is not None
+    }
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not name.startswith("lm_head") and "embed_tokens" not in name:
             torch.testing.assert_close(actual[name], parameter.grad)

@@ -145,7 +145,7 @@ def test_softmax_over_chosen_experts_equals_normalized_softmax() -> None:
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_losses_change_only_gradients(kind: str) -> None:
-    """Weights are the same with losses; gradients differ by those of both losses, for normalized scores."""
+    """Weights are the same with losses; gradients differ by both losses' gradients, for normalized scores."""
     made = router(ROUTINGS[kind])
     hidden, tokens = torch.randn(3, 7, 5, dtype=torch.float64), torch.rand(3, 7)
     plain = made(hidden, tokens)[1]

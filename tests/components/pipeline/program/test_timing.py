@@ -71,7 +71,7 @@ def test_a_table_has_costs_of_each_stage() -> None:
 
 @pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_1p", "gpipe", "v_min"])
 def test_many_costs_at_once_equal_single_ones(name: str) -> None:
-    """The makespans equal those with single tables."""
+    """The makespans equal a single table's."""
     program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
     lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
     makespans = ManyTimings(program, 0.3).makespans(lengths)

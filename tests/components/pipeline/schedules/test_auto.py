@@ -207,9 +207,9 @@ def test_the_stage_with_a_head_has_fewer_layers() -> None:
     made = Auto(slices=slices, stages_per_rank=1, microbatches=16, trials=20)
     sizes = made.layers_by_stage(4, 12)
     assert sizes[-1] == min(sizes) < 3
-    lengths = [_sum_per_stage(slices, each) for each in (sizes, (3, 3, 3, 3))]
-    ours, other = ([[f, 2 * f, f, f] for f in each] for each in lengths)
-    best = min(_makespan(each.program(4, 16), other, 0.0) for each in list_published(1))
+    lengths = [_sum_per_stage(slices, layers) for layers in (sizes, (3, 3, 3, 3))]
+    ours, other = ([[f, 2 * f, f, f] for f in stages] for stages in lengths)
+    best = min(_makespan(schedule.program(4, 16), other, 0.0) for schedule in list_published(1))
     assert _makespan(made.program(4, 16), ours, 0.0) < 0.9 * best
 
 
