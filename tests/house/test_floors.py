@@ -1,8 +1,8 @@
 """
 Allowed imports between folders.
 
-Read FLOORS from the ground up: a folder may import itself, the folders named beside it, and those third parties; the
-standard library is free to all. No subject imports another: they meet in `ports`, and the recipe introduces them.
+Read FLOORS from the ground up: a folder may import itself, the folders named beside it, and the listed third parties;
+the standard library is free to all. No subject imports another: they meet in `ports`, and the recipe introduces them.
 A new folder under components/ is born a subject.
 """
 

@@ -68,8 +68,8 @@ def test_gradients_are_as_precise_as_one_rounding_of_each_operand() -> None:
     assert relative_error(grad_weight, exact_weight) < 0.045
 
 
-def test_exact_operands_give_the_bits_of_bfloat16() -> None:
-    """Small integers times a power of two for each row lose nothing: results and gradients are those of bfloat16."""
+def test_exact_operands_equal_bfloat16() -> None:
+    """Small integers times a power of two for each row lose nothing: results and gradients are as in bfloat16."""
     leaves = [torch.randint(-4, 5, (rows, 32)).bfloat16() for rows in (48, 16)]
     for leaf in leaves:
         leaf *= torch.exp2(torch.randint(-3, 3, (len(leaf), 1)))
@@ -223,7 +223,7 @@ def test_other_dtypes_and_widths_are_refused() -> None:
 
 
 def test_modules_with_rounded_inputs_can_be_copied() -> None:
-    """Rounded rows belong to a tensor of one pass, and do not hinder copies of modules."""
+    """Rounded rows belong to a tensor in one pass, and do not hinder copies of modules."""
     module = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     linear_float8_eager(draw(4, 16), module.weight)
     assert torch.equal(copy.deepcopy(module).weight, module.weight)

@@ -126,7 +126,7 @@ class _Pair:
 
 
 def filter_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the options that a loss over the vocabulary is called with."""
+    """Return the options passed to a loss over the vocabulary."""
     calls: list[Any] = []
 
     def load(operation: str, implementation: str) -> Any:
@@ -202,7 +202,7 @@ def average_weights(use: str, values: Values, _place: Path) -> Any:
 
 
 def detect_spikes(use: str, values: Values, _place: Path) -> Any:
-    """Return the steps that are skipped, and whether the run goes back after them."""
+    """Return the skipped steps, and whether the run goes back after them."""
     phase = build(use, data=fake(MovableData, position=40), **values)
     steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
     for step in steps:
@@ -222,7 +222,7 @@ def end_after_lost_steps(use: str, values: Values, _place: Path) -> Any:
 
 
 def reasons_to_stop(use: str, values: Values, _place: Path) -> Any:
-    """Return after which of some steps a phase asks for the end of a run, and why."""
+    """Return the steps after which a phase asks for the end of a run, and the reasons."""
     edges: Values = {"mesh": SingleRankMesh()} if use == "phases.budget" else {}
     phase = build(use, **edges, **values)
     phase.clock = iter(range(0, 9000, 40)).__next__  # a step takes 40 seconds
@@ -281,7 +281,7 @@ def measure_microbatches(use: str, values: Values, _place: Path) -> Any:
 
 
 def distributions_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the histograms of two steps of a metric."""
+    """Return a metric's histograms for two steps."""
     parameters = _TwoParameters()
     metric = build(use, parameters=parameters, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
     metric.open()
@@ -355,7 +355,7 @@ def documents(use: str, values: Values, _place: Path) -> Any:
 
 
 def tokens_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the ids of a text, and of its end."""
+    """Return the ids of a text and its end."""
     tokenizer = build(use, **values)
     tokenizer.open()
     return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
@@ -422,7 +422,7 @@ def _batching() -> Any:
 
 
 def load_microbatches(use: str, values: Values, _place: Path) -> Any:
-    """Return the first microbatches, and the batches that workers are asked for, if there are any."""
+    """Return the first microbatches, and the batches requested from workers, if there are any."""
     asked: list[Any] = []
 
     class Workers:

@@ -1,4 +1,4 @@
-"""A small model over pipeline ranks, and the tensors and numbers that its steps leave."""
+"""A small model over pipeline ranks, and the results of its steps."""
 
 import json
 import math
@@ -78,7 +78,7 @@ class Job:
 
 
 class FreezeFirstLayer:
-    """A transform that freezes layer 0."""
+    """A transform for freezing layer 0."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -87,7 +87,7 @@ class FreezeFirstLayer:
 
 
 class FreezeAllButNorms:
-    """A transform that trains only the norms of the last layer, which one pipeline rank has."""
+    """A transform for training only the norms of the last layer, which one pipeline rank has."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -139,7 +139,7 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[TokenBatch]:
 
 
 class Temperature(nn.Module):
-    """A trained number that divides logits."""
+    """A trained divisor of logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ def steps(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
 ) -> list[dict[str, Any]]:
-    """Return what the steps of each case leave on this rank of a mesh."""
+    """Return the results of each case's steps on this rank of a mesh."""
     return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, step_count, layers, experts, recompute, settings)[0]
 
 
@@ -336,12 +336,12 @@ def steps_on_meshes(
     settings: Mapping[str, Any] = {},
 ) -> list[list[dict[str, Any]]]:
     """
-    Return what the steps of each case leave on this rank, in all processes that were started together, or in this one.
+    Return the results of each case's steps on this rank, in all processes started together, or in this one.
 
     A mesh has cases, sizes, and row lengths: the shortest, and by how much others are longer. Pipeline ranks take what
     the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
     and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
-    second has that number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
+    second has this number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
     `streams` among them is the executor's.
     """
     with join_processes(kind) as (processes, device):

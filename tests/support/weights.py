@@ -1,4 +1,4 @@
-"""Trainable parameters that implement the port, without stages."""
+"""Trainable parameters implementing the port, without stages."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence

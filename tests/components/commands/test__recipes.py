@@ -1,4 +1,4 @@
-"""Recipe look-ups that several commands share."""
+"""Recipe look-ups shared by several commands."""
 
 import pytest
 
@@ -15,8 +15,8 @@ def test_a_recipe_has_a_pipeline() -> None:
     assert (pipeline.use, pipeline.ranks, pipeline.microbatches) == ("pipeline.schedules.one_f_one_b", 2, 4)
 
 
-def test_what_is_missing_is_told() -> None:
-    """Instead of a guess."""
+def test_a_missing_node_is_reported() -> None:
+    """The command reports what is missing instead of guessing."""
     graph = Recipe.load("first_run").graph
     assert microbatches_of(graph) is not None
     assert only(graph, Schedule) == "schedule"

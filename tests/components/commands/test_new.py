@@ -41,8 +41,8 @@ def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> Non
         ([".mine"], "'.mine' is not a plain file name"),
     ],
 )
-def test_what_can_not_be_written_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file is never replaced, and no half of one remains."""
+def test_an_unwritable_file_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file is never replaced, and no incomplete file remains."""
     Path("mine.toml").write_text("# mine\n", "utf-8")
     assert main(["new", *words]) == 2
     assert message in capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_the_command_writes_an_overlay_with_its_evidence(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("tolerance", "excluded"), [(3.0, ["c"]), (0.5, ["a", "b", "c"]), (30.0, [])])
 def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: list[str]) -> None:
-    """The overlay excludes layers by their error relative to the median, also one that is not a number."""
+    """The overlay excludes layers by their error relative to the median, also if the error is not a number."""
     effects = {name: Effect(error, 0.0, 1.0) for name, error in (("a", 0.01), ("b", 0.012), ("c", 0.2))}
     evidence = Evidence(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
     assert evidence.excluded(tolerance) == excluded
@@ -49,7 +49,7 @@ def attrs_evolved(evidence: Evidence, error: float) -> Evidence:
 
 
 def test_errors_are_relative_to_the_whole_gradient() -> None:
-    """The norm of the difference over all parameters is divided by the norm of the exact gradient."""
+    """The norm of the difference over all parameters is divided by the exact gradient's norm."""
     exact = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
     other = [torch.tensor([3.0, 0.3]), torch.tensor([[4.4]])]
     assert relative_error(other, exact) == pytest.approx(0.1)

@@ -54,7 +54,7 @@ def test_a_fraction_of_0_holds_nothing_out(tmp_path: Path) -> None:
     assert list(corpus.documents("train")) == ["text"] and list(corpus.documents("validation")) == []
 
 
-def test_empty_files_are_no_validation_split(tmp_path: Path) -> None:
+def test_empty_files_are_not_a_validation_split(tmp_path: Path) -> None:
     """Of a text and an empty file, whatever their names, both splits have text."""
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text("text " * 9 if number == 5 else "")

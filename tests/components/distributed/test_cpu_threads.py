@@ -39,6 +39,6 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch, processes: i
     ],
 )
 def test_waiting_threads_sleep_on_a_busy_machine(load: float, given: dict[str, str], spins: str | None) -> None:
-    """Idle cores and the variables that a user has set are left alone."""
+    """Idle cores and the user's variables are left alone."""
     sleep_on_busy_machine(given, load)
     assert given.get("GOMP_SPINCOUNT") == spins

@@ -31,7 +31,7 @@ from drawloom.graph import UserError
     ],
 )
 def test_names_of_devices_are_found(name: str, products: str, peak: float | None) -> None:
-    """By the names that torch gives them."""
+    """Devices are found by the names torch gives them."""
     assert peak_of(name, products) == peak
 
 

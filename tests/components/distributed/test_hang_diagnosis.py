@@ -76,7 +76,7 @@ def _work(limit: float, fault: str, faulty: int) -> tuple[str, float]:
 
 
 def _write(slow: int) -> str:
-    """Both ranks gather in a background thread, one of them late; the diagnosis of this rank."""
+    """Gather in a background thread on both ranks, one of them late; return this rank's diagnosis."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     world = processes.group("world", [[*range(processes.world_size)]])

@@ -69,7 +69,7 @@ def partly_sparse_model() -> Any:
 
 
 def shared_experts_model() -> Any:
-    """A model with experts that all tokens visit, and a layer without experts."""
+    """Return a model with a layer without experts, and with shared experts, visited by all tokens."""
     return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
 
 
@@ -99,7 +99,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, one_rank: Any) -> None:
-    """The model that was trained, PEFT over the base, and transformers with the export agree; the base does not."""
+    """The trained model, PEFT over the base, and transformers with the export agree; the base does not."""
     model, *adapters = CASES[case]()
     export(tmp_path, one_rank.world, model, *adapters)
     tokens = torch.arange(14).view(2, 7) % model.vocab_size
@@ -128,7 +128,7 @@ def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
 
 
 def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path, one_rank: Any) -> None:
-    """Other tools read ends of names; a part of the layers is named whole."""
+    """Other tools read the ends of names; if only some layers are adapted, the names are whole."""
     export(tmp_path, one_rank.world, dense(), lora("q_proj", "layers.1.*.v_proj"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text("utf-8"))
     assert config["target_modules"] == ["model.layers.1.self_attn.v_proj", "q_proj"]
@@ -143,7 +143,7 @@ def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path,
         ([lambda: lora("layers.0.mlp.up_proj", dora=True)], "PEFT has no DoRA for model.layers.0.mlp.up_proj"),
     ],
 )
-def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
-    """When the run begins, and not after its last step."""
+def test_adapters_that_peft_lacks_are_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
+    """They are refused when the run begins, not after its last step."""
     with pytest.raises(UserError, match=text):
         open_exporter(tmp_path, one_rank.world, partly_sparse_model(), *(make() for make in adapters))

@@ -1,4 +1,4 @@
-"""Clipping groups of parameters by norms of any order, against torch's on the whole gradients."""
+"""Clipping parameter groups by norms of any order, compared with torch's on the whole gradients."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_a_recipe_may_write_any_order(p: str) -> None:
 
 
 def test_only_the_group_is_clipped() -> None:
-    """Parameters that no pattern names keep their gradients, and do not count."""
+    """Parameters matched by no pattern keep their gradients, and do not count."""
     stages = Held(first=torch.tensor([3.0]), norm=torch.tensor([4.0]))
     gradients = clip_gradients(stages, Other(), max_norm=1.0, targets=["*norm"])
     torch.testing.assert_close(gradients, [torch.tensor([3.0]), torch.tensor([1.0])])

@@ -35,8 +35,8 @@ def metric() -> BitsPerByte:
     return bits_per_byte
 
 
-def test_bits_of_all_ranks_are_divided_by_the_bytes_of_their_targets() -> None:
-    """Targets that are ignored have none, others by their weights; ranks without the last stage add nothing."""
+def test_bits_over_all_ranks_are_divided_by_bytes_of_targets() -> None:
+    """Ignored targets have no bytes, others count by their weights; ranks without the last stage add nothing."""
     first = [batch([1, 0, IGNORE_INDEX], [1.0, 0.5, 0.0]), batch([2, 2, 2], [1.0, 1.0, 1.0])]
     steps = [
         step_of([0.0, 0.0], [1.5, 3.0], {"cross_entropy": [3.0, 1.0]}, batches=first),

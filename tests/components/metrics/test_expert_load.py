@@ -38,7 +38,7 @@ def open_metric(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
     return metric
 
 
-def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
+def test_values_cover_all_microbatches(one_rank: Any) -> None:
     """
     Layers in two stages have tokens by expert, adding up to all choices, their imbalance, and the scores' entropy.
     """
@@ -72,7 +72,7 @@ def test_ranks_add_up(one_rank: Any) -> None:
 
 
 def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
-    """Scores that are exactly 0 add nothing, instead of nan."""
+    """Scores equal to 0 add nothing, instead of nan."""
     module = Layers(0)
     metric = open_metric(one_rank, module)
     module(torch.tensor([[[1e4, 0.0, 0.0, 0.0]]]))

@@ -58,7 +58,7 @@ def open_metric(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
 
 
 def distributions(metrics: Sequence[Histograms], step: Step) -> dict[str, Histogram]:
-    """Return the histograms of a step after its phase, from the parts of all ranks."""
+    """Return a step's histograms after its phase, from the parts of all ranks."""
     totals = combine(metrics[0].accumulators, [metric.update(step) for metric in metrics])
     return dict(metrics[0].distributions(totals, step))
 
@@ -70,7 +70,7 @@ def assert_is_histogram_of(histogram: Histogram, tensor: Tensor, bins: int) -> N
     assert histogram.edges == pytest.approx(edges.tolist())
 
 
-def test_counts_are_those_of_numpy(one_rank: Any) -> None:
+def test_counts_equal_those_of_numpy(one_rank: Any) -> None:
     """A matching parameter has a histogram for gradients and one for weights, between its own bounds."""
     weights = draw_weights()
     metric = open_metric(weights, one_rank, targets=["*.weight"], bins=7)

@@ -52,7 +52,7 @@ def gpt_oss(kind: str, **changes: Any) -> GptOss:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients, those of sinks and biases among them."""
+    """Logits, packed documents' losses and gradients, also for sinks and biases, equal transformers'."""
     assert_equal_to_transformers(gpt_oss(kind))
 
 
@@ -69,7 +69,7 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     assert_all_projections_are_adapted(gpt_oss(kind))
 
 
-def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_read_like_transformers(tmp_path: Path) -> None:
     """Blocks and scales become the bfloat16 weights of transformers' conversion."""
     model = gpt_oss("defaults", hidden_size=32, intermediate_size=32)
     write_folder(tmp_path / "packed", model, OneStage(whole(model)))

@@ -45,7 +45,7 @@ def qwen(kind: str, **changes: Any) -> Qwen35:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents, each alone in transformers, and gradients."""
+    """Logits and gradients equal those of transformers, and packed documents' losses those of each document alone."""
     # With 19 tokens the float32 logits of both sides are 1.7e-5 from ours in float64, beyond the bound of 1e-5.
     assert_equal_to_transformers(qwen(kind), length=13)
 
@@ -58,7 +58,7 @@ def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_a_text_have_its_logits(kind: str) -> None:
-    """Generation token by token, with states of convolutions and of the delta rule, equals the whole text."""
+    """Generation token by token, with states of convolutions and the delta rule, equals the whole text."""
     assert_generated_as_whole_texts(qwen(kind))
 
 
@@ -68,7 +68,7 @@ def write(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_positions_of_images_do_not_matter_to_text(tmp_path: Path) -> None:
+def test_positions_of_images_do_not_change_text(tmp_path: Path) -> None:
     """Published configs have mrope_section, and an interval instead of layer types."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     config: Any = read_config(
@@ -86,6 +86,6 @@ def test_positions_of_images_do_not_matter_to_text(tmp_path: Path) -> None:
     ],
 )
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    """A config that would be built as something near it is refused with its key."""
+    """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
         read_config(QWEN3_5, write(tmp_path, **changes))

@@ -1,4 +1,4 @@
-"""Models of transformers without a family of their own, against transformers itself."""
+"""Models of transformers without a family in drawloom, compared with transformers itself."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def loaded(model: Transformers) -> Any:
 
 @pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4_moe", "gpt_oss", "starcoder2"])
 def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Losses of packed documents, and the gradient of every parameter, equal those of each document alone."""
+    """Packed documents' losses, and the gradient of every parameter, equal those of each document alone."""
     model, reference = saved(tmp_path, model_type)
     model.check_machine()
     module = loaded(model)
@@ -77,7 +77,7 @@ def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_p
 
 @pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
 def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, tmp_path: Path) -> None:
-    """Parameters equal those in transformers, and an export has the folder's tensors, bit for bit."""
+    """Parameters equal transformers', and an export has the folder's tensors, bit for bit."""
     model, reference = saved(tmp_path, model_type)
     tensors = persistent_tensors(loaded(model))
     for name, tensor in tensors.items():
@@ -91,8 +91,8 @@ def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, t
     ("model_type", "check"),
     [("gpt2", "layers"), ("stablelm", "keyword"), ("qwen3_next", "packing"), ("gemma2", "head")],
 )
-def test_a_type_that_computes_something_else_is_refused(model_type: str, check: str) -> None:
-    """The failed check is named: parts, the keyword for attention, packed documents, or the head."""
+def test_a_type_with_other_computations_is_refused(model_type: str, check: str) -> None:
+    """The error names the failed check: parts, the keyword for attention, packed documents, or the head."""
     with pytest.raises(SelfCheckError) as caught:
         self_check(small_config(model_type))
     assert caught.value.check == check
@@ -107,7 +107,7 @@ def test_a_refusal_names_folder_type_and_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
-def test_two_stages_compute_what_one_does(model_type: str, tmp_path: Path) -> None:
+def test_two_stages_equal_the_whole_model(model_type: str, tmp_path: Path) -> None:
     """Two spans have the whole model's parameters under the same names, and its logits."""
     model, _ = saved(tmp_path, model_type)
     whole, layers = loaded(model), model.num_hidden_layers
@@ -122,7 +122,7 @@ def test_two_stages_compute_what_one_does(model_type: str, tmp_path: Path) -> No
 
 
 def test_a_model_with_work_outside_of_layers_has_one_stage_only(tmp_path: Path) -> None:
-    """A factor of embeddings would be applied by every stage."""
+    """Every stage would apply the factor of embeddings."""
     small_config("granite", embedding_multiplier=3.0).save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
     model.check_machine()
@@ -130,7 +130,7 @@ def test_a_model_with_work_outside_of_layers_has_one_stage_only(tmp_path: Path) 
         model.build(LayerRange(0, 1, embedding=True, head=False))
 
 
-def test_linear_layers_are_drawlooms_and_take_adapters(tmp_path: Path) -> None:
+def test_linear_layers_defer_gradients_and_take_adapters(tmp_path: Path) -> None:
     """Linear layers can defer weight gradients, and LoRA finds them by their names in transformers."""
     model, _ = saved(tmp_path, "phi3")
     module = loaded(model)
@@ -145,7 +145,7 @@ def test_linear_layers_are_drawlooms_and_take_adapters(tmp_path: Path) -> None:
     assert trained == {"lora_A", "lora_B"}
 
 
-def test_random_weights_start_where_those_of_transformers_do(tmp_path: Path) -> None:
+def test_random_weights_start_like_transformers(tmp_path: Path) -> None:
     """Norms are 1, biases 0 and matrices normal, and a slice has the values of the whole."""
     small_config("starcoder2").save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
@@ -166,7 +166,7 @@ def loaded_names(model: Transformers) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_native_family_is_recommended(tmp_path: Path) -> None:
-    """A folder of a family of drawloom gets a warning with the faster component."""
+    """If drawloom has the folder's family, a warning recommends the faster component."""
     config = small_config("llama")
     config.vocab_size = 300
     config.save_pretrained(tmp_path)

@@ -47,7 +47,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_are_those_of_torch(variant: dict[str, Any]) -> None:
+def test_steps_equal_those_of_torch(variant: dict[str, Any]) -> None:
     """With dampening, Nesterov momentum and maximization, weights are bitwise equal to torch.optim.SGD's."""
     ours, theirs = Weight(), Weight()
     sgd = SGD(parameters=ours, mesh=SingleRankMesh(), lr=0.1, weight_decay=0.2, **variant)

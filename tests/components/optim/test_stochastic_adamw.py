@@ -26,7 +26,7 @@ SHAPES = {"matrix": (4, 6), "vector": (6,)}
 
 
 def narrow_weights(*names: str) -> Weights:
-    """A matrix and a vector of bfloat16 to train, or one of them."""
+    """Return a bfloat16 matrix and vector to train, or one of them."""
     return Weights({name: SHAPES[name] for name in names or SHAPES}, torch.bfloat16, DEVICE)
 
 
@@ -63,8 +63,8 @@ def same(one: Weights, other: Weights) -> bool:
 
 
 @pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
-def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
-    """In their own dtype, for 24 elements of the matrix and 6 of the vector."""
+def test_memory_covers_both_means(state_dtype: str, size: int) -> None:
+    """They have their own dtype, and 24 elements for the matrix and 6 for the vector."""
     assert open_optimizer(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {
         "optimizer_state": 2 * size * (24 + 6)
     }
@@ -160,7 +160,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 
 
 def test_lr_is_the_base_times_lr_factor() -> None:
-    """The learning rate that was used is in the step's outputs."""
+    """The learning rate in use is in the step's outputs."""
     step = Step(1, 1, {"lr_factor": 0.25})
     open_optimizer(narrow_weights(), lr=0.1).run_phase(step)
     assert step.state["lr"] == pytest.approx(0.025)
@@ -186,8 +186,8 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @given(st.data())
-def test_rows_of_a_slice_are_where_it_is_in_the_whole(data: st.DataObject) -> None:
-    """A box of a tensor has the indices of its rows; one whose rows are not equally far apart is refused."""
+def test_rows_of_a_slice_have_their_index_in_the_whole(data: st.DataObject) -> None:
+    """A tensor's box has the indices of its rows; one whose rows are not equally far apart is refused."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     offsets = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     size = tuple(data.draw(st.integers(1, length - at)) for length, at in zip(shape, offsets, strict=True))

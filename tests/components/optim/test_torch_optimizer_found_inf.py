@@ -54,7 +54,7 @@ def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
 
 
 class ByTriton(AdamW):
-    """An AdamW that always uses Triton, as on GPUs."""
+    """AdamW with Triton everywhere, as on GPUs."""
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""

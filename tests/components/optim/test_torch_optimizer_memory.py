@@ -1,4 +1,4 @@
-"""Memory that optimizers say they need."""
+"""Memory reported by optimizers."""
 
 from typing import Any
 

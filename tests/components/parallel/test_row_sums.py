@@ -25,7 +25,7 @@ class Recorder(SingleProcess):
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 @pytest.mark.parametrize("tensors", [1, 2, 4])
-def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) -> None:
+def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) -> None:
     """
     Counts, weights and lengths belong to whole rows, however context and tensor ranks divide and pad their tokens.
     """

@@ -12,7 +12,7 @@ from drawloom.graph.project import Recipe
 
 
 def run(phase: Budget, *counts: int, first: int = 1) -> int:
-    """Run steps with these counts of tokens, and return the step that ends the run, or 0."""
+    """Run steps with these counts of tokens, and return the last step of the run, or 0."""
     for index, count in enumerate(counts, first):
         step = Step(index, 99, {"tokens": torch.tensor(float(count))}, started=0.0)
         phase.run_phase(step)

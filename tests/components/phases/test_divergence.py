@@ -1,4 +1,4 @@
-"""Runs that have diverged."""
+"""The end of diverged runs."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ Pair = tuple[float, float]
 
 
 def train(phase: Divergence, *pairs: Pair, first: int = 1, total: int = 99, late: bool = False) -> int:
-    """Run steps with these losses and norms, and return the last one that the phase lets pass."""
+    """Run steps with these losses and norms, and return the last step accepted by the phase."""
     for index, (loss, norm) in enumerate(pairs, first):
         values = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(norm)}
         step = Step(index, total, (LateState if late else StepState)(values))
@@ -44,7 +44,7 @@ def test_a_run_ends_after_lost_steps_in_a_row(kind: str) -> None:
         train(phase, LOST[kind], first=7)
 
 
-def test_the_message_says_what_to_do() -> None:
+def test_the_message_gives_remedies() -> None:
     """It names the loss and the norm, the remedies, and which checkpoints to remove."""
     with pytest.raises(UserError) as failure:
         train(Divergence(steps=2), (5.5, 1.0), (8.0, 1.0), (70.0, 30.0), (80.0, 40.0))
@@ -59,7 +59,7 @@ def test_a_run_without_a_finite_loss_ends() -> None:
         train(Divergence(steps=3), *[LOST["not finite"]] * 3)
 
 
-def test_a_step_without_tokens_is_no_sign() -> None:
+def test_a_step_without_tokens_does_not_count_as_lost() -> None:
     """Its loss is not a number and its gradients are 0; neither does it end a row of lost steps."""
     phase = Divergence(steps=2)
     assert train(phase, (5.5, 1.0), *[(NAN, 0.0)] * 5, LOST["far above"], (NAN, 0.0)) == 8

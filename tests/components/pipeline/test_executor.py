@@ -117,10 +117,8 @@ def open_executor(modules: Sequence[Scale], mesh: Any, split: bool = False) -> P
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("weights", [(3.0,), (2.0, 1.5), (2.0, 1.5, 0.5)])
-def test_gradients_and_losses_are_those_of_the_whole_model(
-    weights: tuple[float, ...], split: bool, one_rank: Any
-) -> None:
-    """However many stages a rank owns, losses and gradients are sums over the microbatches of the chained model."""
+def test_gradients_and_losses_equal_the_whole_model(weights: tuple[float, ...], split: bool, one_rank: Any) -> None:
+    """For any number of stages on a rank, losses and gradients are sums over the microbatches of the chained model."""
     modules = [Scale(weight) for weight in weights]
     total, weight = sum_losses(train(open_executor(modules, one_rank, split), batches(3))).tolist()
     squares = sum(float(batch.tokens.square().sum()) for batch in batches(3))

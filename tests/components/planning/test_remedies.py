@@ -22,8 +22,10 @@ def remedies_at(part: float) -> list[Remedy]:
     return remedies(RECIPE, plan(RECIPE, device, 2))
 
 
-def test_each_line_is_a_setting_that_takes_what_it_says() -> None:
-    """As TOML over the recipe. All take less, the last one fits where several lines are needed, and it has these."""
+def test_each_line_is_a_setting_with_its_planned_memory() -> None:
+    """
+    A line is TOML over the recipe. All take less, the last one fits where several lines are needed, and it has these.
+    """
     *single, together = remedies_at(0.5)
     assert len(single) >= 4
     assert not any(remedy.plan.fits for remedy in single)

@@ -27,7 +27,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stage_costs_what_a_recording_of_all_its_blocks_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Bytes, their peaks and seconds equal the whole stage's, pass by pass. An input pass that recomputes has a peak at
     most 2 % higher: it depends on the recomputed blocks.

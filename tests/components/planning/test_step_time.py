@@ -44,7 +44,7 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
     assert (time_with_update(3.0, 3.0).compute, time_with_update(3.0, 3.0).seconds) == (12.0, 12.0)
 
 
-def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
+def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     """A pass that gathers parameters takes at least as long; gradient sums run beside the last backward pass."""
     exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
     planned_time = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)

@@ -86,8 +86,8 @@ def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path)
         read_traced_step(tmp_path, PROGRAM)
 
 
-def test_what_is_no_trace_of_the_program_is_told(tmp_path: Path) -> None:
-    """No folder, another recipe, a broken file: one sentence each."""
+def test_an_unsuitable_trace_is_refused(tmp_path: Path) -> None:
+    """A missing folder, another recipe and a broken file have one sentence each."""
     with pytest.raises(UserError, match="has no traces; let its recipe"):
         read_traced_step(tmp_path, PROGRAM)
     for rank, spans in enumerate(RANKS):

@@ -17,8 +17,8 @@ def report(folder: Path, mesh: Any, draw: Any = lambda step: "<svg></svg>") -> H
     return HtmlReport(folder=Folder(folder), mesh=mesh, recipe=recipe, schedules=Every(), batching=Every())
 
 
-def test_a_report_is_finished_for_its_step_alone(tmp_path: Path, one_rank: Any) -> None:
-    """A run that is continued to more steps writes it again."""
+def test_a_report_is_written_again_for_a_later_step(tmp_path: Path, one_rank: Any) -> None:
+    """A run continued to more steps writes it again."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n', "utf-8")
     task = report(tmp_path, one_rank)
     assert not task.is_finished(3)

@@ -77,8 +77,8 @@ def page_saying(words: str, folder: Path) -> str:
     return page(runs)
 
 
-def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
-    """Names, metrics, log lines, samples and recipes that hold markup add no element, attribute or script."""
+def test_nothing_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    """Markup in names, metrics, log lines, samples and recipes adds no element, attribute or script."""
     hostile, tame = page_saying(EVIL, tmp_path), page_saying("tame", tmp_path)
     shapes = [[(tag, list(attrs)) for tag, attrs in Elements(content).found] for content in (hostile, tame)]
     assert shapes[0] == shapes[1]
@@ -111,7 +111,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert "differs in" not in page([run])
 
 
-def test_what_is_the_same_in_all_runs_is_told_once(tmp_path: Path) -> None:
+def test_equal_values_of_all_runs_are_shown_once(tmp_path: Path) -> None:
     """An overview row equal in all runs has one cell; another row has a cell for each run."""
     runs = [attrs.evolve(run_in(tmp_path, steps=steps), name=name) for name, steps in (("a", 4), ("b", 8))]
     content = page(runs)
@@ -130,7 +130,7 @@ def test_columns_of_equal_cells_are_a_line_below_the_table(tmp_path: Path) -> No
 
 
 def manifest_of(step: int, loss: float) -> Manifest:
-    """Return the fields of a checkpoint's manifest that a page reads."""
+    """Return the manifest fields shown on a page."""
     return cast(Manifest, SimpleNamespace(step=step, values={"loss": loss}, bytes=8, world_size=1))
 
 

@@ -81,7 +81,7 @@ def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) ->
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))
 def test_every_number_in_the_remedy_works(global_size: int, micro_size: int, replicas: int) -> None:
-    """Every size that the error message suggests is accepted."""
+    """Every size in the error message is accepted."""
     fault = uneven(global_size, micro_size, replicas)
     if fault is None:
         assert global_size % (micro_size * replicas) == 0
@@ -124,7 +124,7 @@ def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: RampS
     return list(GlobalBatch.constraints(node))
 
 
-def test_check_reports_sizes_that_fit_no_world_size() -> None:
+def test_check_reports_sizes_without_a_matching_world_size() -> None:
     """Microbatches and shards that do not divide a step are reported before the world size is known."""
     assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
     assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
@@ -141,7 +141,7 @@ def test_check_reports_sizes_that_do_not_fit_the_written_mesh() -> None:
     assert len(faults(8, 2, {"data_replicate": 3, "data_shard": 1})) == 1
 
 
-def test_a_mesh_without_these_settings_is_no_problem() -> None:
+def test_a_mesh_without_these_settings_is_not_checked() -> None:
     """A mesh component with other settings is not checked."""
     assert faults(8, 2, {}) == []
 

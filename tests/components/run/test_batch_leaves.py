@@ -13,7 +13,7 @@ def problems(*words: str) -> list[str]:
     return [f"{problem.node}: {problem.text}; {problem.hint}" for problem in recipe.graph.errors]
 
 
-def test_a_loss_is_refused_if_the_data_do_not_write_what_it_reads() -> None:
+def test_a_loss_is_refused_if_the_data_lack_its_leaves() -> None:
     """The problem names the loss, the missing leaves, the data and its leaves."""
     [problem] = problems()
     assert problem == (

@@ -177,8 +177,8 @@ def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any)
     assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
 
 
-def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
-    """Loaded parameters equal the saved ones; parameters that don't match are named."""
+def test_state_moves_between_stages(one_rank: Any, job: Any) -> None:
+    """Loaded parameters equal the saved ones; mismatched parameters are named."""
     stages, other = open_stages(one_rank, job, Blueprint()), open_stages(one_rank, job, Blueprint())
     with torch.no_grad():
         stages.named_parameters()[0][1].fill_(5)
@@ -213,8 +213,8 @@ class Biased(NextToken):
         self.module = module
 
 
-def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any) -> None:
-    """They are trained and saved under `loss` by the rank with the head, from values that follow from the seed."""
+def test_parameters_of_a_loss_belong_to_the_last_stage(mesh_of: Any, job: Any) -> None:
+    """They are trained and saved under `loss` by the rank with the head, from values determined by the seed."""
     contents: list[dict[str, Any]] = []
     for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
         mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
@@ -301,7 +301,7 @@ def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, t
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
     """Ranks read their layers under the folder's names, in their own precision; frozen weights stay frozen."""
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
@@ -313,14 +313,14 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"][rank:]
 
 
-def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """A folder without weights is a person's mistake, said in a sentence."""
+def test_a_folder_without_weights_is_refused(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """The error is one sentence for the user."""
     with pytest.raises(UserError, match="nowhere"):
         open_stages(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
 
 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
-    """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
+    """A first stage whose embedding weighs a layer has one layer less; a stage without layers is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
     assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named_parameters()) == 2
     assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named_parameters()) == 3
@@ -330,7 +330,7 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
 
 @attrs.frozen
 class Cuts(Loops):
-    """A schedule that sets the stages' layer counts."""
+    """A schedule with layer counts for its stages."""
 
     sizes: tuple[int, ...] = (3, 1)
 
@@ -352,7 +352,7 @@ def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: A
             open_stages(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
 
 
-def test_memory_counts_what_a_step_holds_once(one_rank: Any, job: Any) -> None:
+def test_memory_counts_every_tensor_of_a_step_once(one_rank: Any, job: Any) -> None:
     """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
     model = Blueprint()
     whole = open_stages(one_rank, job, model)

@@ -87,7 +87,7 @@ def test_a_plan_is_kept() -> None:
     sizes=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float32, torch.int8, torch.bool])), min_size=1),
     limit=st.integers(1, 100),
 )
-def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]], limit: int) -> None:
+def test_written_tensors_are_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]], limit: int) -> None:
     """Any tensors, in any number of files, come back the same, read by us and by the library."""
     tensors = {f"t{n}": torch.randint(0, 2, (size,)).to(dtype) for n, (size, dtype) in enumerate(sizes)}
     with TemporaryDirectory() as folder:

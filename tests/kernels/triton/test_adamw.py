@@ -78,8 +78,8 @@ def test_triton_has_the_bits_of_eager(
     maximize: bool,
 ) -> None:
     """
-    Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step, with
-    noise or rounded to the nearest, and as AMSGrad; downwards and upwards.
+    For all sizes and dtypes of weights and both dtypes of gradients, updates equal the eager step's: with noise or
+    rounded to nearest, and as AMSGrad; downwards and upwards.
     """
     ours, theirs = twins(shapes, amsgrad)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
@@ -121,7 +121,7 @@ def test_a_weight_of_several_programs_equals_eager() -> None:
 
 @pytest.mark.parametrize("layout", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
 def test_parts_of_a_parameter_equal_eager(layout: tuple[int, ...]) -> None:
-    """Rows of any width and stride, also behind 2^33 elements, have the noise of the eager step."""
+    """Rows with any width and stride, also behind 2^33 elements, have the eager step's noise."""
     ours, theirs = twins([((700,), NARROW, NARROW), ((30, 25), NARROW, WIDE)])
     ours, theirs = ([ParamState(*_fields(state), *layout) for state in states] for states in (ours, theirs))
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"])

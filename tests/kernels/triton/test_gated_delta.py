@@ -34,7 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def documents_of(lengths: list[list[int]], has_state: bool) -> RecurrentDocuments:
-    """Return documents of these lengths; a state belongs to the first document of the first row, and to none after."""
+    """
+    Return documents with these lengths; a state belongs to the first document in the first row, and to none after.
+    """
     ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
     documents = recurrent_documents(torch.stack(ids).to(DEVICE))
     before = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE) * 99
@@ -71,14 +73,14 @@ def compare(case: tuple[list[list[int]], tuple[int, int], tuple[int, int], bool]
 
 @pytest.mark.parametrize(("case", "dtype"), [*product(CASES, DTYPES)])
 def test_triton_equals_eager(case: str, dtype: torch.dtype) -> None:
-    """For any borders, widths, groups of heads and states, results and gradients are those of float64."""
+    """For any borders, widths, head groups and states, results and gradients are as in float64."""
     compare(CASES[case], dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), [*product(WIDE, DTYPES)])
 def test_widths_of_models_equal_eager(case: str, dtype: torch.dtype) -> None:
-    """Results and gradients at the widths of models, on a GPU, are those of float64."""
+    """Results and gradients at the widths of models, on a GPU, are as in float64."""
     compare(WIDE[case], dtype)
 
 
@@ -153,7 +155,7 @@ def test_documents_do_not_synchronize_the_host() -> None:
 
 @pytest.mark.gpu
 def test_one_graph_serves_all_packings() -> None:
-    """A CUDA graph of both passes, replayed for other documents, has the results of separate launches."""
+    """A CUDA graph with both passes, replayed for other documents, has the results of separate launches."""
     inputs = inputs_of(300, 2, (1, 2), (64, 64), torch.bfloat16)
     ids = torch.zeros(2, 300, dtype=torch.int64, device=DEVICE)
 

@@ -22,7 +22,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate that is opened after the test."""
+    """Return a gate, opened after the test."""
     gate = Gate()
     make = Copy.make
 

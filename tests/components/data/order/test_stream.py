@@ -1,4 +1,4 @@
-"""The stream of rows: shares of sources, resumed with other ones."""
+"""The row stream: shares of sources, resumed with other ones."""
 
 from collections import Counter
 from fractions import Fraction

@@ -60,7 +60,7 @@ def test_an_index_is_sent_to_workers() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPINGS)
-def test_short_documents_in_long_rows(group: Group) -> None:
+def test_short_documents_fit_into_long_rows(group: Group) -> None:
     """Lengths of one byte are packed into rows whose length takes more."""
     index = group_documents(np.array([3, 9, 2]), [np.arange(3)], 100_000, group)
     assert sorted(piece for row in range(index.rows) for piece in index.pieces(row)) == [

@@ -18,7 +18,7 @@ from drawloom.graph.testing import fake
 
 @attrs.frozen
 class Documents:
-    """Documents of these lengths, whose ids count from 1 over all of them."""
+    """Documents with these lengths, whose ids count from 1 over all of them."""
 
     lengths: tuple[int, ...]
     vocab_size: int = 2**15

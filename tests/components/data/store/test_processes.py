@@ -1,4 +1,4 @@
-"""Processes that tokenize."""
+"""Processes for tokenizing."""
 
 from pathlib import Path
 

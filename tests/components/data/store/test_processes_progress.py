@@ -3,8 +3,8 @@
 from drawloom.components.data.store.processes import Progress, duration
 
 
-def test_progress_is_said_at_intervals() -> None:
-    """Bytes, share, rate and the time that is left come at most once an interval; no part exceeds its size."""
+def test_progress_is_printed_at_intervals() -> None:
+    """Bytes, share, rate and remaining time are printed at most once an interval; no part exceeds its size."""
     said: list[str] = []
     now = [0.0]
     progress = Progress({0: 4_000_000, 1: 4_000_000}, 2_000_000, said.append, 3, lambda: now[0])

@@ -25,7 +25,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
-    assert_operations_are_those_that_torch_counts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, twin, whole
@@ -73,7 +73,7 @@ def model_of(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients."""
+    """Logits, packed documents' losses and gradients equal those of transformers."""
     assert_equal_to_transformers(model_of(kind))
 
 
@@ -89,13 +89,13 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     model = model_of(kind)
     assert_generated_as_whole_texts(model)
     # Three choices, gate and up of 12 channels each, and down, over 22 tokens.
-    assert_operations_are_those_that_torch_counts(model, 22 * 3 * 2 * 3 * 24 * 12)
+    assert_operations_equal_the_count_of_torch(model, 22 * 3 * 2 * 3 * 24 * 12)
     assert_all_projections_are_adapted(model)
 
 
 @pytest.mark.parametrize("family", [Dots1, Glm4Moe])
-def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
-    """Logits are products in float32: rounded to bfloat16, other experts would be chosen."""
+def test_routers_choose_like_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
+    """Router logits are float32 products; products rounded to bfloat16 would choose other experts."""
     torch.manual_seed(0)
     model = small(family, **SIZES | {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64})
     module = whole(model)
@@ -111,7 +111,7 @@ def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]
 
 
 def test_tensors_of_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
-    """Published folders have one more layer than the model, which predicts a later token."""
+    """Published folders have one layer more than the model: it predicts a later token and is ignored."""
     model = model_of("deepseek_v3")
     write_folder(tmp_path / "base", model, OneStage(whole(model)))
     path = tmp_path / "base" / "model.safetensors"
@@ -128,7 +128,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
-    """Its config has a model_type of its own."""
+    """A config with Kimi K2's model_type is read as DeepSeek V3."""
     read = read_config(DEEPSEEK_V3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
     assert read == model_of("deepseek_v3").architecture
 
@@ -142,6 +142,6 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     ],
 )
 def test_other_configs_are_refused(kind: str, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    """A config that would be built as something near it is refused with its key."""
+    """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
         read_config(KINDS[kind][0].family, write(tmp_path, kind, **changes))

@@ -8,7 +8,7 @@ from drawloom.components.pipeline.circular.timetable import Timetable
 
 
 def test_taken_tensors_are_released() -> None:
-    """No buffer keeps a tensor after its last read, so that its memory is freed."""
+    """No buffer keeps a tensor after its last read, so its memory is freed."""
     table = Timetable(2, 4, 2)
     buffers = Buffers.of(table, range(2), list(torch.arange(4.0)))
     assert float(buffers.take_input(0, 0)) == 0

@@ -109,8 +109,8 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         ),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
-    """Numbers below 1, and a latency above 2 iterations, are an error that names them."""
+def test_impossible_numbers_are_refused(arguments: tuple[int, ...], message: str) -> None:
+    """Numbers below 1, and a latency above 2 iterations, are an error naming them."""
     with pytest.raises(ValueError) as caught:
         Timetable(*arguments)
     assert str(caught.value) == message

@@ -239,7 +239,7 @@ def state_of_losses(*losses: tuple[float, dict[str, Tensor]]) -> StepState:
     return state
 
 
-def test_losses_are_in_the_order_of_microbatches_whatever_the_order_of_passes() -> None:
+def test_losses_are_in_the_order_of_microbatches() -> None:
     """A program may run microbatch 1 before 0; sums are float64, exact where float32 would round."""
     one = torch.tensor(1.0)
     state = state_of_losses((2.0**24, {"hits": 2 * one}), (1.0, {"hits": one}))

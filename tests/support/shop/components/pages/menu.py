@@ -1,4 +1,4 @@
-"""A page that leads to others."""
+"""A page with links to other pages."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A store on disk that notes what happens to it."""
+"""A store on disk with a record of its calls."""
 
 from pathlib import Path
 from typing import Any
