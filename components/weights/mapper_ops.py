@@ -96,6 +96,24 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
     return Mapper((TensorGroup(tuple(names), (target,), join, part),))
 
 
+def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Sequence[int]) -> Mapper:
+    """
+    Concatenate tensors block by block: the first blocks of all tensors, then the second blocks, and so on.
+
+    Each tensor (blocks * size, ...) has `blocks` blocks, of as many rows as its entry in `sizes`.
+    """
+
+    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.cat([tensor.unflatten(0, (blocks, -1)) for tensor in tensors], 1).flatten(0, 1)]
+
+    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if tensors[0].size(0) != (rows := blocks * sum(sizes)):
+            raise ValueError(f"dimension 0 has size {tensors[0].size(0)}, not {rows}")
+        return [piece.flatten(0, 1) for piece in tensors[0].unflatten(0, (blocks, -1)).split(list(sizes), 1)]
+
+    return Mapper((TensorGroup(tuple(names), (target,), join, part),))
+
+
 def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
     """Split a tensor along `dim` into pieces with these sizes, or with equal sizes."""
     return concatenate(targets, name, dim, sizes).inverse()
