@@ -62,7 +62,7 @@ MESHES = [
         {"context": 2, "data_shard": 2},
         [
             ("gpipe", 4, True, False, "tempered"),
-            *(("gpipe", 4, True, False, family) for family in pipelines.FAMILIES if family not in {"qwen3_5", *ONCE}),
+            *(("gpipe", 4, True, False, family) for family in pipelines.FAMILIES if family not in ONCE),
         ],
         (8, 4),
     ),
