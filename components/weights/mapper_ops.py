@@ -104,12 +104,13 @@ def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Se
     """
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.cat([tensor.unflatten(0, (blocks, -1)) for tensor in tensors], 1).flatten(0, 1)]
+        return [torch.cat([tensor.reshape(blocks, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)]
 
     def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if tensors[0].size(0) != (rows := blocks * sum(sizes)):
             raise ValueError(f"dimension 0 has size {tensors[0].size(0)}, not {rows}")
-        return [piece.flatten(0, 1) for piece in tensors[0].unflatten(0, (blocks, -1)).split(list(sizes), 1)]
+        by_block = tensors[0].reshape(blocks, -1, *tensors[0].shape[1:])
+        return [piece.flatten(0, 1) for piece in torch.split(by_block, list(sizes), 1)]
 
     return Mapper((TensorGroup(tuple(names), (target,), join, part),))
 

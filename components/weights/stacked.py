@@ -33,7 +33,7 @@ class StackedExperts:
         for name in specs:
             if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.down_proj\.weight", name):
                 counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
-        singles = {}
+        singles: dict[str, Sequence[Sequence[str]]] = {}
         for name in self.needed:
             layer, _, projection = name.rpartition(".")
             if name not in specs and projection in PARTS and layer in counts:

@@ -121,7 +121,7 @@ ROPE = {
 
 
 def rope_changes(changes: dict[str, Any], refused: tuple[str, ...] = ()) -> dict[str, Change]:
-    """Return changes of keys in both tables of rotary positions, from pairs of a table before and after."""
+    """Return changes to keys in both rotary tables, from pairs: a table before and after."""
     return {
         f"{name}.{key}": Change(after, {name: before}, refused=key in refused)
         for name in ("rope_scaling", "rope_parameters")
@@ -185,8 +185,8 @@ HYBRID: dict[str, Any] = MODEL | {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
 }
-NEXT = ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-"""Keys of experts that Qwen3-Next has, and Qwen3.5 does not."""
+SPARSE_KEYS = ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+"""Expert settings in Qwen3-Next that Qwen3.5 lacks."""
 
 GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
 GROUPED = {
@@ -534,7 +534,7 @@ ROWS: dict[str, Row] = {
         parts.model_of,
         HYBRID_SIZES | SPARSE_SIZES,
         HYBRID
-        | {key: change for key, change in EXPERTS.items() if key not in NEXT}
+        | {key: change for key, change in EXPERTS.items() if key not in SPARSE_KEYS}
         | {
             "config": config("qwen3_5_moe"),
             "shared_expert_intermediate_size": 20,

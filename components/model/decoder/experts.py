@@ -64,7 +64,7 @@ class SparseMoeBlock(nn.Module):
         mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
         if not self.spec.shared_width:
             return mixed
-        shared = self.get_submodule(self.spec.shared)(hidden)
+        shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
 

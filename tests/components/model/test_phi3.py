@@ -49,7 +49,7 @@ def phi(kind: str, **changes: Any) -> Phi3:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients."""
+    """Logits, gradients, and losses with packed documents."""
     assert_equal_to_transformers(phi(kind))
     assert_operations_are_those_that_torch_counts(phi(kind))
 
@@ -83,7 +83,7 @@ def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path:
 
 
 def test_first_name_of_longrope_is_read(tmp_path: Path) -> None:
-    """Files of Phi-3 with 128k tokens say `su`, and a factor by which attention is scaled."""
+    """Early files for Phi-3 with 128k tokens say `su`, and scale attention by a factor."""
     model = phi("phi4_mini")
     config: dict[str, Any] = model.hugging_face_config()
     rope = config.pop("rope_parameters")
@@ -95,8 +95,8 @@ def test_first_name_of_longrope_is_read(tmp_path: Path) -> None:
     assert attrs.evolve(read, rope_scaling=LONG) == model.architecture
 
 
-def test_another_document_does_not_change_the_frequencies_of_a_short_one() -> None:
-    """Document lengths come from positions, inside of a row with a long document."""
+def test_a_long_document_does_not_change_the_frequencies_in_a_short_one() -> None:
+    """Document lengths come from positions, inside a row with a long document."""
     positions = torch.tensor([[*range(4), *range(12), *range(3)]])
     assert document_lengths(positions).tolist() == [[4] * 4 + [12] * 12 + [3] * 3]
     assert document_lengths(positions[:, 6:8]).tolist() == [[4, 4]]  # new tokens of a text with a cache
