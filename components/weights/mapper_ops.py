@@ -96,6 +96,25 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
     return Mapper((TensorGroup(tuple(names), (target,), join, part),))
 
 
+def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Sequence[int]) -> Mapper:
+    """
+    Concatenate tensors block by block: the first blocks of all tensors, then the second blocks, and so on.
+
+    Each tensor (blocks * size, ...) has `blocks` blocks, of as many rows as its entry in `sizes`.
+    """
+
+    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.cat([tensor.reshape(blocks, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)]
+
+    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if tensors[0].size(0) != (rows := blocks * sum(sizes)):
+            raise ValueError(f"dimension 0 has size {tensors[0].size(0)}, not {rows}")
+        by_block = tensors[0].reshape(blocks, -1, *tensors[0].shape[1:])
+        return [piece.flatten(0, 1) for piece in torch.split(by_block, list(sizes), 1)]
+
+    return Mapper((TensorGroup(tuple(names), (target,), join, part),))
+
+
 def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
     """Split a tensor along `dim` into pieces with these sizes, or with equal sizes."""
     return concatenate(targets, name, dim, sizes).inverse()

@@ -164,6 +164,7 @@ from drawloom.components.ports.program import (
     group_overlaps as group_overlaps,
 )
 from drawloom.components.ports.recurrence import (
+    HybridKernels as HybridKernels,
     RecurrentKernels as RecurrentKernels,
 )
 from drawloom.components.ports.run import (

@@ -75,10 +75,19 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
 
 
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
 def with_experts(use: str) -> Mapping[str, Any]:
     """A small model with experts."""
-    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return {"model": {**TINY["model"], "use": use, **sizes}}
+    return {"model": {**TINY["model"], "use": use, **EXPERTS}}
+
+
+def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:
+    """A small model with gated delta nets."""
+    widths = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    return {"model": {**TINY["model"], "use": use, "partial_rotary_factor": 0.5, **widths, **heads, **changes}}
 
 
 def with_latent(use: str) -> Mapping[str, Any]:
@@ -253,18 +262,12 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.gpt_oss": lambda folder: {
         "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
     },
-    "model.qwen3_5": lambda folder: {
-        "model": {
-            **TINY["model"],
-            "use": "model.qwen3_5",
-            "partial_rotary_factor": 0.5,
-            "linear_key_head_dim": 4,
-            "linear_value_head_dim": 4,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-        }
-    },
+    "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5"),
+    "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", **EXPERTS),
+    "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", **EXPERTS),
+    "model.phi3": lambda folder: {"model": {**TINY["model"], "use": "model.phi3", "vocab_size": 257}},
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
+    "model.deepseek_v2": lambda folder: with_latent("model.deepseek_v2"),
     "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {

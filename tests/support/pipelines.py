@@ -33,6 +33,7 @@ from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.optim.adamw import AdamW
@@ -218,6 +219,15 @@ GROUPED: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "initializer_range": 0.2,
+}
+
 FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     "gemma3": (
         Gemma3,
@@ -256,15 +266,17 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
         },
     ),
     # the gated delta rule, and gated attention
-    "qwen3_5": (
-        Qwen35,
-        {
-            "layer_types": ["linear_attention", "full_attention"] * 4,
-            "linear_key_head_dim": 6,
-            "linear_value_head_dim": 5,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "initializer_range": 0.2,
+    "qwen3_5": (Qwen35, HYBRID),
+    # with experts, of which one has a gate
+    "qwen3_next": (
+        Qwen3Next,
+        HYBRID
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "shared_expert_intermediate_size": 8,
+            "router_aux_loss_coef": 0.5,
         },
     ),
     "glm4_moe": (Glm4Moe, GROUPED | {"first_k_dense_replace": 1, "use_qk_norm": True}),

@@ -91,6 +91,14 @@ LAYER_TYPES: dict[str, Any] = {
     "attention_bias": True,
 }
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10.0,
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+SHORT = LONG | {"original_max_position_embeddings": 99}
 LENGTHS = [{"length": 2, "until_step": 1}]
 RAMP = [{"size": 8, "until_step": 1}]
 POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
@@ -105,14 +113,33 @@ ROPE = {
     "mscale": (YARN | {"mscale_all_dim": 0.5, "mscale": 1.0}, YARN | {"mscale_all_dim": 0.5, "mscale": 0.1}),
     "mscale_all_dim": (YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}, YARN | {"mscale": 0.5, "mscale_all_dim": 0.1}),
     "attention_factor": (YARN, YARN | {"attention_factor": 3.0}),
+    "short_factor": (SHORT, SHORT | {"short_factor": [3.0] * 4}),
+    "long_factor": (LONG, LONG | {"long_factor": [3.0] * 4}),
     "low_freq_factor": (LLAMA, LLAMA | {"low_freq_factor": 0.2}),
     "high_freq_factor": (LLAMA, LLAMA | {"high_freq_factor": 40.0}),
 }
-MODEL |= {
-    f"{name}.{key}": Change(after, {name: before})
-    for name in ("rope_scaling", "rope_parameters")
-    for key, (before, after) in ROPE.items()
+
+
+def rope_changes(changes: dict[str, Any], refused: tuple[str, ...] = ()) -> dict[str, Change]:
+    """Return changes to keys in both rotary tables, from pairs: a table before and after."""
+    return {
+        f"{name}.{key}": Change(after, {name: before}, refused=key in refused)
+        for name in ("rope_scaling", "rope_parameters")
+        for key, (before, after) in changes.items()
+    }
+
+
+MODEL |= rope_changes(ROPE)
+NTK = {"rope_type": "ntk", "factor": 4.0, "rope_theta": 10.0}
+LONG_ONLY: dict[str, Any] = {key: (LONG, after) for key, (_, after) in ROPE.items()} | {
+    "rope_type": (LONG, NTK),
+    "rope_theta": (LONG, LONG | {"rope_theta": 100.0}),
+    "factor": (NTK, NTK | {"factor": 8.0}),
+    "original_max_position_embeddings": (LONG, LONG | {"original_max_position_embeddings": 99}),
+    "attention_factor": (LONG, LONG | {"attention_factor": 3.0}),
+    "short_factor": ROPE["short_factor"],
 }
+OF_OTHERS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 EXPERTS = {
     "intermediate_size": Change(48, {"mlp_only_layers": [0]}),
     "config": Change("other_moe.json", NO_SIZES | {"config": "one_moe.json"}),
@@ -145,6 +172,22 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+HYBRID_SIZES: dict[str, Any] = (
+    SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 1.0} | DELTA
+)
+HYBRID: dict[str, Any] = MODEL | {
+    "layer_types": ["full_attention"] * 3,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+SPARSE_KEYS = ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+"""Expert settings in Qwen3-Next that Qwen3.5 lacks."""
+
 GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
 GROUPED = {
     key: change
@@ -420,6 +463,30 @@ ROWS: dict[str, Row] = {
         },
     ),
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
+    "model.deepseek_v2": Row(
+        parts.model_of,
+        GROUPED_SIZES,
+        {key: change for key, change in LATENT.items() if key not in ("norm_topk_prob", "rope_interleave")}
+        | {
+            "config": config("deepseek_v2"),
+            "n_shared_experts": 3,
+            "mlp_bias": True,
+            "router_aux_loss_coef": 0.5,
+        },
+    ),
+    "model.phi3": Row(
+        parts.model_of,
+        SIZES | {"max_position_embeddings": 64},
+        MODEL
+        | rope_changes(LONG_ONLY, OF_OTHERS)
+        | {
+            "config": config("phi3"),
+            "rope_scaling": LONG,
+            "max_position_embeddings": Change(128, observer=parts.config_of),
+            "partial_rotary_factor": 0.5,
+            "sliding_window": 3,
+        },
+    ),
     "model.deepseek_v3": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("deepseek_v3")}),
     "model.glm4_moe": Row(
         parts.model_of,
@@ -462,21 +529,22 @@ ROWS: dict[str, Row] = {
             "router_z_loss_coef": 0.5,
         },
     ),
-    "model.qwen3_5": Row(
+    "model.qwen3_5": Row(parts.model_of, HYBRID_SIZES, HYBRID | {"config": config("qwen3_5")}),
+    "model.qwen3_5_moe": Row(
         parts.model_of,
-        SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 1.0} | DELTA,
-        MODEL
+        HYBRID_SIZES | SPARSE_SIZES,
+        HYBRID
+        | {key: change for key, change in EXPERTS.items() if key not in SPARSE_KEYS}
         | {
-            "config": config("qwen3_5"),
-            "layer_types": ["full_attention"] * 3,
-            "partial_rotary_factor": 0.5,
-            "attention_bias": True,
-            "linear_conv_kernel_dim": 3,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
+            "config": config("qwen3_5_moe"),
+            "shared_expert_intermediate_size": 20,
+            "intermediate_size": Change(48, observer=parts.config_of),
         },
+    ),
+    "model.qwen3_next": Row(
+        parts.model_of,
+        HYBRID_SIZES | SPARSE_SIZES,
+        HYBRID | EXPERTS | {"config": config("qwen3_next"), "shared_expert_intermediate_size": 20},
     ),
     "model.granite": Row(
         parts.model_of,

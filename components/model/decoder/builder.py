@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.config import DecoderConfig, num_experts,
 from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, read_config
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM, attention_among
-from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, rope_context_faults
 from drawloom.components.model.decoder.settings import choose_architecture, faults
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
@@ -168,8 +168,10 @@ class DecoderBuilder:
     @classmethod
     def context_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        if rope and rope.rope_type == "dynamic":
-            yield "dynamic positions depend on the length of whole rows"
+        if rope is None and (config := node.settings["config"]) is not None:
+            with suppress(UserError):  # a problem of its own
+                rope = read_config(cls.family, config).rope_scaling
+        yield from rope_context_faults(rope)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -191,9 +193,9 @@ class DecoderBuilder:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
-        """Return a stronger impact for max_position_embeddings if dynamic positions depend on it."""
+        """Return a stronger impact for max_position_embeddings if rotary positions depend on it."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
+        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
 
     def check_machine(self) -> None:
         """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""

@@ -112,8 +112,9 @@ class ExpertSpec:
     Specification of a router and its experts of inner width `width`, each.
 
     `shared_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0: there is
-    none. `router` is the name of the router's module. With `biases`, experts have biases, and with a `clamp` their gate
-    is clamped SwiGLU. Loss coefficients are those of one layer.
+    none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared` are names
+    of modules. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss coefficients
+    are those of one layer.
     """
 
     experts: int
@@ -121,7 +122,9 @@ class ExpertSpec:
     width: int
     routing: Routing
     shared_width: int = 0
+    shared_gate: bool = False
     router: str = "gate"
+    shared: str = "shared_experts"
     biases: bool = False
     clamp: ClampedSwiGlu | None = None
     aux_loss_coef: float = 0.0

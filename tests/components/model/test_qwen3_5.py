@@ -1,4 +1,4 @@
-"""Qwen3.5 for text against transformers."""
+"""Qwen3.5 for text, dense and with experts, and Qwen3-Next against transformers."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.qwen3_5 import QWEN3_5, Qwen35
+from drawloom.components.model.qwen3_5_moe import Qwen35Moe
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.graph import UserError
 from support.families import (
     assert_equal_to_transformers,
@@ -24,23 +27,40 @@ DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "layer_types": [LINEAR, FULL],
 }
-KINDS: dict[str, dict[str, Any]] = {
-    "defaults": DELTA,
-    "every flag": DELTA
-    | {
-        "linear_num_value_heads": 6,
-        "linear_conv_kernel_dim": 3,
-        "layer_types": [FULL, LINEAR],
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-3,
-    },
+FLAGS: dict[str, Any] = DELTA | {
+    "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": [FULL, LINEAR],
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-3,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 14,
+    "router_aux_loss_coef": 0.0,
+    "linear_key_head_dim": 8,
+}
+SPARSE: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4}
+KINDS: dict[str, tuple[type[DecoderBuilder], dict[str, Any]]] = {
+    "qwen3_5": (Qwen35, DELTA),
+    "qwen3_5, every flag": (Qwen35, FLAGS),
+    "qwen3_5_moe": (Qwen35Moe, DELTA | EXPERTS),
+    "qwen3_5_moe, every flag": (Qwen35Moe, FLAGS | EXPERTS),
+    "qwen3_next": (Qwen3Next, DELTA | EXPERTS),
+    "qwen3_next, every flag": (
+        Qwen3Next,
+        FLAGS | EXPERTS | SPARSE | {"mlp_only_layers": [3], "layer_types": [FULL, LINEAR] * 2},
+    ),
 }
 
 
-def qwen(kind: str, **changes: Any) -> Qwen35:
-    return small(Qwen35, **KINDS[kind] | changes)  # type: ignore[return-value]
+def qwen(kind: str, **changes: Any) -> DecoderBuilder:
+    family, settings = KINDS[kind]
+    return small(family, **settings | changes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +83,7 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    config = qwen("defaults").hugging_face_config() | changes
+    config = qwen("qwen3_5").hugging_face_config() | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "-"}))
     return folder
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
+"""GLM-4.5, DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.glm4_moe import Glm4Moe
@@ -39,6 +40,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 9,
     "q_lora_rank": 11,
 }
+EVEN = {"kv_lora_rank": 10, "router_aux_loss_coef": 0.0}  # transformers views pairs of latents as complex numbers
 GROUPS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
@@ -62,6 +64,17 @@ KINDS: dict[str, tuple[type[DecoderBuilder], dict[str, Any]]] = {
         LATENT | GROUPS | {"rope_interleave": False, "attention_bias": True, "rope_scaling": YARN},
     ),
     "moonlight": (DeepseekV3, LATENT | {"q_lora_rank": 0, "first_k_dense_replace": 0}),
+    "deepseek_v2": (
+        DeepseekV2,
+        LATENT | EVEN | {"q_lora_rank": 0, "n_shared_experts": 1},
+    ),
+    "deepseek_v2, every flag": (
+        DeepseekV2,
+        LATENT
+        | EVEN
+        | {key: value for key, value in GROUPS.items() if key != "norm_topk_prob"}
+        | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
+    ),
     "glm4_moe_lite": (Glm4MoeLite, LATENT | {"rope_scaling": YARN, "tie_word_embeddings": True}),
 }
 
@@ -138,6 +151,8 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     [
         ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4 rotates 3 channels of head_dim = 8"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and latent attention has"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "says topk_method = 'noaux_tc'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "says norm_topk_prob = true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers before sparse ones"),
     ],
 )

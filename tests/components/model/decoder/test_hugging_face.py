@@ -152,6 +152,13 @@ STRETCHES = [
         attention_factor=1.5,
     ),
     RopeScaling(
+        rope_type="longrope",
+        original_max_position_embeddings=8,
+        short_factor=[1.0] * 4,
+        long_factor=[1.0, 2.5, 3.0, 4.0],
+        attention_factor=1.25,
+    ),
+    RopeScaling(
         rope_type="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=0.5, high_freq_factor=2.0
     ),
 ]
@@ -225,12 +232,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
     "scaled in another way": (
-        {"rope_scaling": {"rope_type": "longrope"}},
-        "scales rotary positions by 'longrope'",
+        {"rope_scaling": {"rope_type": "proportional"}},
+        "scales rotary positions by 'proportional'",
     ),
     "scaled as no config says": (
         {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
-        "'ntk', where only default, linear, dynamic, yarn, llama3 can be built",
+        "'ntk', where only default, linear, dynamic, yarn, llama3, longrope can be built",
     ),
     "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "scales rotary positions by ['yarn']"),
     "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),

@@ -113,7 +113,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=9),
         (
             ("rope_scaling", "original_max_position_embeddings"),
-            "rope_scaling.original_max_position_embeddings belongs to yarn and llama3, and this is dynamic",
+            "rope_scaling.original_max_position_embeddings belongs to yarn, llama3 and longrope, and this is dynamic",
             "remove original_max_position_embeddings",
         ),
     ),
@@ -131,6 +131,16 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
             ("rope_scaling", "beta_slow"),
             "rope_scaling.beta_fast = 32 is not above beta_slow = 40",
             "write beta_fast = 80",
+        ),
+    ),
+    (
+        RopeScaling(
+            rope_type="longrope", original_max_position_embeddings=9, short_factor=[1.0] * 4, long_factor=[1.0] * 3
+        ),
+        (
+            ("rope_scaling", "long_factor"),
+            "rope_scaling.long_factor has 3 numbers, and 4 pairs of channels are rotated",
+            "write 4 numbers",
         ),
     ),
     (
