@@ -14,7 +14,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 
 
@@ -34,8 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results as JSON")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print every task's metrics."""
+@output_class
+class LmEvalResult(Result):
+    """Metrics of tasks."""
+
+    run_folder: Path = output("run folder")
+    step: int = output("step of the checkpoint")
+    results: Mapping[str, Mapping[str, Any]] = output(
+        "values by task; a key is a metric and a filter, such as acc,none"
+    )
+
+    def render(self, format: str) -> str:
+        """Return a line per task and metric."""
+        return "\n".join([f"{self.run_folder}, step {self.step}:", *_lines(self.results)])
+
+
+def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
+    """Evaluate the run on every task."""
     harness = package("lm_eval", "pip install 'drawloom[lm-eval]'")
     from lm_eval.tasks import TaskManager
 
@@ -54,12 +69,11 @@ def main(options: argparse.Namespace, project: Project) -> int:
         except ConnectionError as error:
             hint = "try again with a network, or give tasks whose data is on this machine by --include"
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
-    print_text("\n".join([f"{options.run_folder}, step {step}:", *_lines(results["results"])]))
     if options.to is not None:
         summary = {name: value for name, value in results.items() if name != "samples"}
         with writing(options.to):
             replace_file(options.to, json.dumps({"step": step, **summary}, indent=2, default=str).encode() + b"\n")
-    return 0
+    return LmEvalResult(options.run_folder, step, results["results"])
 
 
 def _lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -1,21 +1,18 @@
 """plan a run without a GPU or data: memory per rank, time per step, tokens per second"""
 
 import argparse
-import json
 import math
 import re
 
-import attrs
-
 from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
 from drawloom.components.planning.checkpoint_interval import Interval, interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
+from drawloom.components.planning.remedies import remedies
 from drawloom.components.planning.search import search, search_text
-from drawloom.components.planning.text import as_data, as_text
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -39,19 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-seconds", type=_positive, metavar="SECONDS", help=help)
     help = "with --search: write the best one as an overlay"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
     parser.epilog = "Set single values with node.key=value."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the plan; return 1 if it does not fit the device."""
-    if options.calibrate:
-        path = calibrate(here())
-        print_text(f"{path.read_text('utf-8')}\nkept in {path}")
+def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
+    """Plan the recipe, after a calibration if asked for."""
+    calibration = _calibrate() if options.calibrate else None
     if not options.recipe:
-        if options.calibrate:
-            return 0
+        if calibration:
+            return calibration
         raise UserError("plan takes a recipe, or --calibrate", 2)
+    if calibration:
+        print_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
     device = device_model(options.device) if options.device else at_hand()
@@ -61,14 +57,12 @@ def main(options: argparse.Namespace, project: Project) -> int:
         raise UserError("--to is for the best plan of a search; write --search, too", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else remedies(recipe, planned)
-    saves = _saves(options, recipe, planned)
-    if options.format == "json":
-        more = {} if saves is None else {"checkpoint": {**attrs.asdict(saves), "toml": saves.toml, "lost": saves.lost}}
-        print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))} | more, indent=1))
-    else:
-        parts = [as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]
-        print_text("\n\n".join([*parts, *([] if saves is None else [str(saves)])]))
-    return 0 if planned.fits else 1
+    return PlanResult.of(planned, helpful, _saves(options, recipe, planned))
+
+
+def _calibrate() -> CalibrationResult:
+    path = calibrate(here())
+    return CalibrationResult(path, path.read_text("utf-8"))
 
 
 def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
@@ -80,22 +74,21 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
     return interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
-def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:
-    """Print the best plans, and write the best plan's settings as an overlay."""
+def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
+    """Find the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
-    candidates = search(recipe, device, options.ranks)
-    if options.format == "json":
-        plans = [{"toml": candidate.overlay.splitlines(), **as_data(candidate.plan)} for candidate in candidates]
-        print_text(json.dumps(plans, indent=1))
-    else:
-        print_text(search_text(candidates))
-    if options.to is not None and candidates:
+    choices = search(recipe, device, options.ranks)
+    overlay = options.to if choices else None
+    if overlay is not None:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
-        with writing(options.to):
-            replace_file(options.to, f"{head}\n{candidates[0].overlay}\n".encode())
-        print_text(f"the first one is an overlay in {options.to}")
-    return 0 if candidates and candidates[0].plan.fits else 1
+        try:
+            with writing(overlay):
+                replace_file(overlay, f"{head}\n{choices[0].overlay}\n".encode())
+        except UserError:
+            print_text(search_text(choices))
+            raise
+    return SearchResult.of(choices, overlay)
 
 
 def _positive(text: str) -> float:

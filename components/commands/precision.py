@@ -4,6 +4,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import attrs
 import torch
@@ -20,7 +21,7 @@ from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 MIN_MEDIAN = 1e-12
@@ -43,8 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Set single values with node.key=value."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the overlay, or write it."""
+@output_class
+class PrecisionResult(Result):
+    """An overlay that excludes layers from float8."""
+
+    overlay: str = output("overlay in TOML, with the evidence as comments")
+    path: Path | None = output("written file, with --to only")
+
+    def render(self, format: str) -> str:
+        """Return the overlay, or the path to it."""
+        return f"wrote {self.path}" if self.path else self.overlay.removesuffix("\n")
+
+
+def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
+    """Measure, and write the overlay if asked."""
     if options.to is not None and options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
@@ -52,13 +65,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
     evidence = _measure(recipe.with_values({node: float8}), options.steps)
     text = write_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
-    if options.to is None:
-        print_text(text, end="")
-    else:
+    if options.to is not None:
         with writing(options.to):
             replace_file(options.to, text.encode())
-        print_text(f"wrote {options.to}")
-    return 0
+    return PrecisionResult(text, options.to)
 
 
 @attrs.frozen

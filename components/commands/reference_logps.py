@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 
@@ -33,7 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Set single values with node.key=value."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
+@output_class
+class ReferenceResult(Result):
+    """A file with reference log-probabilities."""
+
+    path: Path = output("written JSON-lines file")
+    lines: int = output("number of lines")
+
+    def render(self, format: str) -> str:
+        """Return one line with the words that train with the file."""
+        words = f"tokens.paths='[\"{self.path}\"]' loss.reference=data"
+        return f"wrote {self.path}, {self.lines} lines; train with {words}"
+
+
+def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     """Write the lines of the recipe's data with `ref_chosen_logps` and `ref_rejected_logps`."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
@@ -44,9 +58,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     with writing(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
-    words = f"tokens.paths='[\"{options.to}\"]' loss.reference=data"
-    print_text(f"wrote {options.to}, {len(lines)} lines; train with {words}")
-    return 0
+    return ReferenceResult(options.to, len(lines))
 
 
 def _only(recipe: Recipe, kind: type) -> str:

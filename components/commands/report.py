@@ -1,6 +1,7 @@
 """write one HTML report about runs: curves, events, checkpoints, samples and drawings"""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.commands._options import output_file, writing
@@ -12,6 +13,7 @@ from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -24,8 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Write the report, and print its path."""
+@output_class
+class ReportResult(Result):
+    """An HTML report."""
+
+    path: Path = output("written file")
+    bytes: int = output("size of the file")
+    runs: Sequence[str] = output("names of the runs in the report")
+
+    def render(self, format: str) -> str:
+        """Return one line with size and path."""
+        return f"report of {byte_size(self.bytes)} in {self.path}"
+
+
+def main(options: argparse.Namespace, project: Project) -> ReportResult:
+    """Write the report."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
     if len(folders) > 1:
         folders = [folder for folder in folders if _is_run(folder)] or folders
@@ -39,8 +54,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     content = page(runs).encode()
     with writing(target):
         replace_file(target, content)
-    print_text(f"report of {byte_size(len(content))} in {target}")
-    return 0
+    return ReportResult(target, len(content), [run.name for run in runs])
 
 
 def _is_run(folder: Path) -> bool:

@@ -1,12 +1,11 @@
 """simulate and draw a pipeline schedule, its bubble and activation memory, without a device"""
 
 import argparse
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import attrs
 
@@ -28,7 +27,7 @@ from drawloom.components.planning.cost_sources import CostSource, Traced, Units
 from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import Problem, RecipeError, UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import JSON, Result, internal, output, output_class
 from drawloom.graph.problems import find_nearest
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
@@ -66,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
     )
-    parser.add_argument("--format", choices=("text", "svg", "json", "csv"), default="text", help="text if left out")
     parser.add_argument("--forward-only", action="store_true", help="the program of evaluation and generation")
     parser.add_argument(
         "--compare",
@@ -80,16 +78,90 @@ EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages
 """Options that --run rejects, because they would simulate a different run."""
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print one schedule, or a comparison between all schedules."""
+@output_class
+class ActionData:
+    """A gather or a reduction of parameters on a rank."""
+
+    action: str = output("notation of the action")
+    start: float = output("start, in the unit of the costs")
+    end: float = output("end")
+
+
+@output_class
+class ScheduleData:
+    """A simulated schedule; times are in the unit of the costs."""
+
+    schedule: str = output("name, or path of a CSV file")
+    ranks: int = output("pipeline ranks")
+    stages_per_rank: int = output("stages on each rank")
+    microbatches: int = output("microbatches of a step")
+    makespan: float = output("time of a step")
+    ideal: float = output("time without a bubble")
+    bubble: float = output("idle fraction of the makespan")
+    span_bubble: float = output("idle fraction of a rank's longest span")
+    peak_activations: Sequence[int] = output("peak of stage-microbatches until their input gradients, by rank")
+    peak_live_weights: Sequence[int] = output("the same until their weight gradients, by rank")
+    messages: int = output("tensors that ranks send one another")
+    actions: Mapping[str, int] = output("number of actions by kind")
+    shard_actions: Sequence[Sequence[ActionData]] = output("gathers and reductions by rank")
+    recompute: Sequence[str] | None = output("recomputation by stage, if the schedule chooses it", default=None)
+    measured_makespan: float | None = output("time of the step in a run, with --run only", default=None)
+    activation_bytes: Sequence[int] | None = output("peak bytes of activations by rank, if known", default=None)
+
+
+@attrs.frozen
+class ScheduleResult(ScheduleData, Result):
+    """A simulated schedule; times are in the unit of the costs."""
+
+    formats: ClassVar[tuple[str, ...]] = ("text", "svg", JSON, "csv")
+
+    summary: Summary | None = internal(default=None)
+
+    @classmethod
+    def of(cls, summary: Summary) -> "ScheduleResult":
+        """Describe a simulation."""
+        return cls(**_schedule_fields(summary), summary=summary)
+
+    def render(self, format: str) -> str:
+        """Return a timeline with a table, an SVG document, or a CSV file of torch.distributed.pipelining."""
+        summary = self.summary
+        if summary is None:
+            return ""
+        if format == "svg":
+            return draw_svg(summary.simulation, summary.title, summary.caption, summary.measured).removesuffix("\n")
+        if format == "csv":
+            return write_csv(summary.simulation.program).removesuffix("\r\n")
+        width = shutil.get_terminal_size((120, 0)).columns
+        picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
+        return f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n\n{picture}"
+
+
+@output_class
+class ComparisonResult(Result):
+    """Simulated schedules, with --compare."""
+
+    schedules: Sequence[ScheduleData] = output("schedules of every size")
+    text: str = internal()
+
+    def render(self, format: str) -> str:
+        """Return one table per size."""
+        return self.text
+
+
+def _schedule_fields(summary: Summary) -> dict[str, Any]:
+    data = summary.as_data()
+    return data | {"shard_actions": [[ActionData(**bar) for bar in bars] for bars in data["shard_actions"]]}
+
+
+def main(options: argparse.Namespace, project: Project) -> ScheduleResult | ComparisonResult:
+    """Simulate one schedule, or all schedules."""
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
         if any(getattr(options, name) for name in EXCLUDED_BY_RUN):
             raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
         options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
-        print_text(_comparison(options, project))
-        return 0
+        return _comparison(options, project)
     for name in ("ranks", "microbatches"):
         values = getattr(options, name) or [None]
         if len(values) > 1:
@@ -97,21 +169,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         setattr(options, name, values[0])
     summary = _summary(options, project)
     measured = None if options.run is None else _costs.of_run(options.run, project).simulation
-    _print(options, summary if measured is None else attrs.evolve(summary, measured=measured))
-    return 0
-
-
-def _print(options: argparse.Namespace, summary: Summary) -> None:
-    if options.format == "json":
-        print_text(json.dumps(summary.as_data(), indent=1))
-    elif options.format == "svg":
-        print_text(draw_svg(summary.simulation, summary.title, summary.caption, summary.measured), end="")
-    elif options.format == "csv":
-        print_text(write_csv(summary.simulation.program), end="")
-    else:
-        width = shutil.get_terminal_size((120, 0)).columns
-        print_text(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
-        print_text(draw_text(summary.simulation, width, summary.measured), end="")
+    return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
 def _summary(options: argparse.Namespace, project: Project) -> Summary:
@@ -175,8 +233,8 @@ def _summary_of_file(options: argparse.Namespace, project: Project) -> Summary:
     return _simulate_program(options, path, program, _costs.source(options, project, None), None)
 
 
-def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """Return one table per size, with the named schedule and all schedules without required settings."""
+def _comparison(options: argparse.Namespace, project: Project) -> ComparisonResult:
+    """Simulate the named schedule and all schedules without required settings: one table per size."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
     recipe = _recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
@@ -190,10 +248,9 @@ def _comparison(options: argparse.Namespace, project: Project) -> str:
     microbatches = options.microbatches or [needed(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
-    if options.format == "json":
-        return json.dumps([summary.as_data() for summaries in tables.values() for summary in summaries], indent=1)
     titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
-    return "\n\n".join([*titled, LEGEND])
+    schedules = [ScheduleData(**_schedule_fields(summary)) for summaries in tables.values() for summary in summaries]
+    return ComparisonResult(schedules, "\n\n".join([*titled, LEGEND]))
 
 
 def _simulate_all(

@@ -13,6 +13,7 @@ from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.data.store.build import build
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
@@ -27,8 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one for each core)")
 
 
-def main(options: argparse.Namespace, _project: Project) -> int:
-    """Make or complete the store, and print its size."""
+@output_class
+class TokenizeResult(Result):
+    """A token store."""
+
+    folder: Path = output("folder of the store")
+    documents: int = output("number of documents")
+    tokens: int = output("number of tokens")
+
+    def render(self, format: str) -> str:
+        """Return one line with the size."""
+        return f"{self.folder}: {self.documents:,} documents, {self.tokens:,} tokens"
+
+
+def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
+    """Make or complete the store."""
     tokenizer = _tokenizer(options)
     files = find(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))
@@ -40,8 +54,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
         say=lambda text: print_text(text, "stderr"),
         every=1 if sys.stderr.isatty() else 10,
     )
-    print_text(f"{options.to}: {len(store.lengths):,} documents, {store.token_count:,} tokens")
-    return 0
+    return TokenizeResult(options.to, len(store.lengths), store.token_count)
 
 
 def _tokenizer(options: argparse.Namespace) -> Tokenizer:

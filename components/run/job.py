@@ -42,6 +42,10 @@ class NamedRun:
     def path(self) -> Path:
         return _path(self.name, self.folder)
 
+    def outcome(self) -> dict[str, str]:
+        """Return the run folder, for programs."""
+        return {"folder": str(self.path)}
+
     @classmethod
     def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> dict[str, Any]:
         """Return settings to keep a run in its folder after a move, unless `given` names a folder or a name."""

@@ -58,6 +58,8 @@ class Trainer:
     _skipped: SkippedSteps = attrs.field(
         init=False, default=attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True)
     )
+    _last_step: int = attrs.field(init=False, default=0)
+    _end_reason: str = attrs.field(init=False, default="")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -102,16 +104,22 @@ class Trainer:
             return stopped.signal
         return 0
 
+    def outcome(self) -> dict[str, Any]:
+        """Return the last step and the reason of an early end, for programs."""
+        return {"step": self._last_step, "steps": self.steps, "stop_reason": self._end_reason}
+
     def _run(self) -> None:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore(done)
         reason = self._stop_reason() if done else ""
         self._log_start(done, reason)
+        self._last_step, self._end_reason = done, reason
         while done < self.steps and not reason:
             step = self._next_step(done + 1)
             self._run_step(step)
             done, reason = (self._go_back(step), "") if step.goes_back else (step.index, step.stop_reason)
+            self._last_step, self._end_reason = done, reason
         with self.stop.raising():
             self._finish(done)
         self.events.emit(Event("run_ended"))
@@ -212,6 +220,7 @@ class Trainer:
         if self.checkpointer and not step.goes_back:  # a step that goes back resumes from its older checkpoint
             with self._saving(step):
                 self.checkpointer.save(step)
+        self._last_step = step.index
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
         log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)
         raise StoppedError(signal)

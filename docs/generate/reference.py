@@ -6,10 +6,8 @@ import os
 import re
 
 import drawloom
-from drawloom.graph.cli.commands import COMMANDS
 from drawloom.graph.cli.main import main
 from generate.catalogue import project
-from generate.source import ROOT
 
 WIDTH = "88"
 """Columns of the help texts."""
@@ -38,12 +36,6 @@ HOMES = {
     "UserError": "graph.problems",
 }
 """Where public classes are defined; the other names are of `graph.component`."""
-
-
-def command_names() -> list[str]:
-    """Return the names of all commands, in the order of `drawloom --help`."""
-    modules = sorted((ROOT / "components" / "commands").glob("[a-z]*.py"))
-    return [*COMMANDS, *(path.stem.replace("_", "-") for path in modules)]
 
 
 def with_help(page: str) -> str:

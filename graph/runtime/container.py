@@ -170,6 +170,10 @@ class Container(Mapping[str, Any]):
                 start = end
         self._fill_all()
 
+    def outcome(self) -> dict[str, Mapping[str, Any]]:
+        """Return facts about an ended run, by node."""
+        return {name: item.outcome() for name, item in self._built.items() if hasattr(item, "outcome")}
+
     def check_machine(self) -> list[Problem]:
         """
         Return problems with files and devices that this machine lacks, each at the setting that names the file or

@@ -123,7 +123,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             f"components.{name}"
             for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling", "stages")
         },
-        {"attrs", "lm_eval", "numpy", "rich", "tomli", "torch"},
+        {"attrs", "lm_eval", "mcp", "numpy", "rich", "tomli", "torch"},
     ),
 }
 SUBJECT = (BELOW, {"attrs", "numpy", "torch"})

@@ -25,7 +25,7 @@ def run_lr(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 def data(capsys: Capture, *arguments: str) -> Any:
     """The JSON output of the command."""
-    return json.loads(run_lr(capsys, *arguments, "--format", "json"))
+    return json.loads(run_lr(capsys, *arguments, "--format", "json"))["curves"]
 
 
 def test_rates_and_rows_equal_those_of_the_run(capsys: Capture) -> None:

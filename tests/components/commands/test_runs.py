@@ -34,15 +34,15 @@ def test_csv_and_json_have_all_values(runs: Path, capsys: pytest.CaptureFixture[
     assert main(["runs", str(runs), "--format", "csv"]) == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert main(["runs", str(runs), "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["runs"]
     assert [float(row["best"]) for row in table] == [row["best"] for row in rows] == [2.0, 1.5]
     assert [row["optimizer.lr"] for row in table] == [row["differs"]["optimizer.lr"] for row in rows]
     assert table[0]["steps"] == "" and rows[0]["steps"] is None
 
 
 def test_runs_are_filtered_by_state(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without any, text says so and JSON is an empty list."""
-    for format, printed in (("text", "no runs\n"), ("json", "[]\n")):
+    """Without any, text says so and the list in JSON is empty."""
+    for format, printed in (("text", "no runs\n"), ("json", '{\n "runs": []\n}\n')):
         assert main(["runs", str(runs), "--state", "finished", "--format", format]) == 0
         assert capsys.readouterr().out == printed
 

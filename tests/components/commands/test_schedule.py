@@ -27,8 +27,9 @@ def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """The JSON output of the command."""
-    return json.loads(run_schedule(capsys, *arguments, "--format", "json"))
+    """The JSON output of the command; of a comparison, its list."""
+    printed = json.loads(run_schedule(capsys, *arguments, "--format", "json"))
+    return printed["schedules"] if "--compare" in arguments else printed
 
 
 def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
@@ -49,6 +50,9 @@ def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
         "messages",
         "actions",
         "shard_actions",
+        "recompute",
+        "measured_makespan",
+        "activation_bytes",
     ]
     assert (summary["makespan"], summary["ideal"], summary["peak_activations"]) == (99.5, 96, [17] * 8)
     assert summary["actions"] == {"F": 512, "B": 420, "I": 92, "W": 92}
