@@ -126,7 +126,7 @@ def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Toke
 
 
 def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:
-    """Convert the cross entropy to other units; yield nothing for other losses."""
+    """Format a cross entropy as perplexity and bits per byte; `nats` is NaN for other losses, which return ""."""
     if math.isnan(nats):
         return ""
     # Tokens at the end of a document stand for no byte, and are part of the loss.
