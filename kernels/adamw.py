@@ -109,7 +109,7 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
         results = _update(values, grad[part], param.weight_decay, scalars)
         if counter is not None:
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
-            results = [_round(*args) for args in zip(results, noise, values, strict=False)]
+            results = [_round_if_bfloat16(*args) for args in zip(results, noise, values, strict=False)]
         if param.max_exp_avg_sq is not None:
             # The maximum is one of two values in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
@@ -120,7 +120,7 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
             tensor.detach().copy_(changed.view(tensor.shape))
 
 
-def _round(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
+def _round_if_bfloat16(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
     return round_stochastically(result, noise) if target.dtype == torch.bfloat16 else result
 
 

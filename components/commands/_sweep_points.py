@@ -96,8 +96,11 @@ def _expand(key: str, text: str) -> list[str]:
     if not (match := RANGE.fullmatch(text.strip())):
         return [text.strip()]
     first, last = int(match[1]), int(match[2])
-    if not first <= last < first + MAX_POINTS:
+    if last < first:
         raise UserError(f"{key}={text} is not a range; write the smaller number first, such as 0..2", 2)
+    if last >= first + MAX_POINTS:
+        count = f"{last - first + 1:,} values, and at most {MAX_POINTS:,} are possible"
+        raise UserError(f"{key}={text} has {count}; write a shorter range", 2)
     return [str(number) for number in range(first, last + 1)]
 
 

@@ -107,7 +107,11 @@ class SharedSlots:
         self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
 
     def training_slots(self, hidden: Tensor) -> int:
-        """Return the slots for a training microbatch. Raises UserError if hidden (tokens, width) has more tokens."""
+        """
+        Return the number of token slots per training microbatch, equal on all ranks.
+
+        Raises UserError if hidden (tokens, width) has more tokens.
+        """
         self._training_slots = self._training_slots or _max_tokens(len(hidden), self.group, hidden.device)
         if len(hidden) > self._training_slots:
             raise UserError(

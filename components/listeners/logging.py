@@ -104,7 +104,7 @@ class RunLogging:
             handler.close()
 
     def on_event(self, event: Event) -> None:
-        """Do nothing: this is a listener only to be listed with the others in a trainer."""
+        """Do nothing: as a listener, the component is opened before the trainer's other nodes."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
         logger.addHandler(handler)

@@ -136,11 +136,12 @@ class Router(Linear, RowSums):
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """
-        The experts of each token, int64, and their weights, at least float32; both (rows, length, choices).
+        Choose experts for all tokens: int64 indices, and the experts' weights, at least float32.
 
-        hidden: (rows, length, hidden_size), or with several `ranks` split tokens (tokens, hidden_size). With weights of
-        tokens, float32 (rows, length), the backward pass adds the gradients of the router's losses. Gradients are
-        divided by the sum of all tokens' weights in the end, so that each loss is a mean by token.
+        hidden is (rows, length, hidden_size), the results (rows, length, choices); if several `ranks` split the tokens,
+        (tokens, hidden_size) and (tokens, choices). Given token weights, float32 (rows, length), the backward pass adds
+        the gradients of the auxiliary and z losses as weighted sums, since after a step's microbatches all gradients
+        are divided by the total token weight.
         """
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         if self.routing.wide_logits:

@@ -98,8 +98,8 @@ def test_needed_rows_are_as_few_as_possible(data: st.DataObject) -> None:
     assert all(needed & set(row.flatten().tolist()) for row in (rows[:1], rows[-1:]) if rows.numel() and part)
 
 
-def test_tensors_without_slices_are_needed_whole() -> None:
-    """A counter, a tensor with another shape, and a tensor whose use requires the whole are needed whole."""
+def test_tensors_without_slices_are_read_whole() -> None:
+    """All rows are read for a scalar, for a shape other than the slice's, and for a use of the whole tensor."""
     half = TensorSlice((4, 2), (0, 0), (2, 2))
     assert needed_rows((), [(None, half)]) is None
     assert needed_rows((3, 2), [(None, half)]) is None

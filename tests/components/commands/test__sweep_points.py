@@ -36,6 +36,7 @@ def test_keys_with_equal_last_parts_are_written_whole() -> None:
         (["optimizer.lr=1e-3,0.001"], "two points of the sweep are named lr=0.001"),
         (["run.seed=0,1", "run.seed=2,3"], "run.seed is given twice"),
         (["run.seed=2..0"], "run.seed=2..0 is not a range"),
+        (["run.seed=0..10000"], "run.seed=0..10000 has 10,001 values"),
         (["a.b=0..999", "a.c=0..999"], "1,000,000 points"),
         (["a.b=" + "x" * 300 + ",y"], "too long for a folder"),
     ],
