@@ -51,6 +51,7 @@ from drawloom.components.ports.data import (
     token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
+    FrozenFormat as FrozenFormat,
     LinearFormat as LinearFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,

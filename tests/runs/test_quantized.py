@@ -1,0 +1,120 @@
+"""Runs that adapt a model whose frozen weights are quantized (QLoRA), on a CPU in plain torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.runs import drawloom, series, take_back, write_corpus
+
+LEARNED = ("step", "loss", "grad_norm", "lr")
+SIZES = (
+    "model.num_hidden_layers=2",
+    "model.hidden_size=128",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.head_dim=32",
+    "model.intermediate_size=256",
+)
+QLORA = """
+extends = ["./tiny.toml", "with_nf4"]
+
+[model]
+use = "model.auto"
+path = "runs/base/export"
+
+[batch]
+global_size = 4
+micro_size = 1
+
+[stages]
+adapters = ["@lora"]
+
+[lora]
+use = "adapters.lora"
+targets = ["*_proj"]
+rank = 4
+alpha = 8.0
+
+[lr]
+start = 1.0
+phases = [{ to = 1.0, steps = 1 }]
+
+[adapter]
+use = "export.adapter"
+
+[checkpoint]
+every = 2
+
+[trainer]
+steps = 4
+on_finish = ["@export", "@adapter", "@sample"]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an exported base model in bfloat16 and a run that adapts it on one process."""
+    folder = tmp_path_factory.mktemp("quantized")
+    write_corpus(folder)
+    (folder / "qlora.toml").write_text(QLORA, "utf-8")
+    words = ("run.name=base", "trainer.steps=1", "trainer.on_finish=['@export']", "export.dtype=bfloat16")
+    assert drawloom(folder, "run", "tiny.toml", *SIZES, *words)[0].code == 0
+    train(folder, "one")
+    return folder
+
+
+def train(folder: Path, name: str, *words: str, ranks: int = 1) -> str:
+    """Run the recipe and return what rank 0 printed."""
+    outcomes = drawloom(folder, "run", "qlora.toml", f"run.name={name}", *words, ranks=ranks)
+    assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+    return outcomes[0].text
+
+
+def read_losses(folder: Path, name: str) -> list[float]:
+    return [loss for (loss,) in series(folder / "runs" / name, "loss")]
+
+
+def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
+    """A resumed run quantizes the base again, and has the uninterrupted run's bits; so does a recomputing run."""
+    whole = series(folder / "runs/one", *LEARNED)
+    train(folder, "parts")
+    take_back(folder / "runs/parts", 2)
+    train(folder, "parts")
+    train(folder, "blocks", "stages.recompute=blocks")
+    assert series(folder / "runs/parts", *LEARNED) == whole == series(folder / "runs/blocks", *LEARNED)
+
+
+MESHES = {
+    "replicas": ("mesh.data_replicate=2",),
+    "shards": ("mesh.data_shard=2",),
+    "tensor": ("mesh.tensor=2",),
+    "zero_bubble": ("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_has_the_losses_of_one_process(folder: Path, mesh: str) -> None:
+    """Ranks that split, shard or copy the quantized base have the losses of one process up to rounding."""
+    train(folder, mesh, *MESHES[mesh], "trainer.on_finish=['@export']", ranks=2)
+    assert read_losses(folder, mesh) == pytest.approx(read_losses(folder, "one"), rel=5e-3)
+
+
+def test_the_adapter_is_merged_into_the_unquantized_base(folder: Path) -> None:
+    """The export is the base in bfloat16 plus the factors' product, in spite of the quantized base."""
+    base = load_file(folder / "runs/base/export/model.safetensors")
+    merged = load_file(folder / "runs/one/export/model.safetensors")
+    factors = load_file(folder / "runs/one/adapter/adapter_model.safetensors")
+    assert base.keys() == merged.keys()
+    changed = 0
+    for name, weight in base.items():
+        first = factors.get(f"base_model.model.{name.removesuffix('weight')}lora_A.weight")
+        if first is None:
+            assert torch.equal(merged[name], weight)
+            continue
+        second = factors[f"base_model.model.{name.removesuffix('weight')}lora_B.weight"]
+        expected = weight.float() + 2.0 * (second.float() @ first.float())
+        assert torch.equal(merged[name], expected.bfloat16())
+        changed += not torch.equal(merged[name], weight)
+    assert changed
