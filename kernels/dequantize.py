@@ -39,7 +39,7 @@ def linear_quantized(
     """
     Return x @ weight.T + bias (..., outputs), bfloat16: x (..., inputs), storage of the weight (outputs, units).
     """
-    y = _product(x, stored, partial(dequantize, name=weight_format.name), _linear, torch.matmul)
+    y = _product(x, stored, weight_format, dequantize, _linear, torch.matmul)
     return y if bias is None else y + bias
 
 
@@ -60,8 +60,8 @@ def grouped_gemm_quantized(
     def multiply(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
         return grouped_gemm(rows, weight, offsets, transposed)
 
-    functions = partial(multiply, transposed=True), partial(multiply, transposed=False)
-    return _product(x, stored, partial(dequantize, name=weight_format.name), *functions)
+    product, gradient = partial(multiply, transposed=True), partial(multiply, transposed=False)
+    return _product(x, stored, weight_format, dequantize, product, gradient)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -71,9 +71,14 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(
-    x: Tensor, stored: Tensor, dequantize: Callable[[Tensor], Tensor], product: Product, gradient: Product
+    x: Tensor,
+    stored: Tensor,
+    weight_format: WeightFormat,
+    dequantize: Dequantize,
+    product: Product,
+    gradient: Product,
 ) -> Tensor:
-    result: Tensor = _Product.apply(x, stored, dequantize, product, gradient)  # type: ignore[no-untyped-call]
+    result: Tensor = _Product.apply(x, stored, weight_format.name, dequantize, product, gradient)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -85,18 +90,19 @@ class _Product(Function):
         ctx: Any,
         x: Tensor,
         stored: Tensor,
-        dequantize: Callable[[Tensor], Tensor],
+        name: str,
+        dequantize: Dequantize,
         product: Product,
         gradient: Product,
     ) -> Tensor:
         """Return rows (..., outputs): x (..., inputs), and the storage of the weight, any shape."""
         ctx.save_for_backward(stored)
-        ctx.dequantize, ctx.gradient = dequantize, gradient
-        return product(x, dequantize(stored))
+        ctx.name, ctx.dequantize, ctx.gradient = name, dequantize, gradient
+        return product(x, dequantize(stored, name))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (stored,) = ctx.saved_tensors
-        grad_x = ctx.gradient(grad, ctx.dequantize(stored)) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None
+        grad_x = ctx.gradient(grad, ctx.dequantize(stored, ctx.name)) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None, None

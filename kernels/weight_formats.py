@@ -89,7 +89,7 @@ class WeightFormat:
         self.storage_shape(tuple(weight.shape))  # checks the width
         matrices = weight if weight.ndim > 2 else weight[None]
         flat = matrices.flatten(0, -3)
-        stored = torch.stack([self.join(*self.encode(matrix.float())) for matrix in flat])
+        stored = torch.stack([self.join(*self.encode(matrix.float().contiguous())) for matrix in flat])
         return stored.view(*weight.shape[:-1], -1)
 
     def join(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -99,13 +99,18 @@ class WeightFormat:
 
     def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and scales, the arguments of `join`, from storage (..., units)."""
-        blocks = stored.contiguous().view(torch.uint8).unflatten(-1, (-1, self.units * STORAGE.itemsize))
+        blocks = in_blocks(stored.contiguous().view(torch.uint8), self.units * STORAGE.itemsize)
         heads, codes = blocks.tensor_split([self.scale_dtype.itemsize], -1)
         return codes, heads.contiguous().view(self.scale_dtype).squeeze(-1)
 
     def dequantize(self, stored: Tensor) -> Tensor:
         """Return the weight (..., outputs, inputs), bfloat16, of its storage (..., outputs, units)."""
         return self.decode(*self.split(stored)).to(STORAGE).flatten(-2)
+
+
+def in_blocks(rows: Tensor, size: int) -> Tensor:
+    """Return (..., blocks * size) as (..., blocks, size)."""
+    return rows.reshape(*rows.shape[:-1], -1, size)
 
 
 @cache
@@ -115,7 +120,7 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     table = _table(NF4_VALUES, weight.device)
-    blocks = weight.unflatten(-1, (-1, NF4.block))
+    blocks = in_blocks(weight, NF4.block)
     scales = blocks.abs().amax(-1)
     # bitsandbytes multiplies by the inverse, and rounds a midpoint down.
     relative = blocks * (1 / scales.clamp_min(1e-38)).unsqueeze(-1)
@@ -130,10 +135,10 @@ def _decode_nf4(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _encode_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = len(weight)
-    tiles = F.pad(weight, (0, 0, 0, -rows % TILE)).unflatten(0, (-1, TILE)).unflatten(-1, (-1, TILE))
+    tiles = F.pad(weight, (0, 0, 0, -rows % TILE)).view(-1, TILE, weight.shape[1] // TILE, TILE)
     largest = tiles.abs().amax((1, 3))
     scales = (largest / E4M3_MAX).masked_fill(largest == 0, 1.0).repeat_interleave(TILE, 0)[:rows]
-    relative = weight.unflatten(-1, (-1, TILE)) / scales.unsqueeze(-1)
+    relative = in_blocks(weight, TILE) / scales.unsqueeze(-1)
     return relative.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8), scales
 
 
@@ -143,7 +148,7 @@ def _decode_float8(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     magnitudes = _table(FP4_MAGNITUDES, weight.device)
-    blocks = weight.unflatten(-1, (-1, MXFP4.block))
+    blocks = in_blocks(weight, MXFP4.block)
     largest = blocks.abs().amax(-1)
     # frexp's mantissa is from 0.5 to 1; the smallest scale keeps quotients of zeros finite.
     exponents = largest.frexp().exponent - 1 - FP4_MAX_EXPONENT

@@ -54,7 +54,8 @@ def use_frozen_format(module: nn.Module, precision: Precision, splits: MutableMa
         if weight.requires_grad:
             continue
         weight_format, split = FORMATS[precision.frozen], splits.get(name)
-        if fault := fault_of_blocks(weight_format, split and split.tensor_slice, tuple(weight.shape)):
+        weight_slice = None if split is None else split.tensor_slice
+        if fault := fault_of_blocks(weight_format, weight_slice, tuple(weight.shape)):
             raise UserError(f"precision.frozen: {name} {fault}; {exclude(name)}", exit_code=2)
         if split is not None:
             splits[name] = attrs.evolve(split, tensor_slice=storage_slice(weight_format, split.tensor_slice))

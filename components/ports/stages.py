@@ -124,11 +124,12 @@ class Stage:
             for name, parameter in named
             if not name.startswith(f"{LOSS}.")
         }
-        for name, weight_format in stored_formats(self.module).items() if self.read_frozen else ():
-            stored = parameters[name]
-            shape = weight_format.weight_shape(stored.shape)
-            read = partial(self.read_frozen, name, shape, stored.dtype)
-            parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
+        if (read_frozen := self.read_frozen) is not None:
+            for name, weight_format in stored_formats(self.module).items():
+                stored = parameters[name]
+                shape = weight_format.weight_shape(stored.shape)
+                read = partial(read_frozen, name, shape, stored.dtype)
+                parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
         return parameters
 
     def model_buffers(self) -> dict[str, ModelParameter]:

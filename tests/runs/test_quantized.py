@@ -77,7 +77,7 @@ def read_losses(folder: Path, name: str) -> list[float]:
 
 
 def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
-    """A resumed run quantizes the base again, and has the uninterrupted run's bits; so does a recomputing run."""
+    """A resumed run and a recomputing run quantize the base again, and equal the uninterrupted run bit for bit."""
     whole = series(folder / "runs/one", *LEARNED)
     train(folder, "parts")
     take_back(folder / "runs/parts", 2)
@@ -96,13 +96,13 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_has_the_losses_of_one_process(folder: Path, mesh: str) -> None:
-    """Ranks that split, shard or copy the quantized base have the losses of one process up to rounding."""
+    """Losses equal one process up to rounding if ranks split, shard or copy the quantized base."""
     train(folder, mesh, *MESHES[mesh], "trainer.on_finish=['@export']", ranks=2)
     assert read_losses(folder, mesh) == pytest.approx(read_losses(folder, "one"), rel=5e-3)
 
 
 def test_the_adapter_is_merged_into_the_unquantized_base(folder: Path) -> None:
-    """The export is the base in bfloat16 plus the factors' product, in spite of the quantized base."""
+    """The export is the bfloat16 base plus the factors' product, although the run's base is quantized."""
     base = load_file(folder / "runs/base/export/model.safetensors")
     merged = load_file(folder / "runs/one/export/model.safetensors")
     factors = load_file(folder / "runs/one/adapter/adapter_model.safetensors")
@@ -118,3 +118,48 @@ def test_the_adapter_is_merged_into_the_unquantized_base(folder: Path) -> None:
         assert torch.equal(merged[name], expected.bfloat16())
         changed += not torch.equal(merged[name], weight)
     assert changed
+
+
+SPARSE = """
+extends = ["./tiny.toml", "with_nf4"]
+
+[model]
+use = "model.qwen3.moe"
+num_hidden_layers = 2
+hidden_size = 64
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 64
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 64
+intermediate_size = 64
+
+[stages]
+adapters = ["@lora"]
+dispatcher = { use = "experts.all_to_all" }
+
+[lora]
+use = "adapters.lora"
+targets = ["experts"]
+rank = 4
+alpha = 8.0
+
+[trainer]
+steps = 3
+on_finish = []
+"""
+
+
+def test_experts_train_on_a_quantized_base(folder: Path) -> None:
+    """Losses of two ranks that partition quantized experts equal those of one process up to rounding."""
+    (folder / "sparse.toml").write_text(SPARSE, "utf-8")
+    for name, words, ranks in (
+        ("sparse", ("mesh.expert=1",), 1),
+        ("expert", ("mesh.data_shard=2", "mesh.expert=2"), 2),
+    ):
+        outcomes = drawloom(folder, "run", "sparse.toml", f"run.name={name}", "batch.micro_size=2", *words, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+    one, two = read_losses(folder, "sparse"), read_losses(folder, "expert")
+    assert two == pytest.approx(one, rel=5e-3)
+    assert "12 frozen weights in nf4" in outcomes[0].text
