@@ -317,7 +317,8 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     model.initialise = _initialise
     is_wide = TINY and case.linear == case.frozen == "compute"
     dtype: Any = "float32" if is_wide else "bfloat16"
-    precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen)
+    cut_blocks = ("*.down_proj.weight",) if TINY and case.frozen != "compute" else ()
+    precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen, frozen_in_compute=cut_blocks)
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     lora: list[Any] = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
