@@ -93,9 +93,8 @@ class LoraLinear(Linear, AdaptedLayer):
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
         if self.form.dora:
-            scale = dora_scale(
-                self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._row_ranks
-            )
+            weight = self.dense_weight(self.weight)
+            scale = dora_scale(weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._row_ranks)
             plain = self.multiply(dropped) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
@@ -128,7 +127,7 @@ class LoraLinear(Linear, AdaptedLayer):
             fill(f"{name}.lora_A", self.lora_A, initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
-                weight = ModelParameter(self.weight).whole()
+                weight = self.dense_weight(ModelParameter(self.weight).whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._row_ranks.sum(squares).sqrt())

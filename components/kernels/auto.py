@@ -20,10 +20,12 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.dequantize import grouped_gemm_quantized, linear_quantized
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.recompute import cheap, note
+from drawloom.kernels.weight_formats import WeightFormat
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -54,6 +56,7 @@ class AutoKernels:
 
     device: Device
     _linear_float8: Choice = _operation("linear_float8", "linear layers in float8")
+    _dequantize: Choice = _operation("dequantize", "the dequantization of frozen weights")
     _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
     _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
@@ -131,6 +134,14 @@ class AutoKernels:
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._functions["linear_float8"](x, weight, bias)  # type: ignore[no-any-return]
+
+    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+        return self._functions["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
+
+    def linear_quantized(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+    ) -> Tensor:
+        return linear_quantized(self._functions["dequantize"], x, stored, weight_format, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
         return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
@@ -264,6 +275,10 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def grouped_gemm_quantized(self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor) -> Tensor:
+        dequantize, grouped_gemm = self._functions["dequantize"], self._functions["grouped_gemm"]
+        return grouped_gemm_quantized(dequantize, grouped_gemm, x, stored, weight_format, offsets)
 
 
 class PartMask(NamedTuple):

@@ -65,8 +65,15 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias (..., outputs) of x (..., inputs), in the format of the layer."""
+        if (weight_format := self.weight_formats.get("weight")) is not None:
+            return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, weight_format, bias)
         product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
         return product(x.to(self.weight.dtype), self.weight, bias)
+
+    def dense_weight(self, weight: Tensor) -> Tensor:
+        """Return the weight (outputs, inputs) of `weight`, which is its storage if the layer is quantized."""
+        weight_format = self.weight_formats.get("weight")
+        return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
 
     def head(self) -> Head:
         """Return the layer, which must not have a bias, as a head."""

@@ -1,7 +1,8 @@
 """Ports for models, which build modules, and for the heads and kernels inside modules."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
@@ -13,6 +14,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.weight_formats import WeightFormat
 
 
 @attrs.frozen
@@ -166,9 +168,31 @@ class HeadLayer:
         return finish(hidden, self.head())
 
 
-class LinearLayer:
+class QuantizableLayer:
+    """
+    A layer whose parameters named in `quantizable` can be stored in a quantized format while they are frozen.
+
+    Stages set `weight_formats`, from parameter names to formats, and replace these parameters by their storage.
+    """
+
+    quantizable: ClassVar[tuple[str, ...]] = ()
+    weight_formats: Mapping[str, WeightFormat] = MappingProxyType({})
+
+
+def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
+    """Return the formats of a module's quantized parameters by name."""
+    return {
+        f"{path}.{leaf}" if path else leaf: weight_format
+        for path, layer in module.named_modules()
+        if isinstance(layer, QuantizableLayer)
+        for leaf, weight_format in layer.weight_formats.items()
+    }
+
+
+class LinearLayer(QuantizableLayer):
     """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
 
+    quantizable: ClassVar[tuple[str, ...]] = ("weight",)
     weight: Tensor
     supports_float8: ClassVar[bool] = True
     uses_float8: bool = False
@@ -337,6 +361,16 @@ class Kernels(Protocol):
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
+        ...
+
+    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+        """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
+        ...
+
+    def linear_quantized(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+    ) -> Tensor:
+        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

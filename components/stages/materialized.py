@@ -18,6 +18,7 @@ from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.parallel.float8_layers import check_float8, check_gpu, describe_float8, linear_layers
+from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
@@ -150,6 +151,7 @@ class MaterializedStages:
                 yield from check_single_recompute(node, schedule, nodes.mesh)
             yield from check_cuda_graphs(nodes)
             yield from check_float8(nodes)
+            yield from check_frozen(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
@@ -165,6 +167,7 @@ class MaterializedStages:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := stage_nodes(node):
             yield from describe_float8(nodes)
+            yield from describe_frozen(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
@@ -271,6 +274,7 @@ class MaterializedStages:
                 splits=parallel.splits,
                 recompute=self.recompute,
                 capture=self.capture,
+                read_frozen=None if self._values is None else self._values.read_frozen,
             )
             for index, module in parallel.modules.items()
         ]
@@ -351,6 +355,8 @@ class MaterializedStages:
         self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
         layers = [name for module in modules for name in linear_layers(module)]
         self._check_matches("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
+        weights = [name for module in modules for name in quantizable_weights(module)]
+        self._check_matches("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 
     def _check_matches(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]

@@ -51,6 +51,7 @@ from drawloom.components.ports.data import (
     token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
+    FrozenFormat as FrozenFormat,
     LinearFormat as LinearFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,
@@ -97,6 +98,8 @@ from drawloom.components.ports.memory import (
 )
 from drawloom.components.ports.model import (
     LinearLayer as LinearLayer,
+    QuantizableLayer as QuantizableLayer,
+    stored_formats as stored_formats,
     known_module as known_module,
     BatchContext as BatchContext,
     BufferOwner as BufferOwner,
@@ -208,6 +211,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.slices import (
     ModelParameter as ModelParameter,
+    QuantizedParameter as QuantizedParameter,
     RankSlice as RankSlice,
     SlicedTensor as SlicedTensor,
     TensorSlice as TensorSlice,
@@ -219,6 +223,7 @@ from drawloom.components.ports.stages import (
     AveragedWeights as AveragedWeights,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
+    ReadFrozen as ReadFrozen,
     LOSS as LOSS,
     Parameters as Parameters,
     Recompute as Recompute,

@@ -31,15 +31,18 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components": (set(), set()),
     # Values of a step know nothing of training.
     "components.state": (set(), {"attrs", "torch"}),
-    # Options of an operation are a class of the kernel, which its port names.
-    "components.ports": ({"graph", "components.state", "kernels.attention_options"}, {"attrs", "numpy", "torch"}),
+    # Options of an operation and formats of weights are classes of the kernels, which ports name.
+    "components.ports": (
+        {"graph", "components.state", "kernels.attention_options", "kernels.weight_formats"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.contracts": (
         {"graph", "components.ports", "components.state", "kernels.attention_options"},
         {"attrs", "numpy", "torch"},
     ),
     "components.storage": ({"graph", "components.ports", "components.state"}, {"attrs", "torch", "safetensors"}),
     "components.weights": (
-        {"graph", "components.ports", "components.state", "components.storage"},
+        {"graph", "components.ports", "components.state", "components.storage", "kernels.weight_formats"},
         {"attrs", "torch"},
     ),
     "components.distributed": ({"graph", "components.ports", "components.state"}, {"attrs", "numpy", "torch"}),
@@ -54,6 +57,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.distributed",
             "kernels.float8",
             "kernels.sum_parts",
+            "kernels.weight_formats",
         },
         {"attrs", "torch"},
     ),

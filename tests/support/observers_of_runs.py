@@ -27,7 +27,7 @@ from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import TokenContext, stored_formats
 from drawloom.components.ports.pipeline import Executor, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.state.step_state import StepState
@@ -133,6 +133,15 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
 
 
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
+
+
+def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
+    """Return the quantized formats by name in a model with an adapter, whose rows have 64 elements or more."""
+    model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
+    tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
+    with _recipe(folder, **tables).open(only="stages") as objects:
+        formats = stored_formats(objects["stages"].local[0].module)
+        return {name: weight_format.name for name, weight_format in formats.items()}
 
 
 def train_with_adapter(use: str, values: Values, folder: Path) -> Any:

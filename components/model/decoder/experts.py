@@ -15,6 +15,7 @@ from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.model import QuantizableLayer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
@@ -73,11 +74,13 @@ def _is_used(here: Dispatched) -> Tensor:
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
-class Experts(ExpertParallel):
+class Experts(ExpertParallel, QuantizableLayer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
     """
+
+    quantizable: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
 
     def __init__(self, width: int, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
@@ -133,4 +136,7 @@ class Experts(ExpertParallel):
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
-        return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)
+        weight = getattr(self, name)
+        if (weight_format := self.weight_formats.get(name)) is not None:
+            return self.kernels.grouped_gemm_quantized(rows, weight, weight_format, ends)
+        return self.kernels.grouped_gemm(rows, weight, ends, transposed=True)

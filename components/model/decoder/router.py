@@ -94,6 +94,7 @@ class Router(Linear, RowSums):
     """
 
     supports_float8: ClassVar[bool] = False
+    quantizable: ClassVar[tuple[str, ...]] = ()
     e_score_correction_bias: Tensor | None
 
     def __init__(

@@ -52,7 +52,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.ports.distributed import LinearFormat  # noqa: E402
+from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -107,6 +107,7 @@ class Case:
     streams: bool = False
     layers: int | None = None
     linear: LinearFormat = "compute"
+    frozen: FrozenFormat = "compute"
 
     @property
     def name(self) -> str:
@@ -120,6 +121,7 @@ class Case:
         who += ", a stream for each stage" if self.streams else ""
         who += f", {self.layers} layers" if self.layers else ""
         who += f", {self.linear}" if self.linear != "compute" else ""
+        who += f", frozen weights in {self.frozen}" if self.frozen != "compute" else ""
         who += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
 
@@ -313,8 +315,10 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
     model: Any = kind(kernels=kernels, **config)
     model.initialise = _initialise
-    dtype: Any = "float32" if TINY and case.linear == "compute" else "bfloat16"
-    precision = DtypePolicy(parameter=dtype, linear=case.linear)
+    is_wide = TINY and case.linear == case.frozen == "compute"
+    dtype: Any = "float32" if is_wide else "bfloat16"
+    cut_blocks = ("*.down_proj.weight",) if TINY and case.frozen != "compute" else ()
+    precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen, frozen_in_compute=cut_blocks)
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     lora: list[Any] = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []

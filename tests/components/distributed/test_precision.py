@@ -56,4 +56,6 @@ def test_settings_have_the_names_of_the_port() -> None:
         "uncast",
         "linear",
         "linear_in_compute",
+        "frozen",
+        "frozen_in_compute",
     ]

@@ -99,6 +99,8 @@ class Half:
     uncast: tuple[str, ...] = ()
     linear: str = "compute"
     linear_in_compute: tuple[str, ...] = ()
+    frozen: str = "compute"
+    frozen_in_compute: tuple[str, ...] = ()
 
 
 class Freeze:
