@@ -182,7 +182,7 @@ def _diff(options: argparse.Namespace, project: Project) -> int:
 
 
 def _schema(options: argparse.Namespace, project: Project) -> int:
-    schema = recipe_schema(project.registry, project.common_components())
+    schema = recipe_schema(project.registry, project.components_by_node())
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     if options.output is None:
         print_text(text, end="")
