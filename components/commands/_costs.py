@@ -5,7 +5,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, Literal
 
-from drawloom.components.commands._recipes import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import at_hand
@@ -57,7 +57,9 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
 def of_run(folder: Path, project: Project) -> TracedStep:
     """Read a run's traced step, matched with its recipe's program."""
     pipeline = Pipeline.of(Recipe.load(folder, project=project))
-    return read_traced_step(folder, pipeline.schedule.program(pipeline.ranks, needed(pipeline.microbatches)))
+    return read_traced_step(
+        folder, pipeline.schedule.program(pipeline.ranks, require_microbatches(pipeline.microbatches))
+    )
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:

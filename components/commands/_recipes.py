@@ -59,7 +59,7 @@ def microbatches_of(graph: Graph) -> int | None:
     return None
 
 
-def needed(microbatches: int | None) -> int:
+def require_microbatches(microbatches: int | None) -> int:
     """Return the microbatch count. Raises UserError if it is unknown."""
     if microbatches is None:
         raise UserError("the number of microbatches is unknown; write it, such as --microbatches 8", 2)

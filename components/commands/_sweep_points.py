@@ -71,7 +71,7 @@ def _grid(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
 
 def _axis(word: str) -> Axis:
     key, _, text = word.partition("=")
-    return Axis(key, [value for part in _split(text) for value in _expand(key, part)])
+    return Axis(key, [value for part in _split(text) for value in _expand_range(key, part)])
 
 
 def _split(text: str) -> list[str]:
@@ -91,7 +91,7 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _expand(key: str, text: str) -> list[str]:
+def _expand_range(key: str, text: str) -> list[str]:
     """Return the whole numbers of a range such as 0..2, with both ends, or the text alone."""
     if not (match := RANGE.fullmatch(text.strip())):
         return [text.strip()]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.commands._options import output_file, writing
-from drawloom.components.commands._recipes import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule
 from drawloom.components.report.page import page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
@@ -82,4 +82,4 @@ def _drawings(project: Project, folder: Path) -> Drawings:
 
 def _schedule(recipe: Recipe) -> str:
     pipeline = Pipeline.of(recipe)
-    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, needed(pipeline.microbatches))
+    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))

@@ -11,7 +11,7 @@ import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._recipes import Pipeline, mesh_sizes, needed
+from drawloom.components.commands._recipes import Pipeline, mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
@@ -184,7 +184,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
         _spec(project, name)  # report a misspelt name before missing options
-        size = Size(options.ranks, needed(options.microbatches))
+        size = Size(options.ranks, require_microbatches(options.microbatches))
         source = _costs.source(options, project, None)
         return _simulate(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
@@ -195,7 +195,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     recipe = _recipe(options, project)
     pipeline = Pipeline.of(recipe)
     _check_stages(options, pipeline.use, pipeline.schedule, pipeline.ranks)
-    size = Size(pipeline.ranks, needed(options.microbatches or pipeline.microbatches))
+    size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
     source = _costs.source(options, project, recipe)
     sharding = _sharding(recipe.graph) if isinstance(source, Units) else None
     return _simulate(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
@@ -245,7 +245,7 @@ def _comparison(options: argparse.Namespace, project: Project) -> ComparisonResu
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
     names = list(dict.fromkeys([*_complete(project), *named]))
     ranks = options.ranks or [pipeline.ranks if pipeline else 1]
-    microbatches = options.microbatches or [needed(pipeline.microbatches if pipeline else None)]
+    microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
     titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]

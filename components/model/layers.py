@@ -30,9 +30,9 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     Linear layer x @ weight.T + bias with weight (outputs, inputs) and an optional bias (outputs,).
 
     `style` is the tensor-parallel style of torch and transformers: `colwise` splits the outputs, `rowwise` the inputs,
-    in units of `unit` channels; a `whole` layer is not split, and gets each rank's own tokens. Parts may differ in size
-    if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The outputs of a
-    residual layer are added to the residual stream.
+    in units of `unit` channels; a `whole` layer is not split, and every rank applies it to its own tokens. Parts may
+    differ in size if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The
+    outputs of a residual layer are added to the residual stream.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class MuonStep(WideGradientStep):
                 name = self._names[part]
                 rate = group["lr"] * _lr_multiplier(self._adjust, self._slices[name].shape)
                 updated = part * (1 - group["lr"] * group["weight_decay"])
-                self._assign(part, updated.add_(directions[name], alpha=-rate))
+                self._assign_if_finite(part, updated.add_(directions[name], alpha=-rate))
 
     def _average(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to its running mean, and return the tensor to orthogonalise."""
@@ -144,10 +144,10 @@ class MuonStep(WideGradientStep):
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         averaged = torch.lerp(mean, gradient, 1 - group["momentum"])
-        self._assign(mean, averaged)
+        self._assign_if_finite(mean, averaged)
         return gradient.lerp(averaged, group["momentum"]) if group["nesterov"] else averaged
 
-    def _assign(self, tensor: Tensor, value: Tensor) -> None:
+    def _assign_if_finite(self, tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 

@@ -181,7 +181,7 @@ def _diff(options: argparse.Namespace, project: Project) -> DiffResult:
 
 def _schema(options: argparse.Namespace, project: Project) -> SchemaResult:
     schema = options.read_result_schema(options.result) if options.result else None
-    schema = schema or recipe_schema(project.registry, project.common_components())
+    schema = schema or recipe_schema(project.registry, project.components_by_node())
     if options.output is not None:
         try:
             options.output.write_text(f"{format_schema(schema)}\n", "utf-8")

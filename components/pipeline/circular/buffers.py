@@ -130,5 +130,6 @@ class Buffers:
         # The slot is emptied so that the tensor is freed after its last use.
         value, row[column] = row[column], None
         if value is None:
-            raise LookupError(f"state_io is empty at stage {stage}, column {column}")
+            slot = f"stage {stage} in column {column}"
+            raise LookupError(f"state_io has no tensor for {slot}: it was read before, or never written")
         return value

@@ -158,7 +158,7 @@ def test_the_state_of_one_node_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_the_state_of_one_node_is_verified(tmp_path: Path) -> None:
-    """A flipped bit raises instead of returning other weights."""
+    """Loading one node verifies its file: a flipped bit is an error."""
     save_steps(tmp_path, 5)
     _flip(tmp_path / "checkpoints" / "step-5" / "rank-0.safetensors")
     with pytest.raises(UserError, match=r"step-5 is corrupt: rank-0.safetensors has a checksum mismatch"):

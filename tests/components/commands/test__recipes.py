@@ -3,7 +3,7 @@
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._recipes import Pipeline, microbatches_of, needed, only
+from drawloom.components.commands._recipes import Pipeline, microbatches_of, only, require_microbatches
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Phase
 from drawloom.graph import UserError
@@ -23,4 +23,4 @@ def test_a_missing_node_is_reported() -> None:
     with pytest.raises(UserError, match=r"nodes that are a Phase \(\[.*\]\); one is required"):
         only(graph, Phase)
     with pytest.raises(UserError, match="number of microbatches is unknown"):
-        needed(None)
+        require_microbatches(None)

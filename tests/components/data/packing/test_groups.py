@@ -73,7 +73,7 @@ def test_short_documents_fit_into_long_rows(group: Group) -> None:
 @pytest.mark.parametrize("group", GROUPINGS)
 @pytest.mark.parametrize("most", [2**7, 2**15])
 def test_powers_of_two_lose_no_token(group: Group, most: int) -> None:
-    """Rows, or the longest document, of just more tokens than a signed byte or two can count are packed as others."""
+    """No token is lost if the row length or a document just exceeds a signed integer of one or two bytes."""
     for sizes, length in (([3, 9, 2], most), ([most, 9, 5], most // 4)):
         index = group_documents(np.array(sizes, np.int64), [np.arange(3)], length, group)
         assert index.tokens == index.row_tokens().sum() == sum(sizes)

@@ -25,7 +25,7 @@ def test_taken_tensors_are_released() -> None:
         assert float(buffers.take_input(iteration, stage)) == 9
         with pytest.raises(KeyError):
             buffers.take_input(iteration, stage)
-    with pytest.raises(LookupError, match="state_io is empty at stage 0, column 0"):
+    with pytest.raises(LookupError, match="state_io has no tensor for stage 0 in column 0"):
         buffers.take_input(0, 0)
 
 
