@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -113,10 +114,11 @@ MAX_POINTS = 2000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a run folder")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="the format (default text)")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder")
+    add_overlays(parser)
+    parser.add_argument(
+        "--format", choices=("text", "svg", "json"), default="text", help="output format (default: text)"
+    )
 
 
 def main(options: argparse.Namespace, project: Project) -> int:

@@ -19,8 +19,10 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="such as runs/first_run")
-    help = f"output file (default: {REPORT} in the run folder, or in the current folder for several runs)"
+    parser.add_argument(
+        "run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="a run folder, such as runs/first_run"
+    )
+    help = f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
