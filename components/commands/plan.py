@@ -11,7 +11,7 @@ from drawloom.components.commands._options import output_file, writing
 from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
-from drawloom.components.planning.checkpoint_interval import Interval, interval
+from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
@@ -79,7 +79,7 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
         if options.save_seconds is not None:
             raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
         return None
-    return interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
+    return propose_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
 def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:

@@ -21,7 +21,7 @@ from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, several
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
@@ -103,7 +103,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
             raise UserError(f"--{name} {','.join(map(str, values))}: several are compared; add --compare", 2)
         setattr(options, name, values[0])
     summary = _summary(options, project)
-    measured = None if options.run is None else _costs.of_run(options.run, project).simulation
+    measured = None if options.run is None else _costs.read_run(options.run, project).simulation
     _print(options, summary if measured is None else attrs.evolve(summary, measured=measured))
     return 0
 
@@ -285,7 +285,7 @@ class Size:
     microbatches: int
 
     def __str__(self) -> str:
-        return f"{several(self.ranks, 'rank')}, {several(self.microbatches, 'microbatch', 'es')}"
+        return f"{format_count(self.ranks, 'rank')}, {format_count(self.microbatches, 'microbatch', 'es')}"
 
 
 class _Unsuitable(UserError):

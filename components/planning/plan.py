@@ -17,7 +17,7 @@ from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.rank_view import Elements, RankView, link
+from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
 from drawloom.components.planning.step_time import StepTime, cost_table, step_time
 from drawloom.components.planning.timeline import Peak, peak_of
@@ -312,9 +312,9 @@ class Planner:
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision].gradient,
             device=self.device.without_host() if stages.get("capture") else self.device,
-            links=lambda dimension: link(self.mesh, self.device, dimension),
+            links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._fractions(self._rows(rows)),
-            cache_key=tuple((sizes[name], link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
         )
         recompute = stages["recompute"]
@@ -341,7 +341,7 @@ class Planner:
     def _message(self, costs: Mapping[int, StageCosts]) -> float:
         """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
-        return size / link(self.mesh, self.device, PipelineDimension.name)
+        return size / link_bandwidth(self.mesh, self.device, PipelineDimension.name)
 
     def _batch_bytes(self, microbatches: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""

@@ -16,7 +16,7 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import Dequantized
-from drawloom.components.weights.mapper import giving, parallel, sequential
+from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut, identity, like
 from drawloom.graph import UserError
 
@@ -120,7 +120,7 @@ def load(
     Parameters on the meta device are materialized on `device`. For names in `places` the module has slices.
     """
     parameters = _find_targets(module, mapper, without)
-    needed = giving(mapper, parameters)
+    needed = select_outputs(mapper, parameters)
     parts = [cut(name, places[name]) if name in places else identity(name) for name in needed.outputs]
     distributions = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
     for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*distributions))):
@@ -174,7 +174,7 @@ def _find_mismatches(
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
     shapes = {name: places[name].shape if name in places else tuple(p.shape) for name, p in parameters.items()}
-    yield from _find_wrong_shapes(giving(mapper, parameters), specs, shapes)
+    yield from _find_wrong_shapes(select_outputs(mapper, parameters), specs, shapes)
 
 
 def _find_wrong_shapes(

@@ -159,10 +159,10 @@ def like(name: str, tensor: Tensor) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def as_whole(tensor: Tensor) -> Tensor:
     """Gather a DTensor, any shape, a collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [whole(tensor) for tensor in tensors]
+    return [as_whole(tensor) for tensor in tensors]

@@ -337,7 +337,7 @@ class _Watch:
         for owner, name, phase in (
             (Checkpointer, "restore", "load"),
             (Trainer, "_run_step", "train"),
-            (ShardPlan, "take", "copy"),
+            (ShardPlan, "take_snapshot", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
             (durable_files, "rename", "rename"),

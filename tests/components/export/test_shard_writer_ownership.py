@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.export.shard_writer import choose_owners, holding, parameters_by_name
+from drawloom.components.export.shard_writer import choose_owners, describe_parameters, parameters_by_name
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.mapper import parallel
@@ -57,4 +57,4 @@ class OneStage:
 def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
     """A rank's report has shape and dtype of every parameter."""
     tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
-    assert holding(parameters_by_name(OneStage())) == {"tensors": tensors}
+    assert describe_parameters(parameters_by_name(OneStage())) == {"tensors": tensors}
