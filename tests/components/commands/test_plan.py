@@ -137,5 +137,5 @@ def test_mistakes_get_one_sentence(capsys: Capture, arguments: tuple[str, ...], 
 
 
 def test_a_plan_needs_a_recipe_unless_it_measures(capsys: Capture) -> None:
-    """And says so."""
+    """The error asks for a recipe."""
     assert "takes a recipe" in run_plan(capsys, code=2)

@@ -58,7 +58,7 @@ def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
 
 
 def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None:
-    """They are a setting of some, and fixed for others."""
+    """Some schedules have them as a setting, others a fixed number."""
     words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
     assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
     error = run_schedule(capsys, "dual_pipe_v", *words, "3", code=2)

@@ -116,7 +116,7 @@ REFERENCE = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2}
 
 
 def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
-    """Each document has its own, also in a batch, where the sum over the document's tokens is it."""
+    """Each document has its own reference, also in a batch, where it is the sum over the document's tokens."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE})
     documents = made.documents("train")
     assert [documents.read(number, 0, 1).reference for number in (0, 1)] == [-1.5, -2.0]

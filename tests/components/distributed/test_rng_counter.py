@@ -146,7 +146,7 @@ def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_memory_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one chunk is computed at a time, whichever dimension is the long one."""
+    """At most one chunk is computed at a time, along any long dimension."""
     sizes: list[int] = []
 
     def record_bits(bits: Tensor) -> Tensor:

@@ -47,6 +47,6 @@ def test_bits_over_all_ranks_are_divided_by_bytes_of_targets() -> None:
 
 
 def test_targets_without_bytes_have_no_bits_per_byte() -> None:
-    """Neither infinite nor NaN."""
+    """The value is neither infinite nor NaN."""
     step = step_of([0.0], [1.0], {"cross_entropy": [3.0]}, batches=[batch([2], [1.0])])
     assert measure(metric(), step) == {"bits_per_byte": None}

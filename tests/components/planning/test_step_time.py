@@ -64,5 +64,5 @@ def test_forward_passes_of_a_reference_come_before() -> None:
 
 
 def test_the_parts_have_names() -> None:
-    """For JSON."""
+    """The names are for JSON."""
     assert StepTime(1, 2, 3, 4, 5, 6, 7).as_data()["sync"] == 6

@@ -40,7 +40,7 @@ def kinds(**sizes: int) -> dict[str, TensorSpec]:
 
 
 def test_files_hold_as_many_names_as_can_be_read() -> None:
-    """However small the tensors, a file's header stays below the reader's limit."""
+    """For tensors of any size, a file's header stays below the reader's limit."""
     shards = split_by_size({f"t{number}": TensorSpec((0,), torch.uint8) for number in range(60_001)}, 1)
     assert [len(shard) for shard in shards] == [30_000, 30_000, 1]
 

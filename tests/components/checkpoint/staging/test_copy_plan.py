@@ -198,7 +198,7 @@ def test_parts_are_separate_aligned_and_of_their_size() -> None:
 
 
 def test_memory_is_reused_after_the_last_tensor_is_freed() -> None:
-    """Not earlier: a view of a view holds the buffer as well."""
+    """Memory is not reused earlier: a view of a view holds the buffer as well."""
     pool = Pool()
     first, tensor = _place(pool, 5000)
     view = tensor.view(torch.float32)[10:20].reshape(2, 5).T

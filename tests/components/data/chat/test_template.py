@@ -66,7 +66,7 @@ HOSTILE = {
 
 
 def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered() -> None:
-    """Each gives an error or a harmless text, in bounded memory, and the process lives on."""
+    """A hostile template gives an error or a harmless text, in bounded memory, and the process lives on."""
     for what, text in HOSTILE.items():
         with process("{% if messages %}ok{% else %}" + text + "{% endif %}") as template:
             try:
