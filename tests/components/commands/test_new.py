@@ -12,7 +12,7 @@ from drawloom.graph.project import Recipe
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory is empty."""
+    """Change to an empty current directory."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout if it succeeds, else stderr."""
+    """Return the output of the command: stdout if it succeeds, else stderr."""
     try:
         exit_code = main(["schedule", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -27,7 +27,7 @@ def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """The JSON output of the command."""
+    """Return the JSON output of the command."""
     return json.loads(run_schedule(capsys, *arguments, "--format", "json"))
 
 

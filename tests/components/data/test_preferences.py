@@ -18,7 +18,7 @@ from support.chat import CHATML, HEADERS, open_tokenizer, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = "rows.jsonl") -> Preferences:
-    """The pairs of these lines, open."""
+    """Return the pairs of these lines, open."""
     if name.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
     else:

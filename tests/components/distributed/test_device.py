@@ -21,7 +21,7 @@ class View:
     settings: dict[str, Any]
 
     def problem(self, key: str, text: str, hint: str = "") -> str:
-        """The key of the problem."""
+        """Return the key of the problem."""
         return key
 
 

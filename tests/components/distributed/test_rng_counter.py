@@ -17,7 +17,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def draw_normal(*shape: int, key: int = 5, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A whole tensor of normal numbers, float32 unless given."""
+    """Return a whole tensor of normal numbers, float32 unless given."""
     tensor = torch.empty(shape, dtype=dtype)
     fill_normal(tensor, key, std)
     return tensor
@@ -65,7 +65,7 @@ def test_quantiles_equal_the_normal_distribution() -> None:
 
 @pytest.fixture(scope="module")
 def many() -> Tensor:
-    """Two million numbers, in float64."""
+    """Return two million numbers, in float64."""
     return draw_normal(1024, 2048, key=3).double()
 
 

@@ -16,7 +16,7 @@ from drawloom.graph import UserError
 
 
 def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
-    """A rank whose stages hold tensors of these letters."""
+    """Return a rank whose stages hold tensors of these letters."""
     return {"tensors": {name: [[2], dtype] for names in stages for name in names}}
 
 

@@ -17,7 +17,7 @@ from support.losses import Sample, sample
 
 
 def by_torch(case: Sample, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The whole loss, and its z-loss, from all logits at once."""
+    """Return the whole loss, and its z-loss, from all logits at once."""
     logits, batch = case.logits(), case.batch
     options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
     losses = F.cross_entropy(

@@ -34,7 +34,7 @@ def of_tokens(count: int) -> BatchContext:
 
 
 def open_metric(mesh: Any, *modules: nn.Module) -> ActivationRms:
-    """A metric of stages on one rank."""
+    """Return a metric of stages on one rank."""
     metric = ActivationRms(stages=FixedStages(modules), mesh=mesh, device=Machine())
     metric.open()
     return metric

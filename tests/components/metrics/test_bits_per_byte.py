@@ -22,13 +22,13 @@ class Tokenizer:
 
 
 def batch(targets: list[int], weights: list[float]) -> TokenBatch:
-    """One row of targets."""
+    """Return one row of targets."""
     row = torch.tensor([targets])
     return TokenBatch(row, row, row, row, torch.tensor([weights]))
 
 
 def metric() -> BitsPerByte:
-    """An open metric."""
+    """Return an open metric."""
     tokenizer: Any = Tokenizer()
     bits_per_byte = BitsPerByte(tokenizer=tokenizer)
     bits_per_byte.open()

@@ -32,7 +32,7 @@ class Layers(nn.Module):
 
 
 def open_metric(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
-    """The metric of stages on one rank."""
+    """Return the metric of stages on one rank."""
     metric = ExpertLoad(stages=FixedStages(modules), mesh=mesh, device=Machine(), **settings)
     metric.open()
     return metric

@@ -40,13 +40,13 @@ def routers(*biased: bool) -> list[Router]:
 
 
 def bias_of(router: Router) -> list[float]:
-    """The biases of its experts."""
+    """Return the biases of its experts."""
     assert router.e_score_correction_bias is not None
     return router.e_score_correction_bias.tolist()
 
 
 def open_phase(local_routers: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
-    """The phase, opened."""
+    """Return the phase, opened."""
     phase = RouterBias(
         stages=FixedStages([nn.ModuleList(local_routers)], adapters), mesh=mesh, device=Machine(), **settings
     )

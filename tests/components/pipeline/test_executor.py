@@ -194,7 +194,7 @@ def parts() -> dict[int, list[list[dict[str, Any]]]]:
 
 @pytest.fixture(scope="module")
 def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The same steps in one process."""
+    """Return the same steps in one process."""
     steps_by_case: dict[tuple[Any, ...], dict[str, Any]] = {}
     for ranks, theirs in CASES.items():
         cases = sorted({("gpipe", *case[1:]) for case in theirs})

@@ -12,7 +12,7 @@ from support.folders import Folder
 
 
 def report(folder: Path, mesh: Any, draw: Any = lambda step: "<svg></svg>") -> HtmlReport:
-    """A report of a run without a schedule."""
+    """Return a report of a run without a schedule."""
     recipe = ResolvedRecipe("format = 1\n", "hash", draw=draw)
     return HtmlReport(folder=Folder(folder), mesh=mesh, recipe=recipe, schedules=Every(), batching=Every())
 

@@ -41,7 +41,7 @@ class Elements(HTMLParser):
 
 
 def run_in(folder: Path, name: str = "mine", steps: int = 240, drawings: Drawings | None = None) -> RunRecord:
-    """A run of some steps."""
+    """Return a run of some steps."""
     rows = [
         {"step": step, "loss": 1 / step, "tokens": 8 * step, "tokens_per_second": 4.0} for step in range(1, steps + 1)
     ]
@@ -50,7 +50,7 @@ def run_in(folder: Path, name: str = "mine", steps: int = 240, drawings: Drawing
 
 
 def data_of(content: str) -> dict[str, Any]:
-    """The curves of a page."""
+    """Return the curves of a page."""
     [script] = re.findall(r'<script type="application/json" id="data">(.*)</script>', content)
     data: dict[str, Any] = json.loads(script)
     return data

@@ -20,7 +20,7 @@ sizes = st.integers(1, 4)
 
 
 def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, shard: int) -> list[GlobalBatch]:
-    """The batch node of every data-parallel rank, in order."""
+    """Return the batch node of every data-parallel rank, in order."""
     sizes = {"data_replicate": replicate, "data_shard": shard, "pipeline": 2}
     places = [(outer, inner) for outer in range(replicate) for inner in range(shard)]
     meshes = [mesh_of(sizes, {"data_replicate": outer, "data_shard": inner}) for outer, inner in places]

@@ -17,7 +17,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @contextmanager
 def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
-    """A template in its process."""
+    """Yield a template in its process."""
     template = ChatTemplate(text, TOKENS, **settings)
     template.open()
     try:

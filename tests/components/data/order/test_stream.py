@@ -29,7 +29,7 @@ def sources_of(*counts: int) -> dict[str, RowSource]:
 
 
 def plain_turns(shares: list[int], count: int) -> list[tuple[int, int]]:
-    """The source and its row at each position, merged by exact fractions."""
+    """Yield the source and its row at each position, merged by exact fractions."""
 
     def due(source: int) -> Any:
         row = 0

@@ -50,7 +50,7 @@ class Recorder:
         return self.record
 
     def record(self, run: Callable[[], Any]) -> Again:
-        """A recorded function."""
+        """Return a recorded function."""
         self.recorded += 1
         return Again(run, run())
 
