@@ -14,9 +14,9 @@ from drawloom.components.planning.calibrate import at_hand, calibrate, here
 from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
+from drawloom.components.planning.remedies import find_remedies, remedies_text, remedy_data
 from drawloom.components.planning.search import search, search_text
-from drawloom.components.planning.text import as_data, as_text
+from drawloom.components.planning.text import as_data, format_plan
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -62,13 +62,13 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.to is not None:
         raise UserError("--to is for the best plan of a search; write --search, too", 2)
     planned = plan(recipe, device, options.ranks)
-    helpful = [] if planned.fits else remedies(recipe, planned)
+    helpful = [] if planned.fits else find_remedies(recipe, planned)
     saves = _saves(options, recipe, planned)
     if options.format == "json":
         more = {} if saves is None else {"checkpoint": {**attrs.asdict(saves), "toml": saves.toml, "lost": saves.lost}}
         print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))} | more, indent=1))
     else:
-        parts = [as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]
+        parts = [format_plan(planned), *([] if planned.fits else [remedies_text(helpful)])]
         print_text("\n\n".join([*parts, *([] if saves is None else [str(saves)])]))
     return 0 if planned.fits else 1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from drawloom.components.commands._options import output_file, writing
 from drawloom.components.commands._recipes import Pipeline, needed
 from drawloom.components.report.drawings import draw_schedule
-from drawloom.components.report.page import page
+from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
@@ -38,7 +38,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         for folder, name in zip(folders, names_of(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
-    content = page(runs).encode()
+    content = render_page(runs).encode()
     with writing(target):
         replace_file(target, content)
     print_text(f"report of {byte_size(len(content))} in {target}")

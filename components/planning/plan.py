@@ -19,7 +19,7 @@ from drawloom.components.planning.attention import AttentionFractions, Rows, est
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
-from drawloom.components.planning.step_time import StepTime, cost_table, step_time
+from drawloom.components.planning.step_time import StepTime, cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import memory_by_kind
@@ -236,7 +236,7 @@ class Planner:
             costs=costs,
             table=table,
             memory=memory,
-            time=step_time(program, table, costs, exchanges, self._has_reference),
+            time=estimate_step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
             flops=_flops(self._forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),

@@ -17,7 +17,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import Dequantized
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
-from drawloom.components.weights.mapper_ops import cut, identity, like
+from drawloom.components.weights.mapper_ops import cut_slice, identity, like
 from drawloom.graph import UserError
 
 
@@ -121,7 +121,7 @@ def load(
     """
     parameters = _find_targets(module, mapper, without)
     needed = select_outputs(mapper, parameters)
-    parts = [cut(name, places[name]) if name in places else identity(name) for name in needed.outputs]
+    parts = [cut_slice(name, places[name]) if name in places else identity(name) for name in needed.outputs]
     distributions = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
     for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*distributions))):
         if name in parameters:

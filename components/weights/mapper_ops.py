@@ -117,7 +117,7 @@ def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | Non
     return piece_sizes
 
 
-def cut(name: str, tensor_slice: TensorSlice) -> Mapper:
+def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
     """Slice a tensor with shape `tensor_slice.shape`, as a view; without an inverse."""
 
     def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
