@@ -137,7 +137,7 @@ class LoraLinear(Linear, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b, *magnitude = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b, *magnitude = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (b @ a)
             if magnitude:
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
@@ -196,7 +196,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (a @ b.T)
             return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
 
@@ -272,7 +272,7 @@ class LoraExperts(Experts, AdaptedLayer):
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             return [torch.baddbmm(w, b, a, alpha=self.form.scale).to(tensors[0].dtype)]
 
         groups = []
@@ -305,7 +305,7 @@ class LoraExperts(Experts, AdaptedLayer):
         return [self.form.low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
-def wide(tensor: Tensor) -> torch.dtype:
+def wider_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype to merge a tensor in: at least float32, because changes are small relative to the weight."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

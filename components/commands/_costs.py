@@ -48,13 +48,13 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
-        return Traced(of_run(options.costs, project))
+        return Traced(read_run(options.costs, project))
     if recipe is None:
         raise UserError("--costs plan is the plan of a recipe; write a recipe, or costs such as F=1,I=1,W=1", 2)
     return Planned(recipe, device_model(options.device) if options.device else at_hand())
 
 
-def of_run(folder: Path, project: Project) -> TracedStep:
+def read_run(folder: Path, project: Project) -> TracedStep:
     """Read a run's traced step, matched with its recipe's program."""
     pipeline = Pipeline.of(Recipe.load(folder, project=project))
     return read_traced_step(

@@ -23,11 +23,11 @@ from drawloom.graph.runtime.container import Container
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the run folder and its checkpoint."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
-    parser.add_argument("--average", action="store_true", help="use the averaged weights (phases.ema)")
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
+    parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    which.add_argument("--step", type=int, metavar="N", help="use the checkpoint after this step (default: newest)")
+    which.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
 
 
 @contextmanager

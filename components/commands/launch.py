@@ -34,11 +34,15 @@ SHUTDOWN_SECONDS = 30 * 24 * 3600
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes on a machine")
-    parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default 1)")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address, on one of the machines")
-    parser.add_argument("--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after a failure")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="such as: run first_run")
+    parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes per machine")
+    parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address for all machines to meet, on one of them")
+    parser.add_argument(
+        "--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after failures (default: 0)"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
+    )
     parser.set_defaults(overlay=[])
 
 

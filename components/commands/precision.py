@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, positive_number, writing
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._recipes import add_overlays, only
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
@@ -30,18 +30,19 @@ MIN_MEDIAN = 1e-12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe that trains on one device")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
+    add_overlays(parser)
+    parser.add_argument(
+        "--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring (default: 20)"
+    )
     parser.add_argument(
         "--tolerance",
         type=positive_number,
         default=3.0,
         metavar="X",
-        help="exclude layers whose error is more than X times the median (default 3)",
+        help="exclude layers whose error exceeds X times the median (default: 3)",
     )
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="the overlay to write (default: print it)")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="overlay to write (default: print it)")
 
 
 @output_class

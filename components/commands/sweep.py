@@ -16,6 +16,7 @@ from types import FrameType
 
 import attrs
 
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.commands._sweep_points import Point, points_of
 from drawloom.components.commands.runs import as_text
 from drawloom.components.report.events import read_log
@@ -91,10 +92,8 @@ class SweepResult(Result):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    parser.add_argument(
-        "--overlay", action="append", default=[], metavar="FILE", help="merge this recipe over RECIPE; may be repeated"
-    )
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
+    add_overlays(parser)
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder for the runs (default: runs/NAME-sweep)")
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
     parser.epilog = "Write several values as node.key=a,b,c, and whole numbers as node.key=0..2."
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.experts.planned_exchange import without_exchange
+from drawloom.components.experts.planned_exchange import dispatch_without_exchange
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
 from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers
 from drawloom.graph import UserError, at_least, between, component, setting
@@ -66,7 +66,7 @@ class SymmetricExperts:
         """
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
-        dispatched = without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
+        dispatched = dispatch_without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
         if dispatched is not None:
             return dispatched
         # Each stream has its own memory, because exchanges are in order only within a stream.

@@ -22,7 +22,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
 from drawloom.components.weights.dequantized import Dequantized
 from drawloom.components.weights.load import folder_fingerprint, load_folder, stream
-from drawloom.components.weights.mapper import giving
+from drawloom.components.weights.mapper import select_outputs
 from drawloom.graph import UserError
 
 
@@ -91,7 +91,7 @@ class InitialValues:
         """Return the initial values, without rounding to a quantized format, of a whole parameter of this shape."""
         if self._folder is None:
             return self._draw_whole(name, shape, dtype)
-        tensors = dict(stream(Dequantized(open_safetensors_folder(self._folder)), giving(self._mapper, {name})))
+        tensors = dict(stream(Dequantized(open_safetensors_folder(self._folder)), select_outputs(self._mapper, {name})))
         return tensors[name].to(self.device, dtype)
 
     def other_origin(self) -> str:

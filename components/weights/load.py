@@ -18,8 +18,8 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import BITS, Dequantized
-from drawloom.components.weights.mapper import giving, parallel, sequential
-from drawloom.components.weights.mapper_ops import cut, like
+from drawloom.components.weights.mapper import parallel, select_outputs, sequential
+from drawloom.components.weights.mapper_ops import cut_slice, like
 from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats import STORAGE, WeightFormat
@@ -131,7 +131,7 @@ def load(
     mapper only moves its rows, it keeps the bits of the source.
     """
     parameters = _find_targets(module, mapper, without)
-    needed = giving(mapper, parameters)
+    needed = select_outputs(mapper, parameters)
     formats = {name: weight_format for name, weight_format in stored_formats(module).items() if name in parameters}
     shapes = {name: _whole_shape(name, parameters[name], places) for name in formats}
     quantized = Dequantized(source)
@@ -139,7 +139,7 @@ def load(
     kept_outputs = {name for group in kept for name in group.outputs}
     steps = [
         [_store(name, formats[name], name in kept_outputs, device) for name in formats],
-        [cut(name, places[name]) for name in needed.outputs if name in places],
+        [cut_slice(name, places[name]) for name in needed.outputs if name in places],
         [like(name, parameters[name]) for name in needed.outputs if name in parameters],
     ]
     stored = attrs.evolve(quantized, stored=frozenset(name for group in kept for name in group.inputs))
@@ -232,7 +232,7 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
     extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in mapper.ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
-    yield from _find_wrong_shapes(giving(mapper, shapes), specs, shapes)
+    yield from _find_wrong_shapes(select_outputs(mapper, shapes), specs, shapes)
 
 
 def _find_wrong_shapes(

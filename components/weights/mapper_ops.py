@@ -136,7 +136,7 @@ def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | Non
     return piece_sizes
 
 
-def cut(name: str, tensor_slice: TensorSlice) -> Mapper:
+def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
     """Slice a tensor with shape `tensor_slice.shape`, as a view; without an inverse."""
 
     def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -178,10 +178,10 @@ def like(name: str, tensor: Tensor) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def as_whole(tensor: Tensor) -> Tensor:
     """Gather a DTensor, any shape, a collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [whole(tensor) for tensor in tensors]
+    return [as_whole(tensor) for tensor in tensors]

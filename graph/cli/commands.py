@@ -50,7 +50,7 @@ def add_packages(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    help = "skip checks of files and devices, because the recipe runs on another machine"
+    help = "skip checks of files and devices, for a recipe that runs on another machine"
     parser.add_argument("--elsewhere", action="store_true", help=help)
 
 
@@ -60,41 +60,41 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
         "--focus",
         default="",
         metavar="NODE",
-        help="draw only this node, the nodes that it needs and the nodes that use it",
+        help="draw only this node, its dependencies and its users",
     )
     parser.add_argument(
         "--step",
         action="store_true",
-        help="draw one step: the values that members of a sequence read, change and write",
+        help="draw the dataflow of one step: values read, changed and written by the phases",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "--timings", action="store_true", help="print the time that nodes took to build, open and close"
+        "--timings", action="store_true", help="print the seconds for building, opening and closing each node"
     )
     parser.add_argument("--accept-changes", action="store_true", help="resume the run even if its recipe has changed")
     parser.add_argument("--dry-run", action="store_true", help="describe the run without starting it")
 
 
 def _add_old_and_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
-    _add_recipe(parser, "B", "the recipe to compare with A")
+    parser.add_argument("old", metavar="A", help="a path, the name of a shipped recipe, or a run folder")
+    _add_recipe(parser, "B", "a recipe to compare with A: a path, a shipped name, or a run folder")
     parser.epilog = "Overlays and values apply to B."
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "target", nargs="?", metavar="NODE[.KEY]", help="a node, setting or edge to explain; default: the whole recipe"
+        "target", nargs="?", metavar="NODE[.KEY]", help="node, setting or edge to explain (default: the whole recipe)"
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     help = "print the schema of this command's --format json, not of recipes"
     parser.add_argument("--result", metavar="COMMAND", help=help)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file (default: stdout)")
     add_packages(parser)
 
 
@@ -104,7 +104,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="SUBJECT",
-        help="a folder of components or one component, such as data or data.loader",
+        help="folder of components or one component, such as data or data.loader (default: all)",
     )
     help = "list the components that fit this node of the shipped recipes, or implement this port"
     parser.add_argument("--fits", metavar="NODE|PORT", help=help)

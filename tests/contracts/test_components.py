@@ -71,7 +71,7 @@ def tokenizer_file(folder: Path) -> Mapping[str, Any]:
 
 
 def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
-    """A small model of a family."""
+    """Return a small model of a family."""
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
 
 
@@ -79,19 +79,19 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def with_experts(use: str) -> Mapping[str, Any]:
-    """A small model with experts."""
+    """Return a small model with experts."""
     return {"model": {**TINY["model"], "use": use, **EXPERTS}}
 
 
 def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:
-    """A small model with gated delta nets."""
+    """Return a small model with gated delta nets."""
     widths = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     return {"model": {**TINY["model"], "use": use, "partial_rotary_factor": 0.5, **widths, **heads, **changes}}
 
 
 def with_latent(use: str) -> Mapping[str, Any]:
-    """A small model with experts and latent attention."""
+    """Return a small model with experts and latent attention."""
     model: dict[str, Any] = dict(with_experts(use)["model"])
     return {
         "model": {**model, "num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
@@ -104,7 +104,7 @@ def dispatching(use: str) -> Mapping[str, Any]:
 
 
 def config_file(folder: Path) -> Path:
-    """The config.json of a small model."""
+    """Return the config.json of a small model."""
     model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
     (folder / "config.json").write_text(json.dumps(model.hugging_face_config()))
     return folder
@@ -150,7 +150,7 @@ def preferences_by(loss: str) -> Callable[[Path], Mapping[str, Any]]:
 
 
 def store(folder: Path) -> Mapping[str, Any]:
-    """A token store."""
+    """Return a token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
     return {"tokens": {"use": "data.tokenized", "path": str(folder / "store"), "validation_fraction": 0.2}}
 
@@ -187,7 +187,7 @@ def examples(folder: Path) -> Mapping[str, Any]:
 
 
 def mixture(folder: Path) -> Mapping[str, Any]:
-    """Two sources with shares of their own."""
+    """Return two sources with shares of their own."""
     held = store(folder)["tokens"], megatron(folder)["tokens"]
     return {
         "tokens": {
@@ -365,7 +365,7 @@ EXCEPT = {
 
 
 def texts(folder: Path) -> dict[str, Any]:
-    """A corpus of small files."""
+    """Return a corpus of small files."""
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"{number}: {LETTERS}", "utf-8")
     return {"use": "data.text_files", "validation_fraction": 0.2, "paths": [str(folder / "*.txt")]}

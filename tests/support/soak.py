@@ -308,7 +308,7 @@ class _Life:
 
 
 def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
-    """The main function of one process."""
+    """Return the main function of one process."""
     if job.ranks > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -337,7 +337,7 @@ class _Watch:
         for owner, name, phase in (
             (Checkpointer, "restore", "load"),
             (Trainer, "_run_step", "train"),
-            (ShardPlan, "take", "copy"),
+            (ShardPlan, "take_snapshot", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
             (durable_files, "rename", "rename"),

@@ -54,7 +54,7 @@ def _measure_dequantization(name: str, device: torch.device) -> None:
 
     stored = FORMATS[name].quantize(torch.randn(SHAPE, device=device))
     result = dequantize_triton(stored, name)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(REPEATS):
         dequantize_triton(stored, name)

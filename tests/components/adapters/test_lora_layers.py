@@ -19,7 +19,7 @@ ALL = ["*_proj", "embed_tokens", "lm_head"]
 
 
 def layer(**form: Any) -> LoraLinear:
-    """A linear layer of 6 inputs and 5 outputs, with random weights and factors."""
+    """Return a linear layer of 6 inputs and 5 outputs, with random weights and factors."""
     torch.manual_seed(1)
     made = LoraLinear(Linear(6, 5, cpu_kernels()).requires_grad_(False), LoraForm(**({"rank": 2, "scale": 0.7} | form)))
     for parameter in made.parameters():

@@ -105,7 +105,7 @@ def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypa
 
 
 def test_a_forecast_is_as_large_as_the_checkpoint_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the files of the first checkpoint would fit exactly a run starts, and with 3 % less it does not."""
+    """A run starts if the first checkpoint's files would fit exactly, and not with 3 % less space."""
     states = _states()
     states["optimizer"].state = {"w": {"first": torch.zeros(1000), "second": torch.zeros(1000)}}
     size = _bytes_on_disk(tmp_path / "full", states)

@@ -62,7 +62,7 @@ FAULTS: list[Callable[[Path], None]] = [_flip, _truncate, _empty, _zeros, _pipe,
 def test_a_corrupt_file_is_named_and_the_previous_step_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Callable[[Path], None], name: str
 ) -> None:
-    """Whichever fault in whichever file, the warning names it, and the checkpoint is not removed."""
+    """For any fault in any file, the warning names the file, and the checkpoint is not removed."""
     save_steps(tmp_path, 1, 2, 3)
     folder = tmp_path / "checkpoints" / "step-3"
     fault(folder / name)

@@ -60,7 +60,7 @@ REAL_NEW_FILE = durable_files.new_file
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """A fake disk, unblocked after the test."""
+    """Yield a fake disk, unblocked after the test."""
     disk = Disk()
     disk.open.set()
     monkeypatch.setattr(durable_files, "new_file", disk.new_file)

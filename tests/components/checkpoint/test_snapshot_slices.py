@@ -27,7 +27,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:
-    """A tensor of different numbers."""
+    """Return a tensor of different numbers."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 

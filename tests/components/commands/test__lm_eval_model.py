@@ -65,7 +65,7 @@ def test_answers_are_in_the_order_of_requests() -> None:
 
 
 def test_the_model_sees_no_more_than_its_context() -> None:
-    """Of long texts the end is seen; rolling, every token is scored once."""
+    """The model sees the end of long texts; in rolling windows every token is scored once."""
     made = model(context=5)
     (long,) = made.loglikelihood([request("loglikelihood", "abcdefg", "hi")], disable_tqdm=True)
     assert long[0] == pytest.approx(by_hand([*b"defghi"], 2), rel=1e-5)

@@ -50,7 +50,7 @@ def test_a_measurement_of_precision_keeps_existing_files(
 
 
 def test_integers_are_separated_by_commas() -> None:
-    """Each is a positive integer."""
+    """A list contains positive integers."""
     assert integers("4,8") == [4, 8]
     with pytest.raises(ArgumentTypeError, match="'' is not a positive integer"):
         integers("4,")

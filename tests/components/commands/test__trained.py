@@ -25,7 +25,7 @@ class _Recipe:
 
 
 def options(folder: Path, *words: str) -> argparse.Namespace:
-    """The options of a command for a run folder."""
+    """Return the options of a command for a run folder."""
     parser = argparse.ArgumentParser()
     _trained.add_run(parser)
     return parser.parse_args([str(folder), *words])

@@ -15,7 +15,7 @@ NONE = "validation_fraction=0.0"
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A small recipe in the current directory."""
+    """Return a small recipe in the current directory."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path)
     return "tiny.toml"

@@ -12,7 +12,7 @@ from drawloom.graph.cli.main import main
 
 
 def _failures(folder: Path, codes: dict[int, int], reported: dict[int, str]) -> ChildFailedError:
-    """The failures of ranks by their exit codes; some have written error files."""
+    """Return the failures of ranks by their exit codes; some have written error files."""
     failures = {}
     for rank, code in codes.items():
         path = folder / f"error-{rank}"

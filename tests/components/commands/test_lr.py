@@ -16,7 +16,7 @@ SMALL = "batch.micro_size=4"
 
 
 def run_lr(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout if it succeeds, else stderr."""
+    """Return the output of the command: stdout if it succeeds, else stderr."""
     exit_code = main(["lr", *arguments])
     said = capsys.readouterr()
     assert exit_code == code, said.err
@@ -24,7 +24,7 @@ def run_lr(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """The JSON output of the command."""
+    """Return the JSON output of the command."""
     return json.loads(run_lr(capsys, *arguments, "--format", "json"))["curves"]
 
 

@@ -12,7 +12,7 @@ from drawloom.graph.project import Recipe
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory is empty."""
+    """Change to an empty current directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -51,7 +51,7 @@ def test_an_unwritable_file_is_refused(words: list[str], message: str, capsys: p
 
 
 def test_half_of_a_recipe_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it can't be written to its end, the same command may be tried again."""
+    """If a recipe can't be written to its end, the same command can be tried again."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:

@@ -17,7 +17,7 @@ WHOLE = ("stages.recompute=none", "mesh.expert=1")
 
 
 def run_plan(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout, or stderr for a mistake."""
+    """Return the output of the command: stdout, or stderr for a mistake."""
     try:
         exit_code = main(["plan", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -28,7 +28,7 @@ def run_plan(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str, code: int = 0) -> Any:
-    """The JSON output of the command."""
+    """Return the JSON output of the command."""
     return json.loads(run_plan(capsys, *arguments, "--format", "json", code=code))
 
 
@@ -137,5 +137,5 @@ def test_mistakes_get_one_sentence(capsys: Capture, arguments: tuple[str, ...], 
 
 
 def test_a_plan_needs_a_recipe_unless_it_measures(capsys: Capture) -> None:
-    """And says so."""
+    """The error asks for a recipe."""
     assert "takes a recipe" in run_plan(capsys, code=2)

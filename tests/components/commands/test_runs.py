@@ -13,7 +13,7 @@ from support.run_folders import write_run
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Two runs with different learning rates."""
+    """Return two runs with different learning rates."""
     write_run(tmp_path / "runs/a", lr=1e-3, losses=(3.0, 2.0))
     write_run(tmp_path / "runs/b", lr=3e-4, losses=(3.0, 1.5))
     return tmp_path / "runs"

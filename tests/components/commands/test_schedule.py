@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout if it succeeds, else stderr."""
+    """Return the output of the command: stdout if it succeeds, else stderr."""
     try:
         exit_code = main(["schedule", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -27,7 +27,7 @@ def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """The JSON output of the command; of a comparison, its list."""
+    """Return the JSON output of the command, or the list of a comparison."""
     printed = json.loads(run_schedule(capsys, *arguments, "--format", "json"))
     return printed["schedules"] if "--compare" in arguments else printed
 
@@ -62,7 +62,7 @@ def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
 
 
 def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None:
-    """They are a setting of some, and fixed for others."""
+    """Some schedules have them as a setting, others a fixed number."""
     words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
     assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
     error = run_schedule(capsys, "dual_pipe_v", *words, "3", code=2)

@@ -27,5 +27,5 @@ def rows_of(job: Any) -> Callable[..., Concatenated]:
 
 @pytest.fixture(scope="session")
 def names() -> Callable[[list[TokenBatch]], list[list[int]]]:
-    """The row numbers in these batches."""
+    """Return the row numbers in these batches."""
     return lambda batches: [((batch.tokens[:, 0] - 1) // LENGTH).tolist() for batch in batches]

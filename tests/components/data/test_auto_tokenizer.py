@@ -33,7 +33,7 @@ def byte_level() -> Tokenizer:
 
 
 def by_words() -> Tokenizer:
-    """A tokenizer of another algorithm."""
+    """Return a tokenizer of another algorithm."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(TEXT, trainers.WordLevelTrainer(special_tokens=["?", "<end>"]))
@@ -66,7 +66,7 @@ def model_folder(path: Path, model_type: str, declared: str | None = None) -> Pa
 
 
 def read_ids(folder: Path, **arguments: Any) -> list[list[int]]:
-    """The ids of the samples as AutoTokenizer gives them."""
+    """Return the ids of the samples as AutoTokenizer gives them."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, **arguments)

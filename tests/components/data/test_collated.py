@@ -87,7 +87,7 @@ def open_rows(data: Own, **settings: Any) -> Collated:
 
 @pytest.mark.parametrize("kind", ["list", "sequence", "iterable"])
 def test_each_example_is_a_row(kind: str) -> None:
-    """Whatever has the examples, rows come in their order, as long as the longest; also in another process."""
+    """For any source, rows come in the order of examples, as long as the longest; also in another process."""
     rows = open_rows(Own(kind))
     assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
     assert rows.fill_rate("train") == 10 / 15
@@ -116,7 +116,7 @@ def test_a_bad_example_is_named() -> None:
 
 
 def test_other_examples_are_refused_at_a_resume() -> None:
-    """As many with another token are, and fewer, unless changes are accepted."""
+    """An example with another token is refused, and so are fewer examples, unless changes are accepted."""
     state = open_rows(Own()).state_dict()
     open_rows(Own("iterable")).load_state_dict(state)
     for ids, message in (

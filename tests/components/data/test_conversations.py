@@ -17,7 +17,7 @@ from support.chat import CHATML, THINKING, TOOLS, open_tokenizer, say, tokenizer
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: Any) -> Conversations:
-    """The conversations of these lines, open."""
+    """Return the conversations of these lines, open."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     tokenizer = open_tokenizer(tokenizer_folder(folder / "tokenizer", template))

@@ -128,7 +128,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of:
 def test_ranks_of_a_replica_have_the_same_batches(
     rows_of: RowsOf, mesh_of: MeshOf, job: Any, order: str, workers: int, dimensions: tuple[str, ...]
 ) -> None:
-    """Whichever pipeline, context, tensor or expert rank it is, in two epochs and after a resume in the second."""
+    """Pipeline, context, tensor and expert ranks agree in two epochs, and after a resume in the second."""
     rows = rows_of(train=ROWS)
     orders: dict[str, RowOrder] = {"shuffled": Shuffled(job=job), "sequential": Sequential()}
     digests_by_rank = []

@@ -96,7 +96,7 @@ class Runs(RuleBasedStateMachine):
         self.stack.close()
 
     def _loaders(self, replicas: int, shards: int, micro: int, workers: int, prefetch: int) -> list[Loader]:
-        """The loaders of all data-parallel ranks."""
+        """Return the loaders of all data-parallel ranks."""
         loaders = []
         for rank in range(replicas * shards):
             sizes = {"data_replicate": replicas, "data_shard": shards}
@@ -142,7 +142,7 @@ class Mixtures(Runs):
         super().start("shuffled")
 
     def _expect(self, step: int) -> None:
-        """The steps from here on, as one rank takes them without interruption."""
+        """Compute the steps from here on, as one rank takes them without interruption."""
         [reference] = self._loaders(1, 1, GLOBAL, 0, 1)
         if step:
             reference.load_state_dict(self.checkpoint)

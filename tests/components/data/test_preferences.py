@@ -18,7 +18,7 @@ from support.chat import CHATML, HEADERS, open_tokenizer, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = "rows.jsonl") -> Preferences:
-    """The pairs of these lines, open."""
+    """Return the pairs of these lines, open."""
     if name.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
     else:
@@ -116,7 +116,7 @@ REFERENCE = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2}
 
 
 def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
-    """Each document has its own, also in a batch, where the sum over the document's tokens is it."""
+    """Each document has its own reference, also in a batch, where it is the sum over the document's tokens."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE})
     documents = made.documents("train")
     assert [documents.read(number, 0, 1).reference for number in (0, 1)] == [-1.5, -2.0]

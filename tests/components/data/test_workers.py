@@ -34,7 +34,7 @@ def spawn_workers(rows: Any, number: int) -> Iterator[Workers]:
 
 
 def ones(first: int = 0) -> Iterator[list[int]]:
-    """One row after another."""
+    """Return one row after another."""
     return ([number % 50] for number in count(first))
 
 

@@ -21,7 +21,7 @@ class View:
     settings: dict[str, Any]
 
     def problem(self, key: str, text: str, hint: str = "") -> str:
-        """The key of the problem."""
+        """Return the key of the problem."""
         return key
 
 
@@ -142,7 +142,7 @@ def test_threads_are_set_and_restored() -> None:
 def test_threads_are_the_cores_divided_by_the_processes(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int, threads: int
 ) -> None:
-    """At most torch's own number, left alone if OMP_NUM_THREADS, already read by torch, is set."""
+    """Threads do not exceed torch's own number, and OMP_NUM_THREADS, already read by torch, takes precedence."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)

@@ -54,7 +54,7 @@ class View:
     settings: dict[str, Any]
 
     def problem(self, key: str, text: str, hint: str = "") -> tuple[str, str]:
-        """The key and the text of the problem."""
+        """Return the key and the text of the problem."""
         return key, text
 
 

@@ -27,7 +27,7 @@ def store() -> Any:
 
 
 def both(store: Any, **changes: Any) -> tuple[RankMonitor, RankMonitor]:
-    """The monitors of rank 0 and rank 1."""
+    """Return the monitors of rank 0 and rank 1."""
     return RankMonitor(0, 2, store, **changes), RankMonitor(1, 2, store, **changes)
 
 
@@ -117,7 +117,7 @@ def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]
 
 
 def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> RankMonitor:
-    """The monitor of rank 0 after its peer, rank 1, has ended in this way."""
+    """Return the monitor of rank 0 after its peer, rank 1, has ended in this way."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         zero = RankMonitor(0, 2, store, {1: process.pid}, where=", on host 1, deep")
         zero.watch_peers()

@@ -17,7 +17,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def draw_normal(*shape: int, key: int = 5, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A whole tensor of normal numbers, float32 unless given."""
+    """Return a whole tensor of normal numbers, float32 unless given."""
     tensor = torch.empty(shape, dtype=dtype)
     fill_normal(tensor, key, std)
     return tensor
@@ -65,7 +65,7 @@ def test_quantiles_equal_the_normal_distribution() -> None:
 
 @pytest.fixture(scope="module")
 def many() -> Tensor:
-    """Two million numbers, in float64."""
+    """Return two million numbers, in float64."""
     return draw_normal(1024, 2048, key=3).double()
 
 
@@ -146,7 +146,7 @@ def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_memory_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one chunk is computed at a time, whichever dimension is the long one."""
+    """At most one chunk is computed at a time, along any long dimension."""
     sizes: list[int] = []
 
     def record_bits(bits: Tensor) -> Tensor:

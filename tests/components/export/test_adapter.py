@@ -28,7 +28,7 @@ def full(*targets: str) -> FullTuning:
 
 
 def open_exporter(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
-    """An exporter of a model with adapters."""
+    """Return an exporter of a model with adapters."""
     stages: Any = OneStage(adapt(model, *adapters), adapters)
     mesh: Any = SimpleNamespace(world=world)
     run: Any = SimpleNamespace(folder=folder)
@@ -47,7 +47,7 @@ def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExpor
 
 
 def theirs(folder: Path, adapter: Path | None = None) -> Any:
-    """The model of a folder in transformers, with an adapter if given."""
+    """Return the model of a folder in transformers, with an adapter if given."""
     from peft import PeftModel  # takes seconds
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +64,7 @@ def theirs(folder: Path, adapter: Path | None = None) -> Any:
 
 
 def partly_sparse_model() -> Any:
-    """A model whose first layer has no experts."""
+    """Return a model whose first layer has no experts."""
     return sparse(mlp_only_layers=[0], intermediate_size=40)
 
 

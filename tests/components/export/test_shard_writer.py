@@ -35,7 +35,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def parameters(named: dict[str, Tensor]) -> dict[str, ModelParameter]:
-    """The same as parameters of a model."""
+    """Return the same as parameters of a model."""
     return {name: ModelParameter(tensor) for name, tensor in named.items()}
 
 
@@ -62,7 +62,7 @@ def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
 
 
 def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
-    """The folder has exactly the expected tensors, in exactly the files named by its index."""
+    """Assert that the folder has exactly the expected tensors, in exactly the files named by its index."""
     source = open_safetensors_folder(folder)
     assert source.specs().keys() == expected.keys()
     assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())

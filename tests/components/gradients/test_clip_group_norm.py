@@ -46,7 +46,7 @@ class Other:
 
 
 def clip_gradients(stages: Held, reduce: Any, **settings: Any) -> list[Tensor]:
-    """The gradients afterwards."""
+    """Return the gradients afterwards."""
     device = ComputeDevice(kind="cpu")
     device.open()
     ClipGroupNorm(parameters=stages, reduce=reduce, device=device, **settings).run_phase(Step(1, 1))

@@ -87,7 +87,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
 
 
 def test_operations_of_experts_are_the_eager_ones() -> None:
-    """As for a model without experts."""
+    """On a CPU, operations of experts equal the eager implementations."""
     kernels = cpu_kernels()
     x, weight, probabilities = torch.randn(5, 8), torch.randn(3, 8, 6), torch.rand(5, 2)
     expert_indices = torch.randint(-1, 3, (5, 2))

@@ -33,7 +33,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_on_a_cpu_auto_is_eager(operation: str) -> None:
-    """Whatever else could run there."""
+    """`auto` is eager even if other implementations could run."""
     chosen = choose(operation, "auto", CPU)
     assert (chosen.name, chosen.why) == ("eager", "the device is the CPU")
 

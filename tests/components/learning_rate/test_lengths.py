@@ -22,7 +22,7 @@ def sizes() -> dict[str, Any]:
 
 
 def tokens_of(step: int) -> int:
-    """The tokens of a step."""
+    """Return the tokens of a step."""
     return LENGTH * (2 if step <= 5 else 4 if step <= 9 else 8)
 
 

@@ -20,7 +20,7 @@ THEIRS: dict[str, Any] = {
 
 
 def schedule(name: str, **settings: Any) -> AfterWarmup:
-    """The component of a name."""
+    """Return the component of a name."""
     made: AfterWarmup = build(f"learning_rate.{name}", **settings)
     return made
 

@@ -51,7 +51,7 @@ def _say_everything() -> None:
 
 
 def _lines(path: Path) -> list[str]:
-    """The log without timestamps."""
+    """Return the log without timestamps."""
     return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
 
 

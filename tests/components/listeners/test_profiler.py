@@ -40,7 +40,7 @@ MODEL = Model()
 
 
 def make_profiler(folder: Path, mesh: Any, **settings: Any) -> Profiler:
-    """A profiler of the second step, unless settings say otherwise."""
+    """Return a profiler of the second step, unless settings say otherwise."""
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(2, 4, False, False), MODEL)])
     return Profiler(
         folder=Folder(folder),

@@ -46,7 +46,7 @@ def screen() -> io.StringIO:
 
 @pytest.fixture
 def bar(one_rank: Any, screen: io.StringIO) -> Iterator[ProgressBar]:
-    """An open bar on a terminal of 100 columns."""
+    """Yield an open bar on a terminal of 100 columns."""
     bar = ProgressBar(mesh=one_rank, device=Machine(used=800_000_000))
     bar.clock = FakeClock()
     bar.console = _terminal(screen)

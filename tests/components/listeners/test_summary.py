@@ -73,7 +73,7 @@ class Parts:
 
 
 def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
-    """A summary of a run on the CPU."""
+    """Return a summary of a run on the CPU."""
     return RunSummary(job=Run(folder), mesh=mesh, device=build("distributed.device", kind="cpu"), **{**EMPTY, **parts})
 
 

@@ -53,13 +53,13 @@ class Exit:
 
 @pytest.fixture
 def processes() -> FakeProcesses:
-    """The processes of ranks."""
+    """Return the processes of ranks."""
     return FakeProcesses()
 
 
 @pytest.fixture
 def timeouts(tmp_path: Path, one_rank: Any, processes: FakeProcesses) -> Iterator[Timeouts]:
-    """An open node with limits of 30, 10 and 20 seconds whose exit is recorded."""
+    """Yield an open node with limits of 30, 10 and 20 seconds whose exit is recorded."""
     timeouts = Timeouts(
         processes=processes, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
     )

@@ -17,7 +17,7 @@ from support.losses import Sample, sample
 
 
 def by_torch(case: Sample, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The whole loss, and its z-loss, from all logits at once."""
+    """Return the whole loss, and its z-loss, from all logits at once."""
     logits, batch = case.logits(), case.batch
     options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
     losses = F.cross_entropy(
@@ -79,7 +79,7 @@ def test_top_k_accuracy_counts_targets_among_the_greatest_logits(k: int) -> None
 
 
 def test_top_k_accuracy_ranks_equal_logits_by_id() -> None:
-    """Of four equal logits the two lower ids are among the two likeliest, as argmax takes the first."""
+    """Two of four equal logits are among the two likeliest: the ones with lower ids, as in argmax."""
     logits, targets = torch.zeros(4, 4, dtype=torch.bfloat16), torch.arange(4)
     assert _is_among_likeliest(logits, targets, k=2).tolist() == [1.0, 1.0, 0.0, 0.0]
 

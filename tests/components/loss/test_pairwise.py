@@ -81,7 +81,7 @@ def dpo_by_trl(answers: Answers) -> Tensor:
 
 
 def ipo_by_trl(answers: Answers) -> Tensor:
-    """The `ipo` loss of trl 1.16, `DPOTrainer._compute_loss`."""
+    """Return the `ipo` loss of trl 1.16, `DPOTrainer._compute_loss`."""
     chosen, rejected = ((answers.logps - answers.reference) * answers.mask).sum(-1) / answers.mask.sum(-1)
     result: Tensor = (chosen - rejected - 1 / (2 * BETA)) ** 2
     return result
@@ -94,7 +94,7 @@ def cpo_by_trl(answers: Answers) -> Tensor:
 
 
 def simpo_by_trl(answers: Answers) -> Tensor:
-    """The `simpo` loss of trl 1.16, `CPOTrainer.cpo_loss`."""
+    """Return the `simpo` loss of trl 1.16, `CPOTrainer.cpo_loss`."""
     chosen, rejected = answers.means
     return -F.logsigmoid(BETA * (chosen - rejected - 0.2 / BETA))
 

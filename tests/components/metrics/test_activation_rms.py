@@ -34,7 +34,7 @@ def of_tokens(count: int) -> BatchContext:
 
 
 def open_metric(mesh: Any, *modules: nn.Module) -> ActivationRms:
-    """A metric of stages on one rank."""
+    """Return a metric of stages on one rank."""
     metric = ActivationRms(stages=FixedStages(modules), mesh=mesh, device=Machine())
     metric.open()
     return metric
@@ -86,7 +86,7 @@ def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
 
 
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
-    """Hooks are removed."""
+    """Closing removes the hooks."""
     module = Layers([0])
     metric = open_metric(one_rank, module)
     metric.close()
@@ -95,6 +95,6 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
 
 
 def test_a_model_without_numbered_layers_is_refused(one_rank: Any) -> None:
-    """Before the first step, in words."""
+    """The error comes before the first step."""
     with pytest.raises(UserError, match=r"no module of the model is called layers\.<number>"):
         open_metric(one_rank, nn.Linear(2, 2))

@@ -22,13 +22,13 @@ class Tokenizer:
 
 
 def batch(targets: list[int], weights: list[float]) -> TokenBatch:
-    """One row of targets."""
+    """Return one row of targets."""
     row = torch.tensor([targets])
     return TokenBatch(row, row, row, row, torch.tensor([weights]))
 
 
 def metric() -> BitsPerByte:
-    """An open metric."""
+    """Return an open metric."""
     tokenizer: Any = Tokenizer()
     bits_per_byte = BitsPerByte(tokenizer=tokenizer)
     bits_per_byte.open()
@@ -47,6 +47,6 @@ def test_bits_over_all_ranks_are_divided_by_bytes_of_targets() -> None:
 
 
 def test_targets_without_bytes_have_no_bits_per_byte() -> None:
-    """Neither infinite nor NaN."""
+    """The value is neither infinite nor NaN."""
     step = step_of([0.0], [1.0], {"cross_entropy": [3.0]}, batches=[batch([2], [1.0])])
     assert measure(metric(), step) == {"bits_per_byte": None}

@@ -37,7 +37,7 @@ def plain(number: int) -> tuple[float, float, float]:
 
 
 def test_scores_equal_those_of_the_items() -> None:
-    """By class, as plain and weighted means, and accuracy; a class without items is None and in no mean."""
+    """Scores are by class, as plain and weighted means, and accuracy; a class without items is None and in no mean."""
     actual = scores(confusion(), ("macro", "weighted", "per_class"))
     support = {0: 4, 1: 2, 3: 4}
     expected: dict[str, Any] = {"accuracy": 0.5}
@@ -98,7 +98,7 @@ def test_auroc_is_the_share_of_pairs_in_order() -> None:
 
 
 def test_auroc_of_one_label_is_none() -> None:
-    """Not a half: there is nothing to tell apart."""
+    """It is not a half, because there are no pairs to compare."""
     assert auroc(score_histogram(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]), 10)) is None
 
 

@@ -144,7 +144,7 @@ def test_steps_between_have_no_histogram(one_rank: Any) -> None:
 
 
 def test_a_group_passes_histograms_on_with_its_prefix(one_rank: Any) -> None:
-    """As it does with values."""
+    """A group treats histograms like values."""
     metric = open_metric(draw_weights(), one_rank, targets=["*norm"])
     group = MetricGroup(members=[metric], prefix="student/")
     metric.run_phase(Step(1, 1))

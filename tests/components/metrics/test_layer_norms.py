@@ -58,5 +58,5 @@ def test_norms_cover_all_parameters_of_a_layer(one_rank: Any) -> None:
     [("model.layers.12.mlp.up_proj.weight", "12"), ("model.embed_tokens.weight", "embed_tokens"), ("scale", "scale")],
 )
 def test_layers_are_named_as_people_number_them(name: str, layer: str) -> None:
-    """By number in the whole model, others by their module."""
+    """Layers have their number in the whole model, other parameters the name of their module."""
     assert layer_of(name) == layer

@@ -17,7 +17,7 @@ def test_values_of_the_step_are_measured_in_a_fixed_order() -> None:
 
 
 def test_an_evaluated_step_has_its_held_out_loss() -> None:
-    """Under its own name."""
+    """The loss has its own name."""
     assert measure(Learning(), Step(1, 1, state={"validation_loss": 1.5})) == {"validation_loss": 1.5}
 
 

@@ -32,7 +32,7 @@ def test_a_step_without_weight_has_no_mean() -> None:
 
 
 def test_a_tensor_of_counts_has_no_mean() -> None:
-    """It is refused in words, with its shape."""
+    """The error names its shape."""
     with pytest.raises(UserError, match=r"'counts' is a tensor of shape \(2,\), and the metric needs a number"):
         Mean(mesh=MESH, of="counts").update(step_of([1.0], [1.0], {"counts": [[1.0, 2.0]]}))
 

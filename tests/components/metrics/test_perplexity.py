@@ -16,7 +16,7 @@ def test_perplexity_is_exp_of_the_mean_over_all_tokens() -> None:
 
 
 def test_the_validation_loss_has_one_too() -> None:
-    """Where a step evaluates."""
+    """A step with an evaluation has the perplexity of its validation loss."""
     step = step_of([0.0], [1.0], {"cross_entropy": [0.0]}, validation_loss=math.log(5.0))
     assert measure(Perplexity(), step) == {"perplexity": 1.0, "validation_perplexity": pytest.approx(5.0)}
 

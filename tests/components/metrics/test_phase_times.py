@@ -51,7 +51,7 @@ class GpuEvent:
 
 
 def metric(kind: str = "cpu") -> PhaseTimes:
-    """The metric of some phases."""
+    """Return the metric of some phases."""
     phases = Every({name: object.__new__(phase_class) for name, phase_class in PHASES.items()})
     made = PhaseTimes(device=Machine(torch.device(kind)), phases=phases)
     ticks: Iterator[float] = iter([sum(range(number)) * 1.0 for number in range(1, 99)])  # 1, 2, 3, ... between them

@@ -30,7 +30,7 @@ class Counted:
 
 
 def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Utilization:
-    """The metric of a module whose second weight is frozen."""
+    """Return the metric of a module whose second weight is frozen."""
     module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).requires_grad_(False)})
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 0, False, False), module)])
     precision = fake(Precision, compute=torch.bfloat16)

@@ -18,7 +18,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
-    assert_operations_are_those_that_torch_counts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 
@@ -51,7 +51,7 @@ def phi(kind: str, **changes: Any) -> Phi3:
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
     """Logits, gradients, and losses with packed documents."""
     assert_equal_to_transformers(phi(kind))
-    assert_operations_are_those_that_torch_counts(phi(kind))
+    assert_operations_equal_the_count_of_torch(phi(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from support.weights import Weights
 
 
 def open_optimizer(weights: Weights, **settings: float) -> AdamW:
-    """An open optimizer."""
+    """Return an open optimizer."""
     optimizer = AdamW(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})  # type: ignore[arg-type]
     optimizer.open()
     return optimizer

@@ -26,7 +26,7 @@ MATRICES = ("layers.0.up", "layers.0.down", "layers.1.up")
 
 
 def open_optimizer(weights: Weights, **settings: Any) -> Muon:
-    """An optimizer with the rate 0.1."""
+    """Return an optimizer with the rate 0.1."""
     optimizer = Muon(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})
     optimizer.open()
     return optimizer

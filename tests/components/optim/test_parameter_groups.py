@@ -37,7 +37,7 @@ class OneJob:
 
 
 def open_optimizer(kind: Any, weights: Weights, **settings: Any) -> Any:
-    """An optimizer."""
+    """Return an optimizer."""
     if kind is StochasticAdamW:
         settings |= {"job": OneJob(), "device": ComputeDevice(kind="cpu")}
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, "weight_decay": 0.3, **settings})

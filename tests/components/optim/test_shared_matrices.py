@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Places]] = {
 
 
 def matrices() -> dict[str, Tensor]:
-    """The whole matrices, float64."""
+    """Return the whole matrices, float64."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).double() for name, (shape, _) in LAYOUTS.items()}
 

@@ -38,7 +38,7 @@ class OneJob:
 
 
 def open_optimizer(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
-    """An open optimizer."""
+    """Return an open optimizer."""
     kind: Any = DEVICE.type
     device: Any = ComputeDevice(kind=kind)
     settings = {"lr": 0.01, **settings}

@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 
 def store_of(module: Any, group: Twins, bucket_bytes: int, **precision: Any) -> ReplicatedStore:
-    """The module's parameters in a store, with its layers as blocks."""
+    """Return the module's parameters in a store, with its layers as blocks."""
     group.module = module
     how = DtypePolicy(**precision), group, bucket_bytes
     return ReplicatedStore.replicate([module], lambda _: [*module.layers], *how)

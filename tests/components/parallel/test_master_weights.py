@@ -20,7 +20,7 @@ MIXED = DtypePolicy(compute="bfloat16")
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Two matrices and a norm, in float32."""
+    """Return two matrices and a norm, in float32."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(16, 32, bias=False), nn.LayerNorm(32, bias=False), nn.SiLU(), nn.Linear(32, 8, bias=False)

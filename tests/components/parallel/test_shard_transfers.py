@@ -41,7 +41,7 @@ def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
-    """A rank's sums, after the steps in which torch calls the hook."""
+    """Return a rank's sums, after the steps in which torch calls the hook."""
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
     shard_transfers.PACKED_BELOW_BYTES = small

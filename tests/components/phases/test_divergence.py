@@ -54,7 +54,7 @@ def test_the_message_gives_remedies() -> None:
 
 
 def test_a_run_without_a_finite_loss_ends() -> None:
-    """Also if the first step has none to compare with."""
+    """The run also ends if its first step has no loss to compare with."""
     with pytest.raises(UserError, match=r"since step 1 .* the loss was never finite, and is nan at step 3"):
         train(Divergence(steps=3), *[LOST["not finite"]] * 3)
 
@@ -79,7 +79,7 @@ def test_losses_up_to_twice_the_first_never_end_a_run(first: float, steps: list[
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_late_step_is_judged_before_the_next_changes_weights(late: bool) -> None:
-    """Where a device computes the loss the host reads it one step later, and at once for the last step of a run."""
+    """If a device computes the loss, the host reads it one step later, and at once for a run's last step."""
     phase = Divergence(steps=2)
     pairs = [(5.5, 1.0), LOST["not finite"], LOST["not finite"]]
     if late:

@@ -32,7 +32,7 @@ class Model:
 
 
 def run_phase(model: Model, mesh: Any, every: Any, step: Step) -> Step:
-    """The step after the phase."""
+    """Return the step after the phase."""
     Evaluate(data=model, executor=model, mesh=mesh, every=every).run_phase(step)
     return step
 

@@ -35,7 +35,7 @@ def make_phase(data: Data | None = None, **settings: Any) -> LossSpikes:
 
 
 def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
-    """The last of steps with these losses."""
+    """Return the last of several steps with these losses."""
     for index, loss in enumerate(losses, first):
         step = (
             Step(index, 99, {"loss": loss})

@@ -33,7 +33,7 @@ class Fixed:
 
 
 def report_of(mesh: Any, **parts: Any) -> Report:
-    """A report on one rank, on a CPU."""
+    """Return a report on one rank, on a CPU."""
     return Report(mesh=mesh, device=ComputeDevice(kind="cpu"), **parts)
 
 

@@ -40,13 +40,13 @@ def routers(*biased: bool) -> list[Router]:
 
 
 def bias_of(router: Router) -> list[float]:
-    """The biases of its experts."""
+    """Return the biases of its experts."""
     assert router.e_score_correction_bias is not None
     return router.e_score_correction_bias.tolist()
 
 
 def open_phase(local_routers: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
-    """The phase, opened."""
+    """Return the phase, opened."""
     phase = RouterBias(
         stages=FixedStages([nn.ModuleList(local_routers)], adapters), mesh=mesh, device=Machine(), **settings
     )
@@ -121,13 +121,13 @@ def test_equal_loads_come_from_unequal_scores(one_rank: Any) -> None:
 
 
 def test_a_model_without_such_routers_is_refused(one_rank: Any) -> None:
-    """Before the first step, in words."""
+    """The error comes before the first step."""
     with pytest.raises(UserError, match="no router of the model has a bias"):
         open_phase(routers(False), one_rank)
 
 
 def test_adapters_freeze_biases_with_their_routers(one_rank: Any) -> None:
-    """As an adapter for PEFT would lack them; a frozen router of a model without adapters keeps moving."""
+    """An adapter for PEFT would lack them; a frozen router in a model without adapters keeps moving."""
     for adapters, moved in (([FullTuning(targets=["mlp.gate"])], [0.0] * 4), ([], [-1.0, 1.0, 1.0, 1.0])):
         frozen, tuned = all_routers = routers(True, True)
         frozen.requires_grad_(False)

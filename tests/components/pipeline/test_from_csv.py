@@ -12,7 +12,7 @@ from support.schedules import schedule, texts
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A CSV file of DualPipeV for 4 ranks and 8 microbatches."""
+    """Return a CSV file of DualPipeV for 4 ranks and 8 microbatches."""
     (tmp_path / "dual.csv").write_text(write_csv(schedule("dual_pipe_v").program(4, 8)))
     return tmp_path / "dual.csv"
 

@@ -58,8 +58,8 @@ def test_the_end_reports_planned_and_measured_figures(tmp_path: Path, caplog: py
     assert said.strip() in caplog.text
 
 
-def test_a_comparison_says_by_how_much_the_plan_is_wrong() -> None:
-    """Of memory only where it was measured."""
+def test_a_comparison_reports_the_error_of_the_plan() -> None:
+    """Memory is compared only if it was measured."""
     planned = plan(RECIPE, device_model("cpu"))
     half = planned.peak_memory_bytes[0] // 2
     assert "(+100.0%); step" in comparison(planned, half, 1.0)

@@ -43,7 +43,7 @@ def test_a_trace_gives_costs_for_any_stages() -> None:
 
 
 def test_stages_share_the_units_of_a_rank() -> None:
-    """Stages share them."""
+    """The costs of a rank's units are divided among its stages."""
     assert Units(Costs(comm=1)).costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
 
 

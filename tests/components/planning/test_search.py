@@ -105,7 +105,7 @@ def test_rows_are_divided_as_the_recipe_says() -> None:
 
 
 def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
-    """Also lists of lists, and several of one setting, whose short values stay."""
+    """This includes nested lists; short values of the same setting stay."""
     every = ", ".join(["0.125"] * 12)
     nested = ", ".join(["[1.0, 2.0, 1.0, 1.0]"] * 5)
     line = f"slices = [{nested}]; recompute = {{ selective = {{ again = [{every}], kept = 0.5 }}, x = [1, 2] }}"

@@ -7,7 +7,7 @@ from drawloom.components.ports.program import Action, Program
 
 
 def program(*names: str) -> Program:
-    """One rank's program of actions such as F0."""
+    """Return one rank's program of actions such as F0."""
     return Program.of([[Action(0, name[0], int(name[1:])) for name in names]])  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ RANKS = (
 def write(
     folder: Path, rank: int, spans: Mapping[str, tuple[float, float]], more: Sequence[dict[str, object]] = ()
 ) -> None:
-    """A trace as torch writes it, of spans in microseconds; spaces behind a name tell equal ones apart."""
+    """Write a trace in torch's format, with spans in microseconds; spaces behind a name distinguish equal names."""
     (folder / "traces").mkdir(exist_ok=True)
     events = [
         {"ph": "X", "cat": "user_annotation", "name": name.strip(), "ts": start - rank * 1e6, "dur": end - start}

@@ -4,7 +4,7 @@ from drawloom.components.report.events import MAX_EVENTS, parse_log
 
 
 def line(text: str, level: str = "INFO", logger: str = "drawloom.run", second: int = 0) -> str:
-    """A line of a log."""
+    """Return a line of a log."""
     return f"2026-01-01 00:00:{second:02d},000 {level} {logger}: {text}"
 
 

@@ -12,7 +12,7 @@ from support.folders import Folder
 
 
 def report(folder: Path, mesh: Any, draw: Any = lambda step: "<svg></svg>") -> HtmlReport:
-    """A report of a run without a schedule."""
+    """Return a report of a run without a schedule."""
     recipe = ResolvedRecipe("format = 1\n", "hash", draw=draw)
     return HtmlReport(folder=Folder(folder), mesh=mesh, recipe=recipe, schedules=Every(), batching=Every())
 
@@ -28,7 +28,7 @@ def test_a_report_is_written_again_for_a_later_step(tmp_path: Path, one_rank: An
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever is wrong with the folder or the drawing, the run is not ended by it."""
+    """No fault of the folder or the drawing ends the run."""
     with caplog.at_level(logging.WARNING, "drawloom.run"):
         (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
         report(tmp_path, one_rank).finish(3)

@@ -15,7 +15,7 @@ def metrics_of(*rows: dict[str, Any]) -> Metrics:
     """Metrics of these rows."""
     metrics = Metrics()
     for row in rows:
-        metrics.put(row)
+        metrics.add_row(row)
     return metrics
 
 

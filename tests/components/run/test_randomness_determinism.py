@@ -21,7 +21,7 @@ def own_determinism() -> Iterator[None]:
 
 @pytest.fixture
 def node(job: Any, one_rank: Any) -> ProcessRandomness:
-    """A randomness node with deterministic = true."""
+    """Return a randomness node with deterministic = true."""
     return ProcessRandomness(job=job, mesh=one_rank, deterministic=True)
 
 

@@ -53,7 +53,7 @@ class Exit:
 
 @pytest.fixture
 def signals(one_rank: Any) -> Iterator[Signals]:
-    """An open node on one rank whose exit is recorded."""
+    """Yield an open node on one rank whose exit is recorded."""
     signals = Signals(mesh=one_rank, extra_signals=["SIGUSR1"])
     signals.exit, signals.debounce = Exit(), ECHO_HERE
     signals.open()

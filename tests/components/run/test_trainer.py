@@ -71,7 +71,7 @@ class Record:
 
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
-    """A trainer with one record as every part."""
+    """Return a trainer with one record as every part."""
     parts: dict[str, Any] = {
         "events": record,
         "stop": record,

@@ -112,8 +112,8 @@ def test_explain_shows_the_recomputation_of_stages() -> None:
     )
 
 
-def test_explain_says_how_many_layers_stages_have() -> None:
-    """As many as the schedule gives them: one less where the last layer costs three."""
+def test_explain_shows_the_layers_of_stages() -> None:
+    """Layers are as the schedule divides them: one less if the last layer costs three."""
     words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
     text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *words).explain("stages")
     assert "layers of stages, by [schedule]: 3, 1" in text

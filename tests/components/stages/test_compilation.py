@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 
 def built(compiled: bool) -> Any:
-    """A model of three layers."""
+    """Return a model of three layers."""
     kernels = cpu_kernels()
     kernels.open()
     model = dense(num_hidden_layers=3, kernels=kernels)
@@ -42,7 +42,7 @@ def test_tokens_that_travel_are_not_compiled() -> None:
 
 
 def loss_of(module: Any, policy: Recompute) -> Any:
-    """The loss of some tokens under a policy of recomputation."""
+    """Return the loss of some tokens under a policy of recomputation."""
     tokens = torch.arange(12).view(2, 6)
     shared = TokenContext(torch.arange(6).expand(2, 6), torch.zeros_like(tokens), torch.ones(tokens.shape))
 

@@ -22,7 +22,7 @@ class Rank(SingleProcess):
 
 
 def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
-    """A small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
+    """Return a small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
     model = dense(vocab_size=31)
     with torch.device("meta"):
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))

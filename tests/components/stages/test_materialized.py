@@ -235,7 +235,7 @@ def test_parameters_of_a_loss_belong_to_the_last_stage(mesh_of: Any, job: Any) -
 
 
 def test_parameters_of_a_loss_are_in_no_folder_of_weights(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """Where the model starts from a folder, the loss starts from the values of its module."""
+    """If the model starts from a folder, the loss starts from its module's values."""
     save_file({f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}, tmp_path / "model.safetensors")
     stages = open_stages(one_rank, job, Blueprint(), loss=Biased(Bias()), weights=tmp_path)
     fresh = open_stages(one_rank, job, Blueprint(), loss=Biased(Bias()))

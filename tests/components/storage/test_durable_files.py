@@ -70,8 +70,8 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "c").write_text("")
     durable_files.remove_folder(tmp_path / "a")
     durable_files.remove_folder(tmp_path / "a")
-    assert durable_files.names(tmp_path) == []
-    assert durable_files.names(tmp_path / "a") == []
+    assert durable_files.list_names(tmp_path) == []
+    assert durable_files.list_names(tmp_path / "a") == []
 
 
 def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
     durable_files.remove_folder(tmp_path / "pipe")
     begin_folder(tmp_path / "export").discard()
     durable_files.replace_file(tmp_path / "file", b"content")
-    assert durable_files.names(tmp_path) == ["file"]
+    assert durable_files.list_names(tmp_path) == ["file"]
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
 
 @pytest.fixture(scope="session")
 def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository without runs; creating one takes Aim a second."""
+    """Return a repository without runs; creating one takes Aim a second."""
     folder = tmp_path_factory.mktemp("repository")
     load_aim().Repo.from_path(str(folder), init=True)
     return folder / ".aim"
@@ -340,7 +340,7 @@ def test_training_and_validation_are_contexts_of_one_name(make: Any, tmp_path: P
 
 
 def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple[float, float]]]:
-    """The only series of distributions of a run: weights and range by step."""
+    """Return the only series of distributions of a run: weights and range by step."""
     opened = _reopen(folder, run)
     series = opened.get_distribution_sequence("weights/a", load_aim().storage.context.Context({}))
     steps, values = series.values.sparse_list()

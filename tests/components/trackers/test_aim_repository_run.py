@@ -49,7 +49,7 @@ class Aim:
 
 
 def run_of(aim: Aim, folder: Path) -> AimRun:
-    """A run with a property in a folder's repository."""
+    """Return a run with a property in a folder's repository."""
     run = AimRun(aim, AimLocation(str(folder)), "name")
     run.properties = {"seed": 3}
     return run
@@ -57,7 +57,7 @@ def run_of(aim: Aim, folder: Path) -> AimRun:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run folder with a repository."""
+    """Return a run folder with a repository."""
     (tmp_path / ".aim").mkdir()
     return tmp_path
 

@@ -28,7 +28,7 @@ def make(tmp_path: Path, one_rank: Any) -> Callable[..., Any]:
 
 
 def table(folder: Path) -> list[dict[str, str]]:
-    """The lines, by the names in the first."""
+    """Return the lines, by the names in the first."""
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 

@@ -31,7 +31,7 @@ class Second:
 
 @pytest.fixture
 def tracker(tmp_path: Path, one_rank: Any) -> Any:
-    """An open tracker in an empty folder."""
+    """Yield an open tracker in an empty folder."""
     tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
     tracker.open()
     yield tracker

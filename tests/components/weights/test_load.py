@@ -18,13 +18,13 @@ MAPPER = rename({"model.a": "a", "model.b": "b"})
 
 
 def folder_of(folder: Path, **tensors: Tensor) -> Path:
-    """A folder with tensors `model.NAME`."""
+    """Return a folder with tensors `model.NAME`."""
     save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
 def module_of(**parameters: Tensor) -> Any:
-    """A module with these parameters."""
+    """Return a module with these parameters."""
     module = nn.Module()
     for name, tensor in parameters.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
-from drawloom.components.weights.mapper import add_prefix, giving, parallel, sequential, shard
+from drawloom.components.weights.mapper import add_prefix, parallel, select_outputs, sequential, shard
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
@@ -162,11 +162,11 @@ def test_a_prefix_applies_a_mapper_to_any_layer() -> None:
     assert mapper.inverse().outputs == ["layers.3.q"]
 
 
-def test_giving_keeps_whole_groups() -> None:
+def test_selecting_outputs_keeps_whole_groups() -> None:
     """If one tensor in a group is wanted, the whole group comes."""
     mapper = parallel(unstack("ab", ["a", "b"]), identity("c"))
-    assert giving(mapper, ["b"]).outputs == ["a", "b"]
-    assert giving(mapper, []).groups == ()
+    assert select_outputs(mapper, ["b"]).outputs == ["a", "b"]
+    assert select_outputs(mapper, []).groups == ()
 
 
 def qwen_like_experts(layers: int, experts: int) -> tuple[Mapper, Mapper]:

@@ -20,7 +20,7 @@ from drawloom.graph import UserError
 
 
 def parcel(number: float = 1.0) -> Packed:
-    """A configuration and two tensors."""
+    """Return a configuration and two tensors."""
     return Packed({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
 
 

@@ -112,7 +112,7 @@ def test_a_ticket_of_a_missing_segment_is_reported(changes: dict[str, Any], mess
 
 
 def test_other_systems_get_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory has no such segments, a folder does it."""
+    """If memory has no such segments, the error suggests a folder."""
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UserError, match="give workspace_path"), share(Packed({}, {})):
         pytest.fail("it must not open")

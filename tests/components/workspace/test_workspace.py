@@ -41,7 +41,7 @@ def _config(rank: int, tensors: int) -> dict[str, Any]:
 
 
 def _comparable(config: Any) -> Any:
-    """A configuration with its tensors as lists."""
+    """Return a configuration with its tensors as lists."""
     if isinstance(config, torch.Tensor):
         return [str(config.dtype), config.tolist()]
     if isinstance(config, dict):
@@ -101,7 +101,7 @@ def _scenarios(folder: str | None) -> dict[str, Any]:
 
 
 def _pairs(rank: int, folder: str | None) -> list[Any]:
-    """Two groups at once, and in one of them a gathering inside of a gathering."""
+    """Return two groups at once, and in one of them a gathering inside of a gathering."""
     handles = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = TorchGroup("pair", [0, 1] if rank < 2 else [2, 3], handles[rank // 2], CPU)
     with (

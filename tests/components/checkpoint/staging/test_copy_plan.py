@@ -21,7 +21,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 
 
 def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The staged state with all copies made."""
+    """Return the staged state with all copies made."""
     staged, copies = plan_copies(state, Pool(), **options)
     for copy in copies:
         copy.make()
@@ -29,7 +29,7 @@ def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def count_copied_bytes(state: dict[str, Any]) -> int:
-    """The number of bytes copied for a state."""
+    """Return the number of bytes copied for a state."""
     return sum(copy.bytes for copy in plan_copies(state, Pool())[1])
 
 
@@ -182,7 +182,7 @@ def test_a_dtensor_stays_a_dtensor() -> None:
 
 
 def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
-    """A tensor of this many bytes in its own buffer, and its address."""
+    """Return a tensor of this many bytes in its own buffer, and its address."""
     [tensor] = pool.tensors([size])
     return tensor.data_ptr(), tensor
 
@@ -198,7 +198,7 @@ def test_parts_are_separate_aligned_and_of_their_size() -> None:
 
 
 def test_memory_is_reused_after_the_last_tensor_is_freed() -> None:
-    """Not earlier: a view of a view holds the buffer as well."""
+    """Memory is not reused earlier: a view of a view holds the buffer as well."""
     pool = Pool()
     first, tensor = _place(pool, 5000)
     view = tensor.view(torch.float32)[10:20].reshape(2, 5).T

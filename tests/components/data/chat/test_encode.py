@@ -13,12 +13,12 @@ from support.chat import CHATML, open_tokenizer, say, tokenizer_folder
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tokenizer with control tokens."""
+    """Return a tokenizer with control tokens."""
     return open_tokenizer(tokenizer_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
 def encode_chat(tokenizer: Any, messages: Any, template: str = CHATML, tools: Any = None) -> Any:
-    """A conversation whose assistant is trained."""
+    """Return a conversation whose assistant is trained."""
     process = ChatTemplate(template)
     process.open()
     try:

@@ -17,7 +17,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @contextmanager
 def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
-    """A template in its process."""
+    """Yield a template in its process."""
     template = ChatTemplate(text, TOKENS, **settings)
     template.open()
     try:
@@ -66,7 +66,7 @@ HOSTILE = {
 
 
 def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered() -> None:
-    """Each gives an error or a harmless text, in bounded memory, and the process lives on."""
+    """A hostile template gives an error or a harmless text, in bounded memory, and the process lives on."""
     for what, text in HOSTILE.items():
         with process("{% if messages %}ok{% else %}" + text + "{% endif %}") as template:
             try:

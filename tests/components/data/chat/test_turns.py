@@ -13,7 +13,7 @@ from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say
 
 @contextmanager
 def process(text: str) -> Iterator[ChatTemplate]:
-    """A template in its process."""
+    """Yield a template in its process."""
     template = ChatTemplate(text, {"bos_token": "<s>", "eos_token": "</s>"})
     template.open()
     try:

@@ -12,7 +12,7 @@ counts = st.integers(0, 300)
 
 
 def reference(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
-    """The same permutation in plain integers, as in the paper on SplitMix64."""
+    """Return the same permutation in plain integers, as in the paper on SplitMix64."""
     from hashlib import blake2b
 
     state = int.from_bytes(blake2b(f"{purpose} {seed} {epoch}".encode(), digest_size=8).digest(), "big")
@@ -35,7 +35,7 @@ def test_the_permutation_equals_splitmix64(seed: int, epoch: int, count: int) ->
 
 
 def feistel(seed: int, epoch: int, count: int, index: int) -> int:
-    """The item at an index of many, in plain integers."""
+    """Return the item at an index of many, in plain integers."""
     from hashlib import blake2b
 
     def mix_bits(z: int) -> int:

@@ -30,7 +30,7 @@ def test_items_that_fit_exactly_fill_rows() -> None:
 
 
 def test_an_item_of_the_size_of_a_row_fills_one() -> None:
-    """Also in rows of 2^16 tokens, where its size has 17 bits."""
+    """This also holds for rows of 2^16 tokens, where the size needs 17 bits."""
     for length in (8, 2**16):
         items, counts = best_fit(np.arange(3), np.array([2, length, length - 2]), length)
         assert items.tolist() == [1, 2, 0] and counts.tolist() == [1, 2]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.packing import groups
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.first_fit import first_fit
-from drawloom.components.data.packing.groups import Group, Groups, cut, gather_rows, group_documents
+from drawloom.components.data.packing.groups import Group, Groups, gather_rows, group_documents, split_order
 from drawloom.components.data.packing.padded import one_each
 
 GROUPINGS = [best_fit, first_fit, one_each]
@@ -41,7 +41,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:
-        index = group_documents(sizes, cut(np.arange(200)), 32, best_fit)
+        index = group_documents(sizes, split_order(np.arange(200)), 32, best_fit)
         return Counter(piece.document for row in range(index.rows) for piece in index.pieces(row))
 
     whole = documents()

@@ -45,7 +45,7 @@ def pack_all(texts: list[list[int]], length: int) -> TokenBatch:
 
 
 def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
-    """Rows of (token, target, position, document id), token by token."""
+    """Return rows of (token, target, position, document id), token by token."""
     stream = [(token, number) for number, text in enumerate(texts) for token in [*text, END]]
     rows = []
     for start in range(0, max(len(stream) - 1, 0), length):

@@ -60,7 +60,7 @@ def test_a_glob_without_a_file_is_refused() -> None:
 
 
 def read(patterns: list[str]) -> list[bytes]:
-    """The content of all files."""
+    """Return the content of all files."""
     contents = []
     for file in find(patterns):
         with open_file(file) as stream:

@@ -22,7 +22,7 @@ def table(texts: Any = TEXTS) -> Any:
 
 
 def write(path: Path, kind: str, table: Any) -> list[Part]:
-    """A file of this kind, and its parts."""
+    """Return a file of this kind, and its parts."""
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=700)
         return [*parquet_parts(find([str(path)]), "body")]

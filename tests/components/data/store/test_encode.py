@@ -10,7 +10,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import encode
-from drawloom.components.data.store.encode import batches, copy_unopened, pieces, write_shard
+from drawloom.components.data.store.encode import batches, copy_unopened, split_text, write_shard
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
 
@@ -47,7 +47,7 @@ def test_pieces_have_the_ids_of_the_whole(
 ) -> None:
     """A long text, cut into pieces, has the ids of the whole text, with and without lines and spaces."""
     monkeypatch.setattr(encode, "BATCH", 1_000)
-    text_pieces = pieces(text, tokenizer.encode)
+    text_pieces = split_text(text, tokenizer.encode)
     assert "".join(text_pieces) == text
     whole = tokenizer.encode(text)
     assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in text_pieces]), whole)

@@ -18,5 +18,5 @@ def test_progress_is_printed_at_intervals() -> None:
 
 
 def test_times_are_readable() -> None:
-    """Units follow the length."""
+    """The unit suits the duration."""
     assert [duration(59), duration(100), duration(600), duration(9000)] == ["59 s", "2 min", "10 min", "2 h 30 min"]

@@ -42,7 +42,7 @@ def test_a_pickled_store_has_no_tokens(tmp_path: Path) -> None:
 
 
 def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open a store reads no tokens, and to read a document verifies its blocks alone, each once."""
+    """Opening a store reads no tokens, and reading a document verifies only its blocks, once."""
     store_of(tmp_path / "store", [["a" * 300_000, "b" * 300_000]])
     blocks: list[int] = []
     verify = MappedFile.verify

@@ -23,7 +23,7 @@ from support.schedules import NAMES, variants
 
 
 def lower_text(text: str, rank: int) -> str:
-    """A rank's lowered program, as text."""
+    """Return a rank's lowered program, as text."""
     return " ".join(map(str, lower(read_program(text), rank)))
 
 

@@ -50,7 +50,7 @@ class Recorder:
         return self.record
 
     def record(self, run: Callable[[], Any]) -> Again:
-        """A recorded function."""
+        """Return a recorded function."""
         self.recorded += 1
         return Again(run, run())
 
@@ -159,7 +159,7 @@ def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest
 def test_rows_of_one_document_are_captured_as_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of packed data now and then a row is one document: its microbatch is launched as a graph as all others are."""
+    """If a packed row happens to be one document, its microbatch is launched as a graph like all others."""
     every = cycle([False, True])
     monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: next(every))
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):

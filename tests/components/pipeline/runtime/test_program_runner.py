@@ -99,12 +99,12 @@ SPANS = [LayerRange(0, 1, embedding=True, head=False), LayerRange(1, 2, embeddin
 
 
 def build(span: LayerRange) -> nn.Module:
-    """The module of a stage."""
+    """Return the module of a stage."""
     return First() if span.embedding else Second()
 
 
 def meta(span: LayerRange) -> nn.Module:
-    """The module of a stage on the meta device."""
+    """Return the module of a stage on the meta device."""
     with torch.device("meta"):
         return build(span)
 
@@ -167,7 +167,7 @@ def run_schedule(name: str, fault: str = "") -> dict[str, Any]:
 
 
 def grads_of(parameter: nn.Parameter) -> Any:
-    """A gradient as numbers; zeros are as good as none."""
+    """Return a gradient as numbers; zeros count like a missing gradient."""
     return [0.0] * parameter.numel() if parameter.grad is None else parameter.grad.flatten().tolist()
 
 

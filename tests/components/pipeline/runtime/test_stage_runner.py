@@ -146,7 +146,7 @@ class Folded:
 
 
 def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> ProgramExecutor:
-    """An open executor of one rank with these stages."""
+    """Return an open executor of one rank with these stages."""
     count = len(modules)
     spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
     pairs = zip(spans, modules, strict=True)

@@ -81,6 +81,6 @@ def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    """Batches are made there."""
+    """Batches are already on the device."""
     batch: Any = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
     assert Uploads(torch.device("cpu")).start(batch) is batch

@@ -185,7 +185,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
 
 @pytest.mark.parametrize(("ranks", "memory"), [(2, 1.2), (4, 1.5), (4, 2.0)])
 def test_recomputation_makes_room_for_faster_programs(ranks: int, memory: float) -> None:
-    """Where memory is short, it fits, and is faster than without; where there is enough, nothing is recomputed."""
+    """If memory is short, the schedule fits, and is faster than without; if there is enough, nothing is recomputed."""
     share = [0.25] * (4 * ranks)
     model, settings = Model(share, share, share), {"microbatches": 4 * ranks, "trials": 40}
     _, ours = model.auto(ranks, memory, recompute=AGAIN, **settings)
@@ -195,14 +195,14 @@ def test_recomputation_makes_room_for_faster_programs(ranks: int, memory: float)
 
 
 def test_two_stages_that_cost_more_than_one_are_not_taken() -> None:
-    """Where each stage costs something besides its layers, a rank gets one; where none does, two."""
+    """If a stage costs something besides its layers, a rank gets one; otherwise it gets two."""
     for per_stage, stages in ((0.0, 2), (0.5, 1)):
         made = Auto(slices=[0.25] * 16, per_stage=per_stage, memory=4.0, trials=20)
         assert len(made.stage_to_rank(4)) == 4 * stages
 
 
 def test_the_stage_with_a_head_has_fewer_layers() -> None:
-    """Where the last layer and the head cost as much as three, it balances them, and is faster than equal stages."""
+    """If the last layer and the head cost as much as three, it balances them, and is faster than equal stages."""
     slices = [1.0] * 11 + [3.0]
     made = Auto(slices=slices, stages_per_rank=1, microbatches=16, trials=20)
     sizes = made.layers_by_stage(4, 12)
@@ -287,7 +287,9 @@ def test_stages_a_rank_can_be_asked_for() -> None:
 
 
 def test_activations_of_slices_are_counted_in_their_own_unit() -> None:
-    """Of a first stage with three times the activations, a rank holds fewer microbatches, by the limit in bytes."""
+    """
+    If the first stage has three times the activations, a rank keeps fewer of its microbatches, by the limit in bytes.
+    """
     sizes = [3e9, 1e9, 1e9, 1e9]
     made = Auto(activations=sizes, memory=8e9)
     assert _peak(made.program(2, 8), _sum_per_stage(sizes, made.layers_by_stage(2, 4))) <= 8e9

@@ -8,7 +8,7 @@ from drawloom.components.ports.program import Action, RankProgram
 
 
 def line(rank: int, text: str) -> RankProgram:
-    """The program of one of two ranks, from labels; stage s belongs to rank s mod 2."""
+    """Return the program of one of two ranks, from labels; stage s belongs to rank s mod 2."""
     works = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "F", "B")
     made: RankProgram = []
     for label in text.split():

@@ -9,7 +9,7 @@ from support.schedules import schedule
 
 
 def summary(name: str, ranks: int = 4, microbatches: int = 8) -> Summary:
-    """A schedule, simulated."""
+    """Return a schedule, simulated."""
     program = schedule(name).program(ranks, microbatches)
     return Summary(name, simulate(program, Costs().divide(program.stages // ranks)))
 

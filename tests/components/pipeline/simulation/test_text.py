@@ -11,7 +11,7 @@ from support.schedules import schedule
 
 
 def draw_lines(name: str, ranks: int, microbatches: int, width: int = 120, costs: Costs | None = None) -> list[str]:
-    """The lines of a drawing."""
+    """Return the lines of a drawing."""
     program = schedule(name).program(ranks, microbatches)
     return draw_text(simulate(program, costs or Costs()), width).splitlines()
 

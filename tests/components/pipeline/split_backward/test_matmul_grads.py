@@ -167,7 +167,7 @@ Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
 
 
 def double_grads(grads: Any) -> Any:
-    """A gradient, or several, times two."""
+    """Return a gradient, or several, times two."""
     return tuple(None if grad is None else grad * 2 for grad in grads) if isinstance(grads, tuple) else grads * 2
 
 

@@ -526,7 +526,7 @@ def test_weights_of_the_first_stage_are_deferred(ops: Ops) -> None:
 
 
 def put_off(stage: Stage) -> list[str]:
-    """The parameters whose gradients are computed in the second pass alone, by its matmuls."""
+    """Return the parameters whose gradients are computed in the second pass alone, by its matmuls."""
     inputs = inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
     split.backward_input(outputs, grads_for(outputs), inputs)

@@ -247,6 +247,6 @@ def test_weights_shared_by_microbatches_have_one_node() -> None:
 
 
 def grad_of(weight: nn.Parameter) -> Tensor:
-    """The gradient of a weight, any shape."""
+    """Return the gradient of a weight, any shape."""
     assert weight.grad is not None
     return weight.grad
