@@ -39,7 +39,8 @@ MESHES = [
         [
             *((name, 4, True, False, "plain") for name in pipelines.TRAINING),
             ("zero_bubble_1p", 4, False, False, "norms"),  # a rank has nothing to train
-            ("zero_bubble_v", 4, True, False, "transformers"),
+            ("zero_bubble_v", 4, True, False, "starcoder2"),
+            ("zero_bubble_v", 4, True, False, "gemma2"),
         ],
     ),
     MeshCases(
