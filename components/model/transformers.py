@@ -181,9 +181,9 @@ class Transformers:
         parts = self._verdict.parts
         if name == f"{parts.embedding}.weight":
             return float(parts.tied)
-        experts = value_of(self._config, *EXPERT_COUNTS)
+        experts: int | None = value_of(self._config, *EXPERT_COUNTS)
         if ".experts." in name and parameter.ndim > 1 and experts:
-            return (value_of(self._config, *CHOSEN_EXPERTS) or experts) / experts
+            return float(value_of(self._config, *CHOSEN_EXPERTS) or experts) / experts
         return role.products
 
     def _flops_per_pair(self) -> dict[int | None, float]:

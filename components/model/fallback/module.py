@@ -113,7 +113,7 @@ class _HiddenStates(nn.Module):
         """Return hidden states (1, tokens, hidden_size) in transformers' form."""
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class _Product(nn.Module):

@@ -93,7 +93,7 @@ def _shrink_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
     count = min(layers, MAX_LAYERS if by_layer else 4)
-    small = {key: value[:count] for key, value in by_layer.items()}
+    small: dict[str, Any] = {key: value[:count] for key, value in by_layer.items()}
     for key, value in config.items():
         if isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
             small[key] = {layer: value[layer] for layer in value if int(layer) < count}
