@@ -201,7 +201,8 @@ class Transformers:
         return flops
 
     def hugging_face_config(self) -> dict[str, Any]:
-        return read_json(config_path(self.path))
+        # A file may leave the tie out, and adapters of a table depend on it.
+        return read_json(config_path(self.path)) | {"tie_word_embeddings": self._verdict.parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self._whole_span())]

@@ -12,6 +12,7 @@ from drawloom.components.model.fallback.parts import Parts, PassThrough, placeho
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.model import Finish, Head, Kernels, LayerRange, TokenContext
+from drawloom.components.weights.adapted import EMBEDDING
 
 
 class KnownBuffers:
@@ -38,6 +39,8 @@ class TransformersLM(nn.Module):
             self.add_module(parts.head, whole.get_submodule(parts.head))
         self._drop_other_modules()
         use_kernels(self, kernels)
+        if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
+            self._keep_from_adapters(self.get_submodule(parts.embedding))
         # Outside of the registered modules, because it has no parameters.
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
@@ -51,6 +54,10 @@ class TransformersLM(nn.Module):
             self.set_submodule(name, placeholder(self.get_submodule(name)))
         if not (span.embedding or (span.head and parts.tied)):
             self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
+
+    def _keep_from_adapters(self, table: nn.Module) -> None:
+        if type(table) is Embedding:
+            table.__class__ = TiedTable
 
     @property
     def _layers(self) -> nn.ModuleList:
@@ -84,6 +91,10 @@ class TransformersLM(nn.Module):
         output = base(**{key: inputs}, position_ids=shared.positions, use_cache=False, documents=documents)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+
+class TiedTable(Embedding):
+    """Embedding that is also the head, under a name that exports of adapters do not know; LoRA skips it."""
 
 
 class OuterModel:
