@@ -24,7 +24,7 @@ from drawloom.components.weights.adapted import fill_adapters, inject
 from drawloom.components.weights.load import convert, load_folder, persistent_tensors
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
-from drawloom.graph.types.port_match import find_mismatches
+from drawloom.graph.testing import check_port
 from support.adapted import fill_from_seed, lora
 from support.families import CLOSE, gradients
 from support.qwen3 import cpu_kernels, logits_of, losses_of, one_document, pack_documents
@@ -178,11 +178,17 @@ def test_parameters_that_transformers_keeps_in_float32_are_not_cast(tmp_path: Pa
     }
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "phi"])
+def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Path) -> None:
+    """Among others, slices start like the whole, losses are the head's, and a text in parts is the whole text."""
+    saved(tmp_path, model_type)
+    check_port(lambda: Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False), LanguageModel)
+
+
 def test_random_weights_start_where_those_of_transformers_do(tmp_path: Path) -> None:
     """Norms are 1, biases 0 and matrices normal, and a slice has the values of the whole."""
     small_config("starcoder2").save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
-    assert not find_mismatches(Transformers, LanguageModel)
     values = {}
     for name, parameter in loaded_names(model):
         values[name] = torch.empty(parameter.shape)
