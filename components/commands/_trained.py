@@ -135,10 +135,14 @@ def _text(path: Path) -> str:
         return file.read(0, file.size).decode("utf-8")
 
 
+FOLDER_MODELS = ("model.auto", "model.transformers")
+"""Components that load the weights of the folder `path`, unless `weights` is false."""
+
+
 def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
     """Remove the stages' initial weights, except with adapters, whose checkpoints lack the frozen weights."""
     model = data.get(str(stages.get("model")).removeprefix("@"), {})
-    if model.get("use") == "model.auto":
+    if model.get("use") in FOLDER_MODELS:
         if model.get("weights", True):
             stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
         model["weights"] = False

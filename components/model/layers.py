@@ -1,6 +1,7 @@
 """Layers that compute with the recipe's kernels: linear, RMSNorm, embedding, and the head of a loss."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -76,8 +77,12 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
 
     def head(self) -> Head:
-        """Return the layer, which must not have a bias, as a head."""
-        return LinearHead(self.weight, self.out_features, self.kernels, self.ranks)
+        """Return the layer as a head; cross entropy is fused with the product if there is no bias."""
+        if self.bias is None:
+            return LinearHead(self.weight, self.out_features, self.kernels, self.ranks)
+        # The tensors of this forward pass, which the backward pass computes with again.
+        project = partial(self.kernels.linear, weight=self.weight, bias=self.bias)
+        return ChunkedHead(lambda hidden: project(hidden.to(self.weight.dtype)), self.out_features, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Return the split of outputs or inputs."""

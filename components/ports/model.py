@@ -296,6 +296,15 @@ class PretrainedModel(Protocol):
 
 
 @runtime_checkable
+class UncastParameters(Protocol):
+    """A model with parameters that layers use in the parameter dtype, as if `precision.uncast` named them."""
+
+    def uncast_parameters(self) -> Sequence[str]:
+        """Return name patterns (fnmatch) of these parameters."""
+        ...
+
+
+@runtime_checkable
 class ExpertModel(Protocol):
     """A model class with a known number of experts, before anything is built."""
 

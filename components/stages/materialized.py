@@ -48,6 +48,7 @@ from drawloom.components.stages.compilation import (
     warn_compiled_split_backward,
 )
 from drawloom.components.stages.initial_values import InitialValues, check_capacity
+from drawloom.components.stages.model_precision import precision_of
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -213,13 +214,17 @@ class MaterializedStages:
         return [dimension(self.mesh) for dimension in DIMENSIONS]
 
     @cached_property
+    def _model_precision(self) -> Precision:
+        return precision_of(self.precision, self.model)
+
+    @cached_property
     def _builder(self) -> StageBuilder:
         return StageBuilder(
             model=self.model,
             loss=self.loss,
             schedule=self.schedule,
             mesh=self.mesh,
-            precision=self.precision,
+            precision=self._model_precision,
             adapters=self.adapters,
             transforms=self.transforms,
             dispatcher=self.dispatcher,
@@ -235,7 +240,7 @@ class MaterializedStages:
     def _data_parallel(self, parallel: ParallelModules) -> DataParallel:
         return DataParallel(
             mesh=self.mesh,
-            precision=self.precision,
+            precision=self._model_precision,
             blocks=self.model.blocks,
             by_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             by_microbatch=self.sync_each_microbatch,
@@ -282,7 +287,7 @@ class MaterializedStages:
             stages=self.local,
             store=store,
             dimensions=self._dimensions,
-            precision=self.precision,
+            precision=self._model_precision,
             device=self.device.device,
             bucket_bytes=self.bucket_bytes,
             splits=parallel.splits,

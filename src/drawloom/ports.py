@@ -119,6 +119,7 @@ from drawloom.components.ports.model import (
     TokenContext as TokenContext,
     ShapeKeepingModel as ShapeKeepingModel,
     TensorParallelModel as TensorParallelModel,
+    UncastParameters as UncastParameters,
     VocabularyPart as VocabularyPart,
     layers_keep_shapes as layers_keep_shapes,
 )

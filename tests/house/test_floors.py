@@ -69,17 +69,20 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
-    # experts are on the rank of their tokens. The fallback compares with plain operations.
+    # experts are on the rank of their tokens.
     "components.model": (
         BELOW
         | {
-            "kernels.attention",
             "kernels.attention_options",
-            "kernels.linear",
             "kernels.recompute",
             "kernels.rope_frequencies",
             "components.experts.local",
         },
+        {"attrs", "torch"},
+    ),
+    # Models of transformers, which are compared with plain operations.
+    "components.model.fallback": (
+        BELOW | {"components.model", "kernels.attention", "kernels.attention_options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
     ),
     # Adapters take the place of layers.
@@ -138,7 +141,9 @@ SOURCES = sorted(path for floor in ("graph", "kernels", "components") for path i
 def home(path: Path) -> str:
     """Return the floor or subject of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    room = ".".join(parts[:2])
+    inner, room = ".".join(parts[:3]), ".".join(parts[:2])
+    if inner in FLOORS:
+        return inner
     return room if room in FLOORS or (parts[0] == "components" and len(parts) > 2) else parts[0]
 
 

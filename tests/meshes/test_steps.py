@@ -33,7 +33,10 @@ MESHES = [
     MeshCases(
         "pipelines of replicas",
         {"data_replicate": 2},
-        [(name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")],
+        [
+            *((name, 4, True, False, "plain") for name in ("one_f_one_b", "zero_bubble_v", "circular")),
+            ("one_f_one_b", 4, True, False, "starcoder2"),
+        ],
     ),
     MeshCases("replicas of shards", {"data_replicate": 2, "data_shard": 2}, [("gpipe", 4, False, False, "muon")]),
     MeshCases(
@@ -42,7 +45,8 @@ MESHES = [
         [
             *((name, 4, True, False, "plain") for name in pipelines.TRAINING),
             ("zero_bubble_1p", 4, False, False, "norms"),  # a rank has nothing to train
-            ("zero_bubble_v", 4, True, False, "transformers"),
+            ("zero_bubble_v", 4, True, False, "starcoder2"),
+            ("zero_bubble_v", 4, True, False, "gemma2"),
         ],
     ),
     MeshCases(

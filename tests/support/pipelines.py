@@ -298,18 +298,22 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
 """Families of models by the last part of a case, with their settings."""
 
 
-def starcoder2_of_transformers(kernels: Any, tie_word_embeddings: bool, **sizes: Any) -> Any:
-    """Return Starcoder2 as a model of transformers; its norms are computed in float64."""
-    config = {"model_type": "starcoder2", "tie_word_embeddings": tie_word_embeddings}
-    plain = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_bias": True}
+def model_of_transformers(kernels: Any, tie_word_embeddings: bool, **config: Any) -> Any:
+    """Return a model of transformers with random weights."""
+    plain = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config | plain | sizes))
+        values = config | plain | {"tie_word_embeddings": tie_word_embeddings}
+        (Path(folder) / "config.json").write_text(json.dumps(values))
         model = Transformers(kernels=kernels, path=Path(folder), weights=False)
         model.check_machine()  # reads the config
     return model
 
 
-FALLBACKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"transformers": (starcoder2_of_transformers, {})}
+FALLBACKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "starcoder2": (model_of_transformers, {"model_type": "starcoder2", "use_bias": True}),
+    "gemma2": (model_of_transformers, {"model_type": "gemma2", "final_logit_softcapping": 0.5}),
+}
+"""Models of transformers: norms in float64, and a head that transformers computes."""
 """Models without tensor and context parallelism, by the last part of a case."""
 
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
