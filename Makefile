@@ -9,7 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each 
 .PHONY: train test docs figures journeys bench soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
 	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
-	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-qlora-gpu bench-offload-gpu bench-loss-gpu \
+	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu \
+	bench-qlora-gpu bench-offload-gpu \
 	bench-recurrence-gpu
 
 train: .venv/train

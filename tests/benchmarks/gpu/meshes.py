@@ -318,7 +318,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
     model: Any = kind(kernels=kernels, **config)
     model.initialise = _initialise
-    is_wide = TINY and case.linear == case.frozen == "compute"
+    is_wide = TINY and case.linear == case.frozen == "compute" and case.stochastic is None
     dtype: Any = "float32" if is_wide else "bfloat16"
     cut_blocks = ("*.down_proj.weight",) if TINY and case.frozen != "compute" else ()
     precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen, frozen_in_compute=cut_blocks)
