@@ -28,7 +28,8 @@ class ParamState:
     `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares; `max_exp_avg_sq`, if it is not
     None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise
     of an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
-    part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on.
+    part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on. `remainder`,
+    int16, makes a bfloat16 weight a float32 master weight (`join_master`), which is rounded to the nearest.
     """
 
     weight: Tensor
@@ -40,6 +41,7 @@ class ParamState:
     width: int = ALL
     stride: int = 0
     max_exp_avg_sq: Tensor | None = field(default=None, kw_only=True)
+    remainder: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         moments = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
@@ -47,12 +49,14 @@ class ParamState:
         if len({*dtypes.values()}) > 1:
             text = " and ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
             raise ValueError(f"{text}; make them one dtype")
+        if self.remainder is not None and self.weight.dtype != torch.bfloat16:
+            raise ValueError(f"a weight in {self.weight.dtype} has no remainder; make it bfloat16")
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the weight and its two or three state tensors."""
-        maxima = [] if self.max_exp_avg_sq is None else [self.max_exp_avg_sq]
-        return [self.weight, self.exp_avg, self.exp_avg_sq, *maxima]
+        """Return the weight and its state: two means, the largest mean of squares if any, and the remainder if any."""
+        optional = (self.max_exp_avg_sq, self.remainder)
+        return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
 
     @property
     def is_contiguous(self) -> bool:
@@ -77,6 +81,24 @@ def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | 
     corrected = lr / (1 - beta1**steps), (1 - beta2**steps) ** -0.5
     scalars = lr, 1 - beta1, 1 - beta2, *corrected, eps
     return torch.stack([x if isinstance(x, Tensor) else torch.full_like(steps, x) for x in scalars], -1).float()
+
+
+LOW_BITS = 16
+"""Bits of a float32 number that its bfloat16 half does not have."""
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return float32 numbers from their nearest bfloat16 numbers and the int16 differences of their bits, (n,)."""
+    bits = (weight.contiguous().view(torch.int16).int() << LOW_BITS) + remainder.int()
+    return bits.view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the arguments of `join_master` for float32 numbers (n,); halfway points are rounded away from zero."""
+    bits = master.contiguous().view(torch.int32)
+    # A NaN is truncated and made quiet, or a carry would turn it into zero.
+    high = torch.where(master.isnan(), bits >> LOW_BITS | 0x40, bits + (1 << LOW_BITS - 1) >> LOW_BITS)
+    return high.short().view(torch.bfloat16), (bits - (high << LOW_BITS)).short()
 
 
 class AdamwEager:
@@ -106,13 +128,17 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
-        results = _update(values, grad[part], param.weight_decay, scalars)
+        read = values if param.remainder is None else [join_master(values[0], values[-1]), *values[1:-1]]
+        results = _update(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
-            results = [_round_if_bfloat16(*args) for args in zip(results, noise, values, strict=False)]
+            results = [_round_if_bfloat16(*args) for args in zip(results, noise, read, strict=False)]
         if param.max_exp_avg_sq is not None:
             # The maximum is one of two values in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
+        if param.remainder is not None:
+            results[0], remainder = split_master(results[0])
+            results.append(remainder)
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
     for tensor, changed in zip(param.tensors, flat, strict=True):

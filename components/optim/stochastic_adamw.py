@@ -1,6 +1,6 @@
 """AdamW on bfloat16 weights with stochastic rounding, so small updates accumulate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
+from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_patterns, param_groups
+from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, allocate_state, padded, state_of
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_of
@@ -39,10 +41,12 @@ class _Launch:
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
-    AdamW with stochastic rounding for bfloat16 weights, without float32 master weights.
+    AdamW with stochastic rounding for bfloat16 weights, without float32 master weights, or with split ones.
 
     Norms and biases do not decay. One launch updates all weights; groups with their own learning rate or betas take one
-    more launch each. With `amsgrad`, the largest mean of squares is the maximum over the rounded means.
+    more launch each. With `amsgrad`, the largest mean of squares is the maximum over the rounded means. With `states =
+    "host"`, the state is in host memory (optimizer offload), and is streamed to the GPU and back in every step; weights
+    and state have the same bits as with the state on the device.
 
     The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the step number.
     It is the same for any rank layout, and resuming is bit-exact.
@@ -70,9 +74,28 @@ class StochasticAdamW:
         impact="incompatible",
         doc="running mean dtype; bfloat16 is rounded stochastically too",
     )
+    split_master_weights: bool = setting(
+        default=False,
+        impact="incompatible",
+        doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
+        "are then rounded to the nearest",
+    )
+    states: Literal["device", "host"] = setting(
+        default="device",
+        impact="safe",
+        doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
+    )
+    slot_bytes: int = setting(
+        default=2**28,
+        impact="safe",
+        check=above(0),
+        doc="bytes of each of three slots on the device, through which a state on the host is streamed",
+    )
     implementation: Literal["auto", "triton", "eager"] = setting(
         default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
+    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
+    _transfers: Transfers | None = attrs.field(init=False, default=None)
     _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
     _launches: list[_Launch] = attrs.field(init=False, factory=list)
     _steps: int = attrs.field(init=False, default=0)
@@ -85,29 +108,38 @@ class StochasticAdamW:
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
+        if node.settings["states"] == "device" and node.settings["slot_bytes"] != 2**28:
+            text = "the state is on the device, so that nothing is streamed through slots"
+            yield node.problem("slot_bytes", text, "write states = 'host', or remove slot_bytes")
+        stages = node.neighbour("parameters")
+        precision = stages and stages.neighbour("precision")
+        if node.settings["split_master_weights"] and precision and precision.settings.get("parameter") != "bfloat16":
+            text = f"weights in {precision.settings.get('parameter')} are not split"
+            yield node.problem("split_master_weights", text, "write precision.parameter = 'bfloat16'")
 
     def open(self) -> None:
         """Create all parameters' optimizer state, filled with zeros."""
-        slices = self.parameters.slices()
+        slices, named = self.parameters.slices(), self.parameters.named_parameters()
+        if self.states == "host":
+            self._transfers = self.open_transfers(self.device.device)
+        state = self._allocate_state(dict(named))
         groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
-        for name, parameter in self.parameters.named_parameters():
-            weight = parameter.detach()
-            moments = {key: torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for key in self._moments.values()}
+        for name, parameter in named:
             first, width, stride = slice_rows(slices[name])
             self._params[name] = ParamState(
-                weight,
+                parameter.detach(),
                 weight_decay=decay[parameter],
                 key=derive_seed(self.job.seed, "stochastic_adamw", name),
                 first=first,
                 width=width,
                 stride=stride,
-                **moments,
+                **state[name],
             )
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in groups:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
-        implementation, states = self._implementation(), self._states()
+        implementation, states = self._step_class(), self._states()
         for (lr_multiplier, betas), parts in kinds.items():
             stepper = implementation([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
@@ -130,10 +162,44 @@ class StochasticAdamW:
             launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
 
     @property
-    def _moments(self) -> dict[str, str]:
+    def _fields(self) -> dict[str, str]:
         """Return ParamState's fields by their keys in the state dict."""
-        moments = {"mean": "exp_avg", "square": "exp_avg_sq"}
-        return moments | ({"max_square": "max_exp_avg_sq"} if self.amsgrad else {})
+        fields = {"mean": "exp_avg", "square": "exp_avg_sq"}
+        fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
+        return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Return dtypes by ParamState's fields."""
+        return {
+            field: torch.int16 if field == "remainder" else DTYPES[self.state_dtype] for field in self._fields.values()
+        }
+
+    def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+        """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
+        if self._transfers is not None:
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+            return allocate_state(self._transfers, shapes, self._dtypes)
+        return {
+            name: {field: torch.zeros_like(parameter.detach(), dtype=dtype) for field, dtype in self._dtypes.items()}
+            for name, parameter in parameters.items()
+        }
+
+    def _step_class(self) -> Any:
+        """Return the function from parameters' states to a stepper."""
+        implementation = self._implementation()
+        if self._transfers is None:
+            return implementation
+        total = sum(padded(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
+        slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
+        slots.open()
+        return partial(StreamedStep, implementation, slots)
+
+    def close(self) -> None:
+        """Release the host memory."""
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
 
     def _states(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
@@ -146,9 +212,10 @@ class StochasticAdamW:
         return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of the running means, and with `amsgrad` of the largest mean of squares."""
-        count = sum(parameter.numel() for _, parameter in self.parameters.named_parameters())
-        return {"optimizer_state": len(self._moments) * count * DTYPES[self.state_dtype].itemsize}
+        """Return the bytes of the state on the device: of all of it, or of the slots."""
+        width = sum(dtype.itemsize for dtype in self._dtypes.values())
+        size = width * sum(parameter.numel() for _, parameter in self.parameters.named_parameters())
+        return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.slices()
@@ -156,8 +223,10 @@ class StochasticAdamW:
     def state_dict(self) -> dict[str, Any]:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
         steps = self._steps_taken()
+        if self._transfers is not None:
+            self._transfers.synchronize()
         return {
-            name: {key: getattr(param, field) for key, field in self._moments.items()} | {"steps": steps}
+            name: {key: getattr(param, field) for key, field in self._fields.items()} | {"steps": steps}
             for name, param in self._params.items()
         }
 
@@ -168,8 +237,10 @@ class StochasticAdamW:
         steps = {values["steps"] for values in state.values()}
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
+        if self._transfers is not None:
+            self._transfers.synchronize()
         for name, param in self._params.items():
-            for key, field in self._moments.items():
+            for key, field in self._fields.items():
                 getattr(param, field).copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 

@@ -93,7 +93,10 @@ from drawloom.components.ports.log_records import (
 from drawloom.components.ports.memory import (
     MEMORY_KINDS as MEMORY_KINDS,
     MemoryKind as MemoryKind,
+    Copies as Copies,
     MemoryUser as MemoryUser,
+    Ticket as Ticket,
+    Transfers as Transfers,
     memory_by_kind as memory_by_kind,
 )
 from drawloom.components.ports.model import (

@@ -190,6 +190,13 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     return [parameter.tolist() for _, parameter in parameters.named_parameters()], str(optimizer.state_dict())
 
 
+def memory_of_optimizer(use: str, values: Values, _place: Path) -> Any:
+    """Return an optimizer's bytes on the device for bfloat16 weights."""
+    edges = {"parameters": _TwoParameters(torch.bfloat16), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
+    device = fake(Device, device=torch.device("cpu"), backend="gloo")
+    return build(use, **edges, device=device, **values).memory_bytes()
+
+
 def average_weights(use: str, values: Values, _place: Path) -> Any:
     """Return the averages of changing weights."""
     parameters = _TwoParameters()

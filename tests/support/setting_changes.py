@@ -623,7 +623,13 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps,
         {"lr": 0.01},
-        BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | {"state_dtype": "float32"},
+        BETAS
+        | GROUPS
+        | BETAS_OF_GROUP
+        | VARIANTS
+        | {"state_dtype": "float32", "split_master_weights": True}
+        | {"states": Change("host", {"slot_bytes": 6}, parts.memory_of_optimizer)}
+        | {"slot_bytes": Change(4, {"states": "host"}, parts.memory_of_optimizer)},
     ),
     "phases.budget": Row(parts.reasons_to_stop, {"tokens": 200}, {"tokens": 100, "minutes": 1.0}),
     "phases.divergence": Row(parts.end_after_lost_steps, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),

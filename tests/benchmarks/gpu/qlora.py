@@ -8,6 +8,7 @@ projections, with the peak memory and, relative to bfloat16, the speed.
 import gc
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ def _measure_dequantization(name: str, device: torch.device) -> None:
 
     stored = FORMATS[name].quantize(torch.randn(SHAPE, device=device))
     result = dequantize_triton(stored, name)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(REPEATS):
         dequantize_triton(stored, name)

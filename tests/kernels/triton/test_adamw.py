@@ -179,3 +179,18 @@ def test_strided_weights_are_refused() -> None:
     weight = torch.ones(3, 4, device=DEVICE).T
     with pytest.raises(ValueError, match="must be contiguous"):
         AdamwTriton([ParamState(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])
+
+
+@pytest.mark.parametrize("size", [7, 512, PART + 40])
+def test_master_weights_equal_eager_ones(size: int) -> None:
+    """Weights and remainders have the eager bits, with amsgrad and NaN, too."""
+    ours, theirs = twins([(size, NARROW, NARROW)], amsgrad=True)
+    for params in (ours, theirs):
+        params[0] = replace(params[0], remainder=torch.arange(size, dtype=torch.int16, device=DEVICE) * 77)
+    grads = [[torch.randn(size, device=DEVICE)] for _ in range(3)]
+    grads[2][0][0] = torch.nan
+    step_both(ours, theirs, grads)
+    for our_tensor, their_tensor in zip(ours[0].tensors, theirs[0].tensors, strict=True):
+        same = our_tensor.view(torch.int16) == their_tensor.view(torch.int16)
+        assert bool((same | (our_tensor != our_tensor)).all())
+    assert bool(ours[0].weight[0].isnan())
