@@ -133,6 +133,7 @@ from drawloom.components.ports.parameter_roles import (
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
+    ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
@@ -165,6 +166,16 @@ from drawloom.components.ports.program import (
 )
 from drawloom.components.ports.recurrence import (
     RecurrentKernels as RecurrentKernels,
+)
+from drawloom.components.ports.rollouts import (
+    Answer as Answer,
+    Completions as Completions,
+    PolicyBatch as PolicyBatch,
+    PromptBatch as PromptBatch,
+    Prompts as Prompts,
+    Reward as Reward,
+    Rollouts as Rollouts,
+    Scored as Scored,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
