@@ -63,7 +63,7 @@ class Grpo(DecoderInputs):
     The variants differ in the ratio, its clip and the mean; the phase `phases.advantages` chooses the baseline. Only
     rows with a token to learn count in a mean, over all microbatches and ranks. The constant of `dr_grpo` is the row's
     length. With a reference, each token's loss has `beta` times an estimate of the KL divergence to it: k3 of Schulman,
-    times the ratio, whose gradient is not biased by older samples (DeepSeek-V3.2).
+    times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
 
     Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
     `largest_difference` is the largest distance of a token's log-probability from the sampled one in a microbatch.
@@ -121,7 +121,6 @@ class Grpo(DecoderInputs):
         logps, is_target = target_logps(hidden, head, batch), batch.weights > 0
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
-        token_ratios = differences.exp()
         ratios = _ratios(differences, counts, method)
         low, high = 1 - method.clip_low, 1 + method.clip_high
         advantages, clipped = batch.advantages, ratios.clamp(low, high)
@@ -132,10 +131,10 @@ class Grpo(DecoderInputs):
         if batch.reference is not None:
             excess = (batch.reference - logps).where(is_target, 0.0)
             kl = excess.exp() - excess - 1
-            losses = losses + self.beta * kl * token_ratios
-        row_weights = batch.weights / counts
-        shares = batch.weights if method.mean == "tokens" else row_weights
-        weights = batch.weights / batch.weights.shape[1] if method.mean == "constant" else shares
+            losses = losses + self.beta * kl * ratios
+        token_weights = batch.weights.to(losses.dtype)
+        shares = token_weights if method.mean == "tokens" else token_weights / counts
+        weights = token_weights / losses.shape[1] if method.mean == "constant" else shares
         is_clipped = ((ratios < low) & (advantages < 0)) | ((ratios > high) & (advantages > 0))
         with torch.no_grad():
             sums = {
