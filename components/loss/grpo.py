@@ -82,7 +82,7 @@ class Grpo(DecoderInputs):
     )
     mean: Mean | None = setting(
         default=None,
-        doc="mean over all tokens, over rows of means over tokens, or sums over a constant length; default: the variant's",
+        doc="mean over tokens, over rows of means over tokens, or of sums by a constant length; default: the variant's",
     )
     reference: Literal["none", "adapters"] = setting(
         default="none", doc="reference model of the KL divergence: none, or this model without adapters"
@@ -105,7 +105,9 @@ class Grpo(DecoderInputs):
     def method(self) -> Variant:
         """Return the variant with this loss's own settings."""
         given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "mean")}
-        return attrs.evolve(VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None})
+        return attrs.evolve(
+            VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None}
+        )
 
     def token_logps(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
         return target_logps(hidden, head, batch)
@@ -148,7 +150,7 @@ class Grpo(DecoderInputs):
 
 
 def _ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
-    """Return ratios by token or, the same for all its tokens, by row; differences of log-probabilities (rows, length)."""
+    """Return ratios (rows, length), equal in a row if the method has one by row, from log-probability differences."""
     if method.ratio == "token":
         return differences.exp()
     logarithms = differences.double().sum(1, keepdim=True)

@@ -105,9 +105,7 @@ def score(
     return Scored(completions, group_size, tuple(rewards), scores, totals)
 
 
-def _answers(
-    tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
-) -> Iterator[Answer]:
+def _answers(tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int) -> Iterator[Answer]:
     for row, (ids, start, end, is_ended) in enumerate(
         zip(completions.tokens, completions.starts, completions.ends, completions.is_ended, strict=True)
     ):

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from drawloom.components.ports.rollouts import Answer
 from drawloom.components.rewards import code_process
@@ -71,14 +72,11 @@ class Code(Compared):
             start_new_session=True,
         )
         try:
-            process.communicate(json.dumps(request).encode(), timeout=self.seconds)
-        except subprocess.TimeoutExpired:
-            pass  # as wrong as a program that fails
+            with suppress(subprocess.TimeoutExpired):  # as wrong as a program that fails
+                process.communicate(json.dumps(request).encode(), timeout=self.seconds)
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the session's other processes outlive its first one
-            except ProcessLookupError:
-                pass
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()

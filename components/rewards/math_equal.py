@@ -11,7 +11,7 @@ from drawloom.graph import UserError, at_least, component, setting
 DECIMAL = r"\d+(?:\.\d+)?|\.\d+"
 GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"
 NUMBER = rf"[-+]?\s*(?:\\[dt]?frac\{{[-+]?\d+\}}\{{\d+\}}|(?:{GROUPED}|{DECIMAL})(?:[eE][-+]?\d{{1,3}}|\s*/\s*\d+)?)"
-PARTS = re.compile(rf"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\{{(?P<top>[-+]?\d+)\}}\{{(?P<bottom>\d+)\}}|(?P<plain>.+))")
+PARTS = re.compile(r"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\{(?P<top>[-+]?\d+)\}\{(?P<bottom>\d+)\}|(?P<plain>.+))")
 BOXED = r"\boxed{"
 MAX_DIGITS = 400
 """Longest text of a number: a longer one would take seconds to parse."""

@@ -21,7 +21,7 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import Problem, UserError, between, component, setting
+from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 TOKENS_BY_ROW = 2**32

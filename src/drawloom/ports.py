@@ -173,6 +173,7 @@ from drawloom.components.ports.rollouts import (
     PolicyBatch as PolicyBatch,
     PromptBatch as PromptBatch,
     Prompts as Prompts,
+    ROLLOUTS as ROLLOUTS,
     Reward as Reward,
     Rollouts as Rollouts,
     Scored as Scored,

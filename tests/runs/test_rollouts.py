@@ -1,4 +1,4 @@
-"""Reinforcement learning on one process and on meshes: exact ratios, the same samples, and a resume with the same bits."""
+"""Reinforcement learning on one process and on meshes."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_ratios_are_exactly_1_and_samples_the_same_on_every_mesh(lab: Path) -> N
 
 
 def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
-    """A run that was killed after step 2 repeats steps 3 and 4 with the same bits; the answers' order does not matter."""
+    """A run killed after step 2 repeats steps 3 and 4 with the same bits."""
     folder = run(lab, "straight", "rollouts.exact=false")
     whole, last = deterministic_rows(folder), (folder / "checkpoints/step-4")
     before = {path.name: path.read_bytes() for path in last.glob("rank-*")}
@@ -85,8 +85,16 @@ def test_a_resumed_run_draws_the_same_completions(lab: Path) -> None:
 
 def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
     """The divergence from the model without its adapters is 0 at the first step, and positive once they are trained."""
-    lora = ('adapters.lora={use="adapters.lora", targets=["*_proj"], rank=4, alpha=8.0}', 'stages.adapters=["@adapters.*"]')
-    words = ("loss.reference=adapters", "loss.beta=0.1", 'metrics.kl={use="metrics.mean", of="kl"}', "checkpoint.every=99")
+    lora = (
+        'adapters.lora={use="adapters.lora", targets=["*_proj"], rank=4, alpha=8.0}',
+        'stages.adapters=["@adapters.*"]',
+    )
+    words = (
+        "loss.reference=adapters",
+        "loss.beta=0.1",
+        'metrics.kl={use="metrics.mean", of="kl"}',
+        "checkpoint.every=99",
+    )
     folder = run(lab, "referenced", *lora, *words)
     (first, *later) = (value for (value,) in series(folder, "kl"))
     assert abs(first) < 1e-9 and min(later) > 1e-6
@@ -99,11 +107,18 @@ def test_the_shipped_recipe_learns_to_sort(tmp_path: Path, seed: int) -> None:
     """After a short supervised run, the sampled reward of held-out prompts rises clearly; entropy falls."""
     base = ("run", "sort_digits", "run.name=base", f"run.seed={seed}")
     assert drawloom(tmp_path, *base)[0].code == 0
-    words = ("run", "grpo", "vars.base=runs/base/export", "run.name=policy", f"run.seed={seed}", "validation.rows_used=256")
+    words = (
+        "run",
+        "grpo",
+        "vars.base=runs/base/export",
+        "run.name=policy",
+        f"run.seed={seed}",
+        "validation.rows_used=256",
+    )
     assert drawloom(tmp_path, *words)[0].code == 0
     lines = (tmp_path / "runs/policy/metrics.jsonl").read_text("utf-8").splitlines()
     held_out = [value for line in lines if (value := json.loads(line).get("validation_reward")) is not None]
-    assert 0.15 < held_out[0] < 0.5 and held_out[-1] > held_out[0] + 0.08, held_out
+    assert 0.2 < held_out[0] < 0.7 and held_out[-1] > held_out[0] + 0.12, held_out
     measured = rows(tmp_path / "runs/policy")
     assert measured[-1]["entropy"] < measured[0]["entropy"]
     assert max(row["sampler_difference"] for row in measured) < 1e-3

@@ -141,7 +141,7 @@ def test_at_lag_0_the_ratio_is_1_and_the_gradient_that_of_reinforce() -> None:
     ("variant", "fraction"), [("grpo", 5 / 12), ("dr_grpo", 5 / 12), ("dapo", 2 / 5), ("cispo", 0.0), ("rloo", 0.0)]
 )
 def test_clipped_tokens_are_counted_where_the_clip_takes_the_gradient(variant: Any, fraction: float) -> None:
-    """A ratio above the clip counts with an advantage above 0, and one below it with one below 0, by the loss's mean."""
+    """A ratio above the clip counts if the advantage is above 0, and one below it if that is below 0."""
     case, batch = policy_case(drift=0.0)
     steps = torch.zeros(3, 5, dtype=torch.float64)
     steps[0, 1:4], steps[1, 3:] = torch.tensor([1.0, 0.0, -1.0]), torch.tensor([1.0, -1.0])

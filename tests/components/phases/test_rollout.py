@@ -54,7 +54,10 @@ class Count:
     weight: float = 1.0
 
     def scores(self, answers: Sequence[Answer]) -> list[float | None]:
-        return [float(answer.text.count(answer.example["letter"])) if answer.example["letter"] else None for answer in answers]
+        return [
+            float(answer.text.count(answer.example["letter"])) if answer.example["letter"] else None
+            for answer in answers
+        ]
 
 
 @attrs.frozen
@@ -147,7 +150,7 @@ def test_batches_without_prompts_are_refused(one_rank: Any) -> None:
 
 
 def test_the_policy_learns_completions_and_nothing_else(one_rank: Any) -> None:
-    """Weights, targets, log-probabilities and advantages are on sampled tokens of scored rows alone; padding is counted."""
+    """Weights, targets, log-probabilities and advantages are on sampled tokens in scored rows alone."""
     phase, _ = rollout(one_rank, [prompts_of("a", "z"), prompts_of("b", "c")], {"count": Count()})
     step = Step(1, 1)
     phase.run_phase(step)
@@ -222,7 +225,7 @@ def test_the_expected_gradient_of_a_bandit_is_that_of_its_mean_reward() -> None:
 
 
 def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -> None:
-    """Keys follow from a prompt's number over all ranks; the mean is over scored completions of prompts with a weight."""
+    """Keys follow from a prompt's number over all ranks, and prompts without a weight do not count."""
     mesh, echo = mesh_of(), Echo()
     padding = prompts_of("b").without_weights()
     phase = EvaluateRewards(

@@ -1,7 +1,6 @@
 """Completions sampled from the stages of a run."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -123,7 +122,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_uniform_numbers_are_spread_over_the_interval() -> None:
-    """Numbers of neighbouring counters are in [0, 1), with the mean and the variance of uniform ones, and uncorrelated."""
+    """Neighbouring counters give uncorrelated numbers in [0, 1) with a uniform mean and variance."""
     numbers = uniform(7, torch.arange(100_000))
     assert 0 <= float(numbers.min()) < 1e-4 and 1 - 1e-4 < float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.005 and abs(float(numbers.var()) - 1 / 12) < 0.002
