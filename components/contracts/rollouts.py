@@ -43,9 +43,9 @@ def a_row_depends_on_its_key_alone(rollouts: Rollouts) -> None:
         expect(_same(part, 0, together, row), f"row {row} is another one in a microbatch of its own")
 
 
-def _same(one: Completions, row: int, other: Completions, place: int) -> bool:
-    ends = int(one.ends[row]), int(other.ends[place])
-    return ends[0] == ends[1] and one.tokens[row, : ends[0]].equal(other.tokens[place, : ends[0]])
+def _same(one: Completions, row: int, other: Completions, index: int) -> bool:
+    ends = int(one.ends[row]), int(other.ends[index])
+    return ends[0] == ends[1] and one.tokens[row, : ends[0]].equal(other.tokens[index, : ends[0]])
 
 
 def scores_are_numbers_by_answer(reward: Reward) -> None:

@@ -39,13 +39,13 @@ class Code(Compared):
     parallel: int = setting(default=2, check=between(1, 1025), impact="safe", doc="programs that run at the same time")
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
-        requests = [(program_of(answer.text), self.expected_text(answer)) for answer in answers]
+        programs, tests = [program_of(answer.text) for answer in answers], map(self.expected_text, answers)
         with ThreadPoolExecutor(self.parallel) as threads:
-            return [float(passed) for passed in threads.map(lambda request: self._passes(*request), requests)]
+            return [float(passed) for passed in threads.map(self._passes, programs, [*tests])]
 
     def _passes(self, program: str, tests: str) -> bool:
         nonce = secrets.token_hex(16)
-        request = {"program": program, "tests": tests, "nonce": nonce}
+        request: dict[str, object] = {"program": program, "tests": tests, "nonce": nonce}
         request |= {"seconds": math.ceil(self.seconds), "bytes": round(self.memory * 1e9)}
         reader, writer = os.pipe()
         os.set_blocking(reader, False)  # a process that escaped from its session may still hold the other end

@@ -5,8 +5,9 @@ Rows of a batch are aligned at their first token: while a pass is inside a longe
 prompt's and not the drawn one. So a batch needs no padding on the left, and one cache position serves all rows.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import itemgetter
 
 import attrs
 import torch
@@ -21,7 +22,8 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import UserError, between, component, setting
+from drawloom.components.state.trees import transform
+from drawloom.graph import Problem, UserError, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 TOKENS_BY_ROW = 2**32
@@ -51,7 +53,7 @@ class StageRollouts:
     _copy: Group = attrs.field(init=False, default=None)
 
     @classmethod
-    def constraints(cls, node: NodeView) -> Any:
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Report context parallelism, under which no rank has the whole rows that a cache needs."""
         mesh = node.neighbour("mesh")
         if mesh and mesh.settings.get("context", 1) != 1:
@@ -67,9 +69,12 @@ class StageRollouts:
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
         if self.exact:
             return [self._sample(microbatch, key) for microbatch in prompts]
-        rows = [len(microbatch.lengths) for microbatch in prompts]
-        together = Prompts(*(torch.cat(columns) for columns in zip(*map(_columns, prompts), strict=True)))
-        return _split(self._sample(together, key), rows)
+        together = Prompts(
+            tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
+            lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
+            keys=torch.cat([microbatch.keys for microbatch in prompts]),
+        )
+        return _split(self._sample(together, key), [len(microbatch.lengths) for microbatch in prompts])
 
     def _sample(self, prompts: Prompts, key: int) -> Completions:
         rows, prompt_length = prompts.tokens.shape
@@ -176,11 +181,7 @@ def _training_logps(hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, 
     return torch.where(position >= starts, -losses[:, position - 1], 0.0)
 
 
-def _columns(prompts: Prompts) -> tuple[Tensor, Tensor, Tensor]:
-    return prompts.tokens, prompts.lengths, prompts.keys
-
-
 def _split(completions: Completions, rows: Sequence[int]) -> list[Completions]:
     """Return slices with these numbers of rows."""
-    columns = [torch.split(getattr(completions, field.name), list(rows)) for field in attrs.fields(Completions)]
-    return [Completions(*parts) for parts in zip(*columns, strict=True)]
+    slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
+    return [transform(itemgetter(part), completions) for part in slices]

@@ -190,7 +190,7 @@ def mixture(folder: Path) -> Mapping[str, Any]:
 
 
 def reinforcement(folder: Path) -> Mapping[str, Any]:
-    """Return the phases and components of reinforcement learning, with every reward."""
+    """Return phases and components for reinforcement learning, with every reward."""
     phases = [
         "rollout",
         "advantages",
@@ -202,7 +202,7 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
         "checkpoint",
     ]
     schema: Mapping[str, Any] = {"type": "object"}
-    rewards = {
+    rewards: dict[str, dict[str, Any]] = {
         "code": {"key": "answer"},
         "exact_match": {},
         "json_schema": {"json_schema": schema},

@@ -55,9 +55,9 @@ def run(lab: Path, name: str, *words: str, ranks: int = 1) -> Path:
 
 def test_ratios_are_exactly_1_and_samples_the_same_on_every_mesh(lab: Path) -> None:
     """
-    At lag 0 the sampled log-probabilities have the bits of the training pass, on one process and on every mesh.
+    At lag 0 the sampled log-probabilities have the training pass's bits, on one process and on every mesh.
 
-    Completions, rewards and losses are those of one process; with a cache they differ from training by rounding alone.
+    Completions, rewards and losses are the same everywhere; with a cache only rounding differs.
     """
     one = run(lab, "one")
     meshes = [run(lab, name, *words, ranks=2) for name, words in LAYOUTS.items()]
@@ -104,7 +104,7 @@ def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
 @pytest.mark.soak  # three minutes on two cores
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_shipped_recipe_learns_to_sort(tmp_path: Path, seed: int) -> None:
-    """After a short supervised run, the sampled reward of held-out prompts rises clearly; entropy falls."""
+    """After a short supervised run, the sampled reward on held-out prompts rises clearly; entropy falls."""
     base = ("run", "sort_digits", "run.name=base", f"run.seed={seed}")
     assert drawloom(tmp_path, *base)[0].code == 0
     words = (

@@ -1,4 +1,4 @@
-"""Observers of settings of reinforcement learning; used by test_settings."""
+"""Observers for reinforcement learning settings; used by test_settings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ Values = dict[str, Any]
 
 
 def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the loss, its weight and its named sums, on samples of another policy."""
+    """Return the loss, its weight and its named sums, on another policy's samples."""
     inputs = sample()
     tensors: Values = {name: tensor for name, _, tensor in inputs.batch.named_tensors()}
     zeros = torch.zeros(3, 5)
@@ -38,7 +38,7 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def scores_of(use: str, values: Values, _place: Path) -> Any:
-    """Return a reward's weight and its scores of some texts."""
+    """Return a reward's weight and its scores for some texts."""
     example = {"answer": "12", "other": "13", "tests": "assert x == 1", "wrong": "assert x == 2"}
     example["more"] = "import time; time.sleep(1); del x"
     texts = ("12", "13", "13.1", "a12", "[1]", "x = 1", "x = bytearray(10**8) and 1")
@@ -47,7 +47,7 @@ def scores_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def encode_prompts(use: str, values: Values, place: Path) -> Any:
-    """Return the ids of a prompt of messages."""
+    """Return the ids for a prompt with messages."""
     tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(place / "tokenizer"))
     tokenizer.open()
     collator = build(use, tokenizer=tokenizer, **values)
@@ -58,14 +58,14 @@ def encode_prompts(use: str, values: Values, place: Path) -> Any:
 
 
 def digits_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the examples of both splits."""
+    """Return both splits' examples."""
     task = build(use, tokenizer=Bytes(), job=_job(), **values)
     task.open()
     return task.examples("train"), task.examples("validation")
 
 
 def advantages_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the weights and advantages of two groups of three, one of equal rewards; one completion was cut."""
+    """Return weights and advantages for two groups, one with equal rewards; one completion was cut."""
     tokens, starts = torch.zeros(6, 4, dtype=torch.int64), torch.ones(6, dtype=torch.int64)
     ends = torch.tensor([2, 3, 4, 2, 3, 4])
     completions = Completions(tokens, starts, ends, torch.zeros(6, 4), torch.zeros(6, 4), ends < 4)
@@ -78,7 +78,7 @@ def advantages_of(use: str, values: Values, _place: Path) -> Any:
 
 
 class Ends:
-    """A sampler of completions that are only the end token; `rows` counts them."""
+    """A sampler that returns only end tokens; `rows` counts them."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -104,7 +104,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the completions that were sampled up to each of 4 steps, and the numbers that the phase wrote."""
+    """Return the completions that were sampled up to each step, and the numbers that the phase wrote."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"
@@ -126,7 +126,7 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def fake_data(batch: PromptBatch, is_training: bool) -> Any:
-    """Return training data or validation data of one batch."""
+    """Return training data or validation data with one batch."""
     if is_training:
         return fake(TrainingData, next_step=lambda: [batch])
     return fake(ValidationData, batches=lambda: iter([batch]))

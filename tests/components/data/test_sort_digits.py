@@ -1,4 +1,4 @@
-"""The task of sorting digits."""
+"""The digit-sorting task."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_digits_are_sorted_and_splits_disjoint() -> None:
 
 
 def test_supervised_rows_train_the_answer_and_its_end() -> None:
-    """With the collator of supervised training, the digits after `>` and the end token have a loss."""
+    """With the supervised collator, the digits after `>` and the end token have a loss."""
     task = SortDigits(tokenizer=Bytes(), job=Job(), digits=3, examples_drawn=1, validation_fraction=0.0)
     task.open()
     (example,) = task.examples("train")

@@ -1,7 +1,9 @@
 """The policy-gradient losses against formulas in float64."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tens
 
 
 def by_rows(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean over rows with a token of the means over their tokens."""
+    """Average the token means over rows with a token."""
     counts = mask.sum(1)
     return ((losses * mask).sum(1)[counts > 0] / counts[counts > 0]).mean()
 
@@ -91,12 +93,13 @@ def rloo(new: Tensor, old: Tensor, a: Tensor, mask: Tensor, kl: Tensor) -> Tenso
     ids=lambda value: value.variant if isinstance(value, Grpo) else "",
 )
 def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[..., Tensor], beta: float) -> None:
-    """Every variant, with a row without tokens, has the loss and gradients of its formula in float64."""
+    """Every variant, with a row without tokens, has its formula's loss and gradients in float64."""
     case, batch = policy_case()
     if not beta:
         batch = batch.evolve(reference=None)
     loss = Grpo(variant=loss.variant, clip_high=loss.clip_high, reference="adapters", beta=beta)
     total, weight, sums = loss.loss(case.hidden, case.head(), batch)
+    assert batch.logps is not None and batch.advantages is not None
     new, old, mask = logps_of(case, batch.targets), batch.logps, batch.weights > 0
     excess = torch.zeros_like(new) if batch.reference is None else batch.reference - new
     kl = beta * (excess.exp() - excess - 1) * mask
@@ -111,7 +114,7 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_a_loss_is_the_sum_of_its_microbatches(variant: Any) -> None:
-    """Microbatches of one row have the loss, the weight and the sums of all rows; a row without tokens adds nothing."""
+    """One-row microbatches add up to the whole batch's loss, weight and sums; a row without tokens adds 0."""
     case, batch = policy_case()
     loss = Grpo(variant=variant, reference="adapters", beta=0.1)
     whole = loss.loss(case.hidden, case.head(), batch)
@@ -126,10 +129,11 @@ def test_a_loss_is_the_sum_of_its_microbatches(variant: Any) -> None:
 
 
 def test_at_lag_0_the_ratio_is_1_and_the_gradient_that_of_reinforce() -> None:
-    """With the sampled log-probabilities of the policy itself, no ratio is clipped, and each gradient is A dlogp."""
+    """With the policy's own log-probabilities, no ratio is clipped, and each gradient is A dlogp."""
     case, batch = policy_case(drift=0.0)
     mask = batch.weights > 0
     logps = logps_of(case, batch.targets)
+    assert batch.advantages is not None
     expected = torch.autograd.grad(-(batch.advantages * logps * mask).sum() / mask.sum(), case.hidden)
     for variant in ("dapo", "cispo"):
         total, weight, sums = Grpo(variant=variant).loss(case.hidden, case.head(), batch)
@@ -168,7 +172,7 @@ class TrlModel:
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_losses_and_gradients_are_those_of_trl(variant: Any, beta: float) -> None:
-    """`GRPOTrainer._compute_loss` and `RLOOTrainer._compute_loss` of TRL 1.16 give our loss and gradients."""
+    """`GRPOTrainer._compute_loss` and `RLOOTrainer._compute_loss` in TRL 1.16 give our loss and gradients."""
     pytest.importorskip("trl")
     case, batch = policy_case()
     batch = batch.take_rows(slice(0, 2))  # TRL counts rows without tokens
@@ -186,10 +190,7 @@ def test_losses_and_gradients_are_those_of_trl(variant: Any, beta: float) -> Non
 
 def trl_loss(case: Sample, batch: PolicyBatch, variant: str, beta: float) -> Tensor:
     """Call TRL's loss function on a trainer without a model, with our log-probabilities."""
-    from unittest.mock import MagicMock
-
-    from trl import GRPOTrainer, RLOOTrainer
-
+    trl = import_module("trl")
     mask = (batch.weights > 0).long()
     logps = logps_of(case, torch.cat([batch.targets, torch.zeros(1, 5, dtype=torch.int64)]))[:2]
     low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (0.2, 5.0)}.get(variant, (0.2, 0.2))
@@ -217,6 +218,6 @@ def trl_loss(case: Sample, batch: PolicyBatch, variant: str, beta: float) -> Ten
     assert batch.logps is not None
     inputs["old_logps"] = (batch.logps * mask).sum(1)
     trainer.model.training = True
-    cls = RLOOTrainer if variant == "rloo" else GRPOTrainer
+    cls = trl.RLOOTrainer if variant == "rloo" else trl.GRPOTrainer
     result: Tensor = cls._compute_loss(trainer, TrlModel(), inputs)
     return result

@@ -1,4 +1,4 @@
-"""Metrics of sampled completions."""
+"""Metrics for sampled completions."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NAN = torch.nan
 
 
 def scored(rewards: list[float], counts: list[int], cut: list[bool]) -> Scored:
-    """Groups of two rows with these totals and lengths; tokens have entropy 0.5, and a second reward is twice that."""
+    """Two-row groups with these totals and lengths; tokens have entropy 0.5, and a second reward is twice that."""
     rows, ends = len(rewards), 1 + torch.tensor(counts)
     totals = torch.tensor(rewards, dtype=torch.float64)
     positions = torch.arange(6).expand(rows, -1)
@@ -24,7 +24,7 @@ def scored(rewards: list[float], counts: list[int], cut: list[bool]) -> Scored:
 
 
 def test_means_are_over_all_completions_of_the_step(one_rank: Any) -> None:
-    """Rows without a score count in lengths and not in rewards; a group of one reward, or without any, is equal."""
+    """Rows without a score count in lengths and not in rewards; a group with one reward, or none, is equal."""
     metric = RolloutMetrics(mesh=one_rank, rewards={"two": None, "one": None})  # type: ignore[arg-type]
     step = Step(1, 1)
     step.state["rollouts"] = [

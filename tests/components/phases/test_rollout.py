@@ -1,4 +1,4 @@
-"""The phases of reinforcement learning: rollouts, advantages, and the evaluation by rewards."""
+"""Phases for reinforcement learning: rollouts, advantages, and the evaluation by rewards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -96,7 +96,7 @@ def rollout(mesh: Any, batches: list[Any], rewards: dict[str, Any], group_size: 
 
 def test_each_prompt_has_a_group_of_scored_completions(one_rank: Any) -> None:
     """
-    Rows of a prompt follow one another, with keys that are unique in the step, and every reward sees text and example.
+    A prompt's rows follow one another, with keys unique in the step, and every reward sees text and example.
 
     Totals are weighted sums over the rewards that have a score.
     """
@@ -136,7 +136,7 @@ class Broken:
     ],
 )
 def test_a_failing_reward_ends_the_run_with_its_name(one_rank: Any, result: Any, message: str) -> None:
-    """An exception, a wrong number of scores and a score that is no number name the reward and the example."""
+    """An exception, missing scores and an invalid score name the reward and the example."""
     phase, _ = rollout(one_rank, [prompts_of("a")], {"bad": Broken(result)})
     with pytest.raises(UserError, match=message):
         phase.run_phase(Step(1, 1))
@@ -180,7 +180,7 @@ def totals(*values: float) -> Tensor:
     ],
 )
 def test_baselines_are_of_the_group(baseline: str, scale: str, expected: list[float]) -> None:
-    """The mean of a group, or of its other rows, is subtracted; a row without a reward has 0 and is in no mean."""
+    """A group's mean, or its other rows' mean, is subtracted; a row without a reward has 0 and is in no mean."""
     rewards = totals(0, 2, 1, 0.3, 0.3, 0.1 + 0.2, 0, NAN, 1)
     advantages, is_equal = group_advantages(rewards, 3, baseline, scale)
     wanted = [*expected[:3], *([0.3] * 3 if baseline == "none" else [0.0] * 3), *expected[4:]]
@@ -198,7 +198,7 @@ def test_scaled_advantages_are_those_of_grpo() -> None:
 
 
 def test_equal_groups_are_dropped_on_demand() -> None:
-    """Dynamic sampling: rows of a group with one reward have no weight, and others keep theirs."""
+    """Dynamic sampling: rows in a group with one reward have no weight, and others keep theirs."""
     (completions,) = Echo().sample([Prompts(torch.full((4, 2), 65), torch.full((4,), 2), torch.arange(4))], "train", 1)
     step = Step(1, 1)
     step.state["rollouts"] = [Scored(completions, 2, ("r",), torch.zeros(4, 1), totals(1, 1, 0, 1))]

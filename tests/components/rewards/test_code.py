@@ -30,7 +30,7 @@ def test_programs_pass_only_if_all_tests_have_run() -> None:
 
 def test_programs_are_stopped_at_their_limits(tmp_path: Path) -> None:
     """
-    A loop, a sleeper with a child of its own, much memory, a large file and much output score 0; nothing is left over.
+    A loop, a sleeper with a child process, much memory, a large file and much output score 0; no process survives.
     """
     marker = tmp_path / "child"
     child = f"import os, time\nif os.fork() == 0:\n    open({str(marker)!r}, 'w').write(str(os.getpid()))\n"

@@ -1,4 +1,4 @@
-"""Completions sampled from the stages of a run."""
+"""Completions sampled from a run's stages."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Yield the open nodes of a run with a small random model, whose distributions are far from uniform."""
+    """Yield a run's open nodes with a small random model, whose distributions are far from uniform."""
     folder = tmp_path_factory.mktemp("run")
     values: dict[str, Any] = {
         "vars": {"base": "unused"},
@@ -48,9 +48,9 @@ def sample(run: Any, *prompts: Prompts, step: int = 1, **changes: Any) -> list[C
     return rollouts.sample(prompts, "train", step)
 
 
-def test_completions_have_the_log_probabilities_of_a_whole_pass(run: Any) -> None:
+def test_completions_have_log_probabilities_from_a_whole_pass(run: Any) -> None:
     """
-    With and without a cache, rows of different prompts have the log-probabilities and entropies of one pass over them.
+    With and without a cache, different prompts have the log-probabilities and entropies from one whole pass.
 
     A completion begins after its prompt, and ends with the end token or at the maximum length; the rest is padding.
     """
@@ -76,7 +76,7 @@ def test_completions_have_the_log_probabilities_of_a_whole_pass(run: Any) -> Non
 
 
 def test_exact_log_probabilities_have_the_bits_of_the_training_pass(run: Any) -> None:
-    """The operation and shapes of the loss give every sampled token the same bits, which a cache does not."""
+    """The loss's operation and shapes give every sampled token the same bits, which a cache does not."""
     (exact,) = sample(run, prompts_of(PROMPTS * 4, [*range(16)]), exact=True)
     targets = torch.cat([exact.tokens[:, 1:], exact.tokens[:, :1]], 1).where(exact.is_target, -100)
     rows: dict[int, Tensor] = {}
@@ -110,7 +110,7 @@ def logits_of(run: Any, tokens: Tensor) -> Tensor:
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Evenly spread numbers draw each id as often as its probability says, and never an id of probability 0."""
+    """Evenly spread numbers draw each id as often as its probability says, and never an impossible one."""
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
     numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     numbers[0], numbers[-1] = 0.0, 1 - 2.0**-53
