@@ -48,6 +48,11 @@ class Rollout:
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
 
+    @classmethod
+    def made_rows(cls, node: NodeView) -> tuple[int, int]:
+        sampler = node.neighbour("rollouts")
+        return node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0
+
     def open(self) -> None:
         """Connect the ranks with the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")

@@ -1,7 +1,7 @@
 """Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import attrs
 import torch
@@ -137,6 +137,16 @@ class Reward(Protocol):
         """
         Return a score by answer, None if it can't be scored. Raises UserError for an example it can't use.
         """
+        ...
+
+
+@runtime_checkable
+class MakesRows(Protocol):
+    """A phase's component that replaces each row of the data set by several longer ones, such as completions."""
+
+    @classmethod
+    def made_rows(cls, node: Any) -> tuple[int, int]:
+        """Return the number of rows made from one, and the tokens added to a row's length, from a node's settings."""
         ...
 
 

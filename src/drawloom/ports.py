@@ -170,6 +170,7 @@ from drawloom.components.ports.recurrence import (
 from drawloom.components.ports.rollouts import (
     Answer as Answer,
     Completions as Completions,
+    MakesRows as MakesRows,
     PolicyBatch as PolicyBatch,
     PromptBatch as PromptBatch,
     Prompts as Prompts,
