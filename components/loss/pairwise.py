@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import UserError, above, inherited, setting
@@ -75,7 +75,7 @@ class PairwiseLoss(DecoderInputs):
 
     def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
-        return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
+        return target_logps(hidden, head, batch)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""

@@ -221,7 +221,7 @@ class Planner:
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
         document_rows = self._rows(rows)
-        tokens = self.nodes.global_size * self.nodes.length
+        tokens = self.nodes.global_size * self.nodes.made_rows[0] * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message(costs))
         frozen = set[str]().union(*(view.frozen for view in views))

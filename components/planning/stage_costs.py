@@ -165,7 +165,7 @@ class StageMeter:
                 batch = self.batch_type.outline(self.rows, self.length)
             except NotImplementedError as error:
                 raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
-            if isinstance(self.loss, Referenced):
+            if isinstance(self.loss, Referenced) and self.loss.reference != "none":
                 batch = self.loss.with_reference(batch, batch.weights)
             part: Any = None
             if self.context.size > 1:

@@ -140,6 +140,7 @@ from drawloom.components.ports.parameter_roles import (
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
+    ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
@@ -173,6 +174,18 @@ from drawloom.components.ports.program import (
 from drawloom.components.ports.recurrence import (
     HybridKernels as HybridKernels,
     RecurrentKernels as RecurrentKernels,
+)
+from drawloom.components.ports.rollouts import (
+    Answer as Answer,
+    Completions as Completions,
+    MakesRows as MakesRows,
+    PolicyBatch as PolicyBatch,
+    PromptBatch as PromptBatch,
+    Prompts as Prompts,
+    ROLLOUTS as ROLLOUTS,
+    Reward as Reward,
+    Rollouts as Rollouts,
+    Scored as Scored,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,

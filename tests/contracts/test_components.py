@@ -198,12 +198,64 @@ def mixture(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def reinforcement(folder: Path) -> Mapping[str, Any]:
+    """Return phases and components for reinforcement learning, with every reward."""
+    phases = [
+        "rollout",
+        "advantages",
+        "policy_gradient",
+        "sync_gradients",
+        "optimizer",
+        "evaluate",
+        "report",
+        "checkpoint",
+    ]
+    schema: Mapping[str, Any] = {"type": "object"}
+    rewards: dict[str, dict[str, Any]] = {
+        "code": {"key": "answer"},
+        "exact_match": {},
+        "json_schema": {"json_schema": schema},
+        "length": {"max_tokens": 4, "buffer": 2},
+        "math_equal": {},
+        "regex": {"pattern": "[0-9]"},
+    }
+    return {
+        "examples": {"use": "data.sort_digits", "digits": 3, "examples_drawn": 200},
+        "collator": {"use": "data.prompt_collator"},
+        "packing": {"use": "data.collated", "max_length": 8},
+        "rewards": {name: {"use": f"rewards.{name}", **settings} for name, settings in rewards.items()},
+        "rollouts": {"use": "rollouts.stages", "max_tokens": 4},
+        "rollout": {"use": "phases.rollout", "rewards": ["@rewards.*"], "group_size": 2},
+        "advantages": {"use": "phases.advantages"},
+        "loss": {"use": "loss.grpo"},
+        "policy_gradient": {"use": "phases.policy_gradient"},
+        "evaluate": {"use": "phases.evaluate_rewards"},
+        "metrics": {"rollouts": {"use": "metrics.rollouts"}},
+        "checkpoint": {"best": "validation_reward"},
+        "trainer": {"phases": [f"@{name}" for name in (*phases, "checkpoint")]},
+    }
+
+
+POLICY = (
+    "data.prompt_collator",
+    "data.sort_digits",
+    "loss.grpo",
+    "metrics.rollouts",
+    "phases.advantages",
+    "phases.evaluate_rewards",
+    "phases.policy_gradient",
+    "phases.rollout",
+    "rollouts.stages",
+    *(f"rewards.{name}" for name in ("code", "exact_match", "json_schema", "length", "math_equal", "regex")),
+)
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
     **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.simpo")},
+    **dict.fromkeys(POLICY, reinforcement),
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,
@@ -359,6 +411,9 @@ EXCEPT = {
             *product(("wandb", "trackio", "mlflow"), ("Tracker", "DistributionTracker", "PropertyTracker")),
         )
     },
+    ("data.prompt_collator", "Collator"): "its rows are prompts, and the contract's examples are token ids",
+    ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
+    ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }
 """What is not put to a contract, and why."""

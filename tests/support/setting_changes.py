@@ -8,6 +8,7 @@ import attrs
 
 from drawloom.components.data.bytes import Bytes
 from support import observers as parts
+from support import observers_of_rollouts as policy
 from support import observers_of_runs as runs
 from support.qwen3 import SIZES, SPARSE_SIZES
 
@@ -430,6 +431,18 @@ ROWS: dict[str, Row] = {
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
+    "loss.grpo": Row(
+        policy.policy_loss_of,
+        {},
+        {
+            "variant": "dapo",
+            "clip_low": 0.9,
+            "clip_high": 3.0,
+            "mean": "tokens",
+            "reference": Change("adapters", refused=True),  # without beta
+            "beta": Change(0.5, {"reference": "adapters", "beta": 0.1}),
+        },
+    ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
@@ -637,6 +650,47 @@ ROWS: dict[str, Row] = {
         parts.reasons_to_stop, {}, {"metric": "loss", "patience": 1, "min_change": 0.5, "best_is": "highest"}
     ),
     "phases.ema": Row(parts.average_weights, {}, {"decay": 0.5}),
+    "phases.advantages": Row(
+        policy.advantages_of,
+        {},
+        {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
+    ),
+    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3}),
+    "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
+    "rewards.code": Row(
+        policy.scores_of,
+        {"seconds": 5.0},
+        {
+            "weight": 2.0,
+            "key": "wrong",
+            "seconds": Change(0.5, {"key": "more"}),
+            "memory": 0.05,
+            "parallel": Change(0, refused=True),
+        },
+    ),
+    "rewards.exact_match": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other"}),
+    "rewards.json_schema": Row(
+        policy.scores_of, {"json_schema": {"type": "array"}}, {"weight": 2.0, "json_schema": {"type": "number"}}
+    ),
+    "rewards.length": Row(
+        policy.scores_of, {"max_tokens": 6, "buffer": 2}, {"weight": 2.0, "max_tokens": 7, "buffer": 1}
+    ),
+    "rewards.math_equal": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other", "tolerance": 0.1}),
+    "rewards.regex": Row(policy.scores_of, {"pattern": "1"}, {"weight": 2.0, "pattern": "3"}),
+    "rollouts.stages": Row(policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "exact": True}),
+    "data.prompt_collator": Row(
+        policy.encode_prompts,
+        {},
+        {
+            "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
+            "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+        },
+    ),
+    "data.sort_digits": Row(
+        policy.digits_of,
+        {"examples_drawn": 40},
+        {"digits": 3, "examples_drawn": 50, "validation_fraction": 0.9},
+    ),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY | {"at_start": True}),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
