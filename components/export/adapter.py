@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
+from drawloom.components.export.joined_adapters import joined_layers
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
@@ -86,7 +87,8 @@ class AdapterExport:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
-        return adapter_mapper(whole, tied), adapter_config(whole, tied, self.base_model)
+        files = self.model.hugging_face_mapper()
+        return adapter_mapper(whole, files, tied), adapter_config(whole, files, tied, self.base_model)
 
     @property
     def _target(self) -> Path:
@@ -109,18 +111,22 @@ PREFIX = "base_model.model."
 """Prefix that PEFT adds to the tensor names of transformers."""
 
 
-def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
-    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors."""
-    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole)]
-    return parallel(*layers, *(_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole)))
+def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
+    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `files` is the model's mapper."""
+    joined = list(joined_layers(whole, files))
+    parts = {name for layer in joined for name in layer.parts}
+    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts]
+    saved = (_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole))
+    return parallel(*(layer.mapper for layer in joined), *layers, *saved)
 
 
-def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
+def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
     """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    pairs = [
-        _by_parameter(has_experts, pair) for name, layer in find_adapted_layers(whole) for pair in layer.low_ranks(name)
-    ]
+    joined = list(joined_layers(whole, files))
+    parts = {name for layer in joined for name in layer.parts}
+    single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
+    pairs = [_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
     if not pairs:
         raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
     if len({pair.dora for pair in pairs}) > 1:
@@ -132,6 +138,7 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
+    _check_saved_tensors(whole, files)
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_saved_tensors(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
@@ -195,6 +202,20 @@ def _list_saved_tensors(whole: nn.Module) -> list[str]:
         for leaf in persistent_tensors(module)
         if "." not in leaf
     ]
+
+
+def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
+    """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
+    saved = set(_list_saved_tensors(whole))
+    for group in files.groups:
+        modules = {name.rpartition(".")[0] for name in group.outputs}
+        for name in saved.intersection(group.inputs):
+            owner = name.rpartition(".")[0]
+            # Experts, whose tensors in files are of modules inside of theirs, are tuned by the name of their module.
+            if any(module != owner and not module.startswith(f"{owner}.") for module in modules):
+                raise UserError(
+                    f"{name} is in {group.outputs[0]} in files, which PEFT tunes as a whole; take the export"
+                )
 
 
 def _map_saved_tensor(name: str, tied: bool) -> Mapper:

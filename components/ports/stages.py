@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.model import BatchContext, LayerRange
+from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, RankSlice, TensorSlice
 from drawloom.graph import port
 
@@ -181,6 +182,10 @@ class Parameters(Protocol):
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
+        ...
+
+    def roles(self) -> Mapping[str, Role]:
+        """Return the roles by parameter, on which weight decay and orthogonalization depend."""
         ...
 
 
