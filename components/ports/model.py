@@ -1,6 +1,6 @@
 """Ports for models, which build modules, and for the heads and kernels inside modules."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -254,6 +254,16 @@ class ShapeKeepingModel(Protocol):
     """
 
     layers_keep_shapes: ClassVar[bool]
+
+
+@runtime_checkable
+class HasCostKey(Protocol):
+    """A layer whose time and memory depend on more than its parameters, such as a window of attention."""
+
+    @property
+    def cost_key(self) -> Hashable:
+        """Return a key: layers with equal keys and parameters of equal shapes have equal costs."""
+        ...
 
 
 def layers_keep_shapes(model: object) -> bool:

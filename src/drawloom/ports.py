@@ -96,6 +96,7 @@ from drawloom.components.ports.memory import (
     memory_by_kind as memory_by_kind,
 )
 from drawloom.components.ports.model import (
+    HasCostKey as HasCostKey,
     LinearLayer as LinearLayer,
     known_module as known_module,
     BatchContext as BatchContext,
