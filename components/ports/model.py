@@ -246,6 +246,19 @@ class LanguageModel(Model, Protocol):
 
 
 @runtime_checkable
+class KeepsConfig(Protocol):
+    """A language model that may be a part of a larger model in a folder."""
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        """
+        Return the `config.json` of a folder with this model in place of the old one.
+
+        It is unchanged if both models are equal. Raises UserError if it is not a config of the model's family.
+        """
+        ...
+
+
+@runtime_checkable
 class ShapeKeepingModel(Protocol):
     """
     A model with layers that keep the shape and dtype of hidden states.

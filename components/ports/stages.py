@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -186,6 +187,16 @@ class Parameters(Protocol):
 
     def roles(self) -> Mapping[str, Role]:
         """Return the roles by parameter, on which weight decay and orthogonalization depend."""
+        ...
+
+
+@runtime_checkable
+class LoadedStages(Protocol):
+    """Stages with weights from a folder, other parts of which exports keep."""
+
+    @property
+    def initial_folder(self) -> Path | None:
+        """The folder that the initial weights were read from; None for random weights."""
         ...
 
 

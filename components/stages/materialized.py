@@ -302,6 +302,10 @@ class MaterializedStages:
     def slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
 
+    @property
+    def initial_folder(self) -> Path | None:
+        return self._values.folder
+
     def roles(self) -> dict[str, Role]:
         return self._parameters.roles()
 

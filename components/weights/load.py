@@ -18,6 +18,7 @@ from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import Dequantized
 from drawloom.components.weights.mapper import giving, parallel, sequential
 from drawloom.components.weights.mapper_ops import cut, identity, like
+from drawloom.components.weights.nested import TextPart
 from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
 
@@ -101,7 +102,8 @@ def fitting_folder(
     Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
     module.
     """
-    source = StackedExperts(Dequantized(open_safetensors_folder(folder)), mapper.inputs)
+    needed = frozenset(mapper.inputs)
+    source = StackedExperts(TextPart(Dequantized(open_safetensors_folder(folder)), needed), needed)
     if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source

@@ -97,6 +97,7 @@ from drawloom.components.ports.memory import (
 )
 from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
+    KeepsConfig as KeepsConfig,
     LinearLayer as LinearLayer,
     known_module as known_module,
     BatchContext as BatchContext,
@@ -217,6 +218,7 @@ from drawloom.components.ports.slices import (
     rank_shares as rank_shares,
 )
 from drawloom.components.ports.stages import (
+    LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,

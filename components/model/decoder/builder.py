@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
-from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, read_config
+from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, config_within, read_config
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, rope_context_faults
@@ -256,6 +256,10 @@ class DecoderBuilder:
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
+        return config_within(self.family, path, written, self.hugging_face_config())
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self.whole_module())]
