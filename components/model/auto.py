@@ -194,6 +194,9 @@ class AutoModel:
     def config_within(self, path: Path) -> dict[str, Any]:
         return self.builder.config_within(path)
 
+    def prefix_within(self, path: Path) -> str:
+        return self.builder.prefix_within(path)
+
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()
 

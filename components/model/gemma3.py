@@ -89,7 +89,7 @@ GEMMA3 = Family(
         "use_bidirectional_attention": False,
     },
     derives_head_dim=False,
-    nested_types=("gemma3",),
+    nested_types={"gemma3": "model.language_model."},
     ignored=tuple(f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
     read=_read,
     write=_write,

@@ -257,6 +257,14 @@ class KeepsConfig(Protocol):
         """
         ...
 
+    def prefix_within(self, path: Path) -> str:
+        """
+        Return the prefix of the decoder's modules in the model that transformers builds for a folder's `config.json`.
+
+        It is "model.", as in this model, or another one in a multimodal model.
+        """
+        ...
+
 
 @runtime_checkable
 class ShapeKeepingModel(Protocol):

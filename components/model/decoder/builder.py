@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
-from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, config_within, read_config
+from drawloom.components.model.decoder.hugging_face import (
+    Family,
+    config_of,
+    config_path,
+    config_within,
+    read_config,
+    read_json,
+)
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, rope_context_faults
@@ -260,6 +267,9 @@ class DecoderBuilder:
     def config_within(self, path: Path) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_within(self.family, path, written, self.hugging_face_config())
+
+    def prefix_within(self, path: Path) -> str:
+        return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self.whole_module())]

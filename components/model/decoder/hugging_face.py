@@ -53,7 +53,8 @@ class Family:
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
     `nullable` are keys that may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a
     config may leave out the sizes of heads. Files may have `model_type` or one of `other_types`; multimodal models of
-    `nested_types` have such a config as `text_config`. `read` converts a
+    `nested_types` have such a config as `text_config`, and map to the prefix of the decoder in the model that
+    transformers builds for causal language modeling. `read` converts a
     `config.json` to the keys of the config class, before defaults are filled in, and raises ValueError, with a reason
     that follows the path, for a config that can't be built; `write` is its inverse, for a complete `config.json`.
     `mapper` maps parameters to the tensors of files; `ignored` are patterns (fnmatch) of tensors in files that are not
@@ -72,7 +73,7 @@ class Family:
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
-    nested_types: tuple[str, ...] = ()
+    nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
     read: Callable[[dict[str, Any]], dict[str, Any]] = _same
     write: Callable[[dict[str, Any]], dict[str, Any]] = _same

@@ -1,7 +1,9 @@
 """Exports of text models that were read from folders with other parts: vision towers, and multi-token prediction."""
 
 import json
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -10,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drawloom import Recipe
+from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.weights.stacked import StackedExperts
-from support.adapted import OneStage
+from support.adapted import OneStage, adapt, lora
 from support.families import small
-from support.qwen3 import SPARSE_SIZES, logits_of, one_document, whole
+from support.qwen3 import SPARSE_SIZES, cpu_kernels, logits_of, one_document, whole
 
 TEXT: dict[str, Any] = {
     "vocab_size": 260,
@@ -50,12 +54,20 @@ EXPERTS = {
 }
 TOWER = {"hidden_size": 16, "intermediate_size": 20, "patch_size": 4}
 DEEP = TOWER | {"depth": 1, "num_heads": 2, "out_hidden_size": 24, "num_position_embeddings": 16}
+TIED = {"tie_word_embeddings": True}
 FLAT = TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT | {"query_pre_attn_scalar": 8}, "vision_config": FLAT, "mm_tokens_per_image": 4},
-    "qwen3_5": {"text_config": TEXT | DELTA, "vision_config": DEEP, "tie_word_embeddings": True},
+    "qwen3_5": {"text_config": TEXT | DELTA | TIED, "vision_config": DEEP, **TIED},
     "qwen3_5_moe": {"text_config": TEXT | DELTA | EXPERTS, "vision_config": DEEP},
 }
+
+
+@attrs.frozen
+class LoadedStage(OneStage):
+    """A whole model with weights from a folder."""
+
+    initial_folder: Path | None = None
 
 
 def write_multimodal(kind: str, folder: Path, is_old: bool) -> Any:
@@ -131,13 +143,6 @@ def test_text_part_of_a_multimodal_folder_is_trained_and_all_else_is_kept(
         torch.testing.assert_close(loaded(run["tokens"]).logits, run["logits"], rtol=1e-4, atol=1e-5)
 
 
-@attrs.frozen
-class LoadedStage(OneStage):
-    """A whole model with weights from a folder."""
-
-    initial_folder: Path | None = None
-
-
 def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path) -> None:
     """An export has the layer that the model lacks, and its key in the config, as long as the folder is there."""
     sizes = SPARSE_SIZES | {"num_key_value_heads": 4, "q_lora_rank": 0, "kv_lora_rank": 9}
@@ -156,3 +161,37 @@ def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "gone")
     write_folder(tmp_path / "without", model, stages)
     assert "model.layers.2.enorm.weight" not in load_file(tmp_path / "without/model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_adapters_load_over_the_multimodal_folder(kind: str, tmp_path: Path, one_rank: Any) -> None:
+    """Names are those of the model that transformers builds for causal language modeling, which PEFT adapts."""
+    write_multimodal(kind, tmp_path / "origin", is_old=False)
+    model = AutoModel(kernels=cpu_kernels(), path=tmp_path / "origin")
+    adapters = (
+        lora("q_proj", "layers.1.mlp.up_proj", "in_proj_qkv") if kind == "qwen3_5" else lora("q_proj", "0.*.o_proj"),
+    )
+    stages: Any = LoadedStage(adapt(model, *adapters), adapters, tmp_path / "origin")  # type: ignore[arg-type]
+    write_folder(tmp_path / "base", model, LoadedStage(adapt(model), (), tmp_path / "origin"))  # type: ignore[arg-type]
+    mesh: Any = SimpleNamespace(world=one_rank.world)
+    folder: Any = SimpleNamespace(folder=tmp_path)
+    AdapterExport(model=model, stages=stages, folder=folder, mesh=mesh).finish(1)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        ours = logits_of(stages.module, tokens, one_document(2, 6))
+        torch.testing.assert_close(
+            load_adapted(tmp_path / "base", tmp_path / "adapter", tokens), ours, rtol=1e-4, atol=2e-5
+        )
+
+
+def load_adapted(base: Path, adapter: Path, tokens: torch.Tensor) -> Any:
+    """Return the logits of PEFT's model."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    kinds: Any = AutoModelForCausalLM
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own deprecations
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        model: Any = PeftModel.from_pretrained(kinds.from_pretrained(base, attn_implementation="eager"), adapter)
+    return model.eval()(tokens).logits
