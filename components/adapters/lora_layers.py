@@ -77,6 +77,7 @@ class LoraLinear(Linear, AdaptedLayer):
             uneven=base.uneven,
         )
         self.weight, self.bias = base.weight, base.bias
+        self.joined_name = base.joined_name
         self.form = form
         self.lora_A = factor(form.rank, inputs, like=base.weight)
         self.lora_B = factor(outputs, form.rank, like=base.weight)

@@ -20,7 +20,6 @@ from drawloom.components.weights.load import stream
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
-    MAX_SHARD,
     PlannedFile,
     check_names,
     output_specs,
@@ -160,25 +159,6 @@ def own_share(
     with get_configs_parallel(describe_parameters(parameters), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
     return share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
-
-
-def write_stages(
-    target: Path,
-    stages: Stages,
-    mapper: Mapper,
-    finish: Finish,
-    group: Group,
-    workspace: Path | None = None,
-    max_shard: int = MAX_SHARD,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """
-    Write a folder with a mapper's outputs for all ranks' parameters. A collective over the group.
-
-    Raises UserError like `own_share` and `write_shares`.
-    """
-    own = own_share(stages, mapper, group, workspace, dtype)
-    write_shares(target, own, group, max_shard, finish)
 
 
 def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish: Finish) -> None:

@@ -70,7 +70,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Qwen3Next,
         SmolLm3,
     )
-    for model_type in (kind.family.model_type, *kind.family.other_types)
+    for model_type in (kind.family.model_type, *kind.family.other_types, *kind.family.nested_types)
 }
 """Model components by `model_type`."""
 
@@ -190,6 +190,12 @@ class AutoModel:
 
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        return self.builder.config_within(path)
+
+    def prefix_within(self, path: Path) -> str:
+        return self.builder.prefix_within(path)
 
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()

@@ -33,8 +33,11 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     `style` is the tensor-parallel style of torch and transformers: `colwise` splits the outputs, `rowwise` the inputs,
     in units of `unit` channels; a `whole` layer is not split, and every rank applies it to its own tokens. Parts may
     differ in size if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The
-    outputs of a residual layer are added to the residual stream.
+    outputs of a residual layer are added to the residual stream. If files join this layer with others, `joined_name` is
+    the joined layer's name.
     """
+
+    joined_name: str | None = None
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     hf_defaults=HYBRID_DEFAULTS | {"num_key_value_heads": 4},
     derives_head_dim=False,
+    nested_types={"qwen3_5": "model."},
     ignored=("mtp.*", "model.visual.*"),
     read=read_hybrid,
     mapper=qwen3_5_mapper,

@@ -46,6 +46,7 @@ QWEN3_5_MOE = Family(
     needed=MOE.needed,
     hf_defaults=HYBRID_DEFAULTS | {"num_key_value_heads": 2, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
     derives_head_dim=False,
+    nested_types={"qwen3_5_moe": "model."},
     ignored=("mtp.*", "model.visual.*"),
     read=_read,
     mapper=qwen3_5_mapper,

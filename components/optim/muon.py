@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, adamw
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, match_targets
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, match_targets
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
@@ -97,7 +97,8 @@ class Muon(TorchOptimizer):
 
     def _muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
-        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(name, part)]
+        roles = self.parameters.roles()
+        matrices = [(name, part) for name, part in self.parameters.named_parameters() if roles[name].is_matrix]
         indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 

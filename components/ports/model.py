@@ -1,6 +1,6 @@
 """Ports for models, which build modules, and for the heads and kernels inside modules."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -270,6 +270,27 @@ class LanguageModel(Model, Protocol):
 
 
 @runtime_checkable
+class KeepsConfig(Protocol):
+    """A language model that may be a part of a larger model in a folder."""
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        """
+        Return the `config.json` of a folder with this model in place of the old one.
+
+        It is unchanged if both models are equal. Raises UserError if it is not a config of the model's family.
+        """
+        ...
+
+    def prefix_within(self, path: Path) -> str:
+        """
+        Return the prefix of the decoder's modules in the model that transformers builds for a folder's `config.json`.
+
+        It is "model.", as in this model, or another one in a multimodal model.
+        """
+        ...
+
+
+@runtime_checkable
 class ShapeKeepingModel(Protocol):
     """
     A model with layers that keep the shape and dtype of hidden states.
@@ -278,6 +299,16 @@ class ShapeKeepingModel(Protocol):
     """
 
     layers_keep_shapes: ClassVar[bool]
+
+
+@runtime_checkable
+class HasCostKey(Protocol):
+    """A layer whose time and memory depend on more than its parameters, such as a window of attention."""
+
+    @property
+    def cost_key(self) -> Hashable:
+        """Return a key: layers with equal keys and parameters of equal shapes have equal costs."""
+        ...
 
 
 def layers_keep_shapes(model: object) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.model import BatchContext, LayerRange, stored_formats
+from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
 
@@ -194,6 +196,20 @@ class Parameters(Protocol):
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
+        ...
+
+    def roles(self) -> Mapping[str, Role]:
+        """Return the roles by parameter, on which weight decay and orthogonalization depend."""
+        ...
+
+
+@runtime_checkable
+class LoadedStages(Protocol):
+    """Stages with weights from a folder, other parts of which exports keep."""
+
+    @property
+    def initial_folder(self) -> Path | None:
+        """The folder that the initial weights were read from; None for random weights."""
         ...
 
 

@@ -18,10 +18,8 @@ from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import byte_size
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
-from drawloom.components.weights.dequantized import Dequantized
-from drawloom.components.weights.load import folder_fingerprint, load_folder, stream
+from drawloom.components.weights.load import folder_fingerprint, load_folder, open_dequantized, stream
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.graph import UserError
 
@@ -64,13 +62,13 @@ class InitialValues:
         """Allocate and fill meta modules' parameters and buffers."""
         for module in modules:
             # Weights of a folder are read parameter by parameter, without a second copy of the model.
-            if self._folder is None or any(map(is_dtensor, module.parameters())):
+            if self.folder is None or any(map(is_dtensor, module.parameters())):
                 module.to_empty(device=self.device)
             fill_buffers(module, self.device, self.seed)
             if (loss_module := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, loss_module, self.device, self.seed)
-            if self._folder is not None:
-                self._read(self._folder, module)
+            if self.folder is not None:
+                self._read(self.folder, module)
             else:
                 self._draw(module)
 
@@ -85,22 +83,22 @@ class InitialValues:
         """Return a fingerprint of the frozen parameters' source, or "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
-        return f"seed {self.seed}" if self._folder is None else folder_fingerprint(self._folder)
+        return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
 
     def read_frozen(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the initial values, without rounding to a quantized format, of a whole parameter of this shape."""
-        if self._folder is None:
+        if self.folder is None:
             return self._draw_whole(name, shape, dtype)
-        tensors = dict(stream(Dequantized(open_safetensors_folder(self._folder)), select_outputs(self._mapper, {name})))
+        tensors = dict(stream(open_dequantized(self.folder, self._mapper), select_outputs(self._mapper, {name})))
         return tensors[name].to(self.device, dtype)
 
     def other_origin(self) -> str:
         """Return the message for a resumed run whose frozen parameters have another origin."""
-        weights = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+        weights = f"the weights in {self.folder}" if self.folder else "the random weights of this seed"
         return f"{weights} are not those that the run started from; name those in stages.weights"
 
     @property
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         """The initial weights' folder: the recipe's, or the model's own."""
         return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
 

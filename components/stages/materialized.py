@@ -25,6 +25,7 @@ from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
+from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
@@ -309,6 +310,13 @@ class MaterializedStages:
 
     def slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
+
+    @property
+    def initial_folder(self) -> Path | None:
+        return self._values.folder
+
+    def roles(self) -> dict[str, Role]:
+        return self._parameters.roles()
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self._parameters.owned_parameters()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import LinearFormat, Precision
+from drawloom.components.ports.distributed import FrozenFormat, LinearFormat, Precision
 from drawloom.components.ports.model import Model, UncastParameters
 
 
@@ -43,6 +43,14 @@ class ModelPrecision:
     @property
     def linear_in_compute(self) -> Sequence[str]:
         return self.recipe.linear_in_compute
+
+    @property
+    def frozen(self) -> FrozenFormat:
+        return self.recipe.frozen
+
+    @property
+    def frozen_in_compute(self) -> Sequence[str]:
+        return self.recipe.frozen_in_compute
 
 
 def precision_of(recipe: Precision, model: Model) -> Precision:

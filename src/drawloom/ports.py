@@ -100,6 +100,8 @@ from drawloom.components.ports.memory import (
     memory_by_kind as memory_by_kind,
 )
 from drawloom.components.ports.model import (
+    HasCostKey as HasCostKey,
+    KeepsConfig as KeepsConfig,
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
     stored_formats as stored_formats,
@@ -237,6 +239,7 @@ from drawloom.components.ports.slices import (
     rank_shares as rank_shares,
 )
 from drawloom.components.ports.stages import (
+    LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,

@@ -31,6 +31,7 @@ from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import OuterLayersSchedule
 from drawloom.components.ports.run import Batching, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
@@ -163,6 +164,9 @@ class _TwoParameters:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()

@@ -7,6 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import FULL, DecoderConfig, rotary_faults, size
+from drawloom.components.model.decoder.hugging_face import OF_IMAGES
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.decoder.values import names
@@ -89,7 +90,7 @@ def read_hybrid(config: dict[str, Any]) -> dict[str, Any]:
     interval, layers = config.get("full_attention_interval", 4), config.get("num_hidden_layers")
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping):
-        kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+        kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
         config = {**config, "rope_parameters": kept}
     if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
         return {**config, "layer_types": list(default_types(layers, interval))}

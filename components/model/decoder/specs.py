@@ -89,6 +89,11 @@ class DeltaSpec:
         """Widths of a head of queries, keys and values."""
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 
+    @property
+    def token_flops(self) -> int:
+        """FLOPs for a token: products of states with key and query, and the outer product of key and value."""
+        return 6 * self.value_heads * self.key_dim * self.value_dim
+
 
 @attrs.frozen(kw_only=True)
 class MlpSpec:

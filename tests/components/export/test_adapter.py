@@ -14,6 +14,9 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.phi3 import Phi3
+from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.ports.run import FinalTask
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
@@ -73,6 +76,21 @@ def shared_experts_model() -> Any:
     return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
 
 
+HYBRID: dict[str, Any] = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SPARSE_KEYS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+def delta_nets_model() -> Any:
+    """A model with gated delta nets, whose files join projections."""
+    return small(Qwen35, **HYBRID)
+
+
 CASES: dict[str, Any] = {
     "linear": lambda: (dense(), lora("q_proj", "v_proj")),
     "linear, embedding and head": lambda: (dense(), lora("*_proj", "embed_tokens", "lm_head", rslora=True)),
@@ -92,6 +110,14 @@ CASES: dict[str, Any] = {
         lora("experts"),
     ),
     "shared experts": lambda: (shared_experts_model(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
+    "joined projections": lambda: (delta_nets_model(), lora("in_proj_qkv", "in_proj_z", "out_proj", "q_proj")),
+    "joined heads": lambda: (
+        small(Qwen3Next, **HYBRID, **SPARSE_KEYS),
+        lora("in_proj_q", "in_proj_a", rank=2, alpha=1.0),
+        lora("in_proj_z", "in_proj_b"),
+    ),
+    "joined projections with DoRA": lambda: (small(Phi3, hidden_size=32), lora("qkv_proj", "down_proj", dora=True)),
+    "parts of joined projections": lambda: (small(Phi3, hidden_size=32), lora("k_proj", "layers.1.mlp.up_proj")),
     "a router with a bias": lambda: (shared_experts_model(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
 }
@@ -147,3 +173,23 @@ def test_adapters_that_peft_lacks_are_refused(adapters: Any, text: str, tmp_path
     """They are refused when the run begins, not after its last step."""
     with pytest.raises(UserError, match=text):
         open_exporter(tmp_path, one_rank.world, partly_sparse_model(), *(make() for make in adapters))
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters", "text"),
+    [
+        (
+            Phi3,
+            [lora("q_proj", dora=True)],
+            "as one layer, of which a part is adapted with DoRA; adapt .*k_proj",
+        ),
+        (Qwen35, [lora("q_proj"), full("linear_attn")], "is in .*linear_attn.* in files, which PEFT tunes as a whole"),
+    ],
+)
+def test_parts_of_joined_modules_that_peft_tunes_whole_are_refused(
+    model: Any, adapters: Any, text: str, tmp_path: Path, one_rank: Any
+) -> None:
+    """A message names the module of the files."""
+    sizes = HYBRID if model is Qwen35 else {"hidden_size": 32}
+    with pytest.raises(UserError, match=text):
+        open_exporter(tmp_path, one_rank.world, small(model, **sizes), *adapters)

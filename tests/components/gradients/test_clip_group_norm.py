@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -26,6 +27,9 @@ class Held:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
     owned_parameters = named_parameters
 

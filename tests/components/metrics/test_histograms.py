@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.metrics.group import MetricGroup
 from drawloom.components.metrics.histograms import Histograms
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError
@@ -31,6 +32,9 @@ class Weights:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()

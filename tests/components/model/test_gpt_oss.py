@@ -19,6 +19,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 from support.qwen3 import SIZES, whole
@@ -64,8 +65,11 @@ def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_a_text_have_its_logits(kind: str) -> None:
-    """Generation token by token equals the whole text, and LoRA finds all projections."""
+    """Generation token by token equals the whole text, operations are counted, and LoRA finds all projections."""
     assert_generated_as_whole_texts(gpt_oss(kind))
+    choices = KINDS[kind]["num_experts_per_tok"]
+    # Two layers' choices, gate and up with 12 channels each, and down, over 22 tokens.
+    assert_operations_equal_the_count_of_torch(gpt_oss(kind), 22 * 2 * choices * 2 * 3 * 24 * 12)
     assert_all_projections_are_adapted(gpt_oss(kind))
 
 

@@ -82,6 +82,25 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     assert_generated_as_whole_texts(qwen(kind))
 
 
+COUNTS = {"qwen3_5": 3 * 24 * 40, "qwen3_5_moe": 24 * 5 + 2 * 3 * 24 * 12 + 3 * 24 * 14 + 24}
+"""Products by token in a feed-forward network; with experts in the router, two experts, a shared one and its gate."""
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_operations_equal_a_count_by_hand(kind: str) -> None:
+    """
+    Each weight is multiplied by every token that it sees; a state costs three products for its head, a token and pass.
+    """
+    flops, keys, values = qwen(kind).forward_flops(), 2 * (8 if "moe" in kind else 6), 4 * 10
+    projected = 2 * keys + values
+    linear = 24 * (projected + values + 4 + 4) + projected * 4 + values * 24  # with gates, b and a, and 4 taps
+    full = 24 * (2 * 32 + 16 + 16) + 32 * 24  # queries with gates, keys and values of two heads
+    assert sum(flops.by_parameter.values()) == 2 * (linear + full + 2 * COUNTS[kind] + 24 * 29)
+    assert flops.per_pair == {None: 2 * 2 * 4 * 8}
+    assert flops.per_token == 3 * 2 * 4 * (keys // 2) * 10
+    assert flops.of_training(7, {None: 0}) == 3 * 7 * (sum(flops.by_parameter.values()) + flops.per_token)
+
+
 def write(folder: Path, **changes: Any) -> Path:
     config = qwen("qwen3_5").hugging_face_config() | changes
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "-"}))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drawloom.components.optim.sgd import SGD
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
@@ -25,6 +26,9 @@ class Weight:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
 
 def test_momentum_adds_up_gradients() -> None:

@@ -10,6 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drawloom.components.loss.next_token import NextToken
+from drawloom.components.model.gpt_oss import GptOss
+from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.slices import TensorSlice
@@ -18,6 +22,7 @@ from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
 from support.doubles import Machine
+from support.families import small
 
 
 @attrs.define
@@ -158,6 +163,27 @@ class Shares:
         else:
             module["3"].weight = module["1"].weight
         return module  # type: ignore[no-any-return]
+
+
+def test_weight_decay_and_muon_follow_the_roles_that_layers_declare(one_rank: Any, job: Any) -> None:
+    """Convolutions and decays in gated delta nets, and biases in stacked experts, are no matrices, whatever shape."""
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 4}
+    hybrid: Any = small(Qwen35, num_hidden_layers=4, linear_key_head_dim=4, linear_value_head_dim=4, **delta)
+    experts: Any = small(GptOss, num_hidden_layers=4, num_experts=3, num_experts_per_tok=2)
+    vectors = ("norm", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "sinks", "bias")
+    for model in (hybrid, experts):
+        stages = open_stages(one_rank, job, model)
+        muon, adamw = Muon(parameters=stages, mesh=one_rank, lr=0.1), AdamW(parameters=stages, mesh=one_rank, lr=0.1)
+        for optimizer in (muon, adamw):
+            optimizer.open()
+        decayed = {
+            part for group in adamw._optimizers[0].param_groups if group["weight_decay"] for part in group["params"]
+        }
+        moments = muon.moments()
+        for name, part in stages.named_parameters():
+            is_matrix = not name.removesuffix(".weight").endswith(vectors)
+            assert (part in decayed) == is_matrix, name
+            assert (moments[name] == ("momentum_buffer",)) == (is_matrix and ".layers." in name), name
 
 
 def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
