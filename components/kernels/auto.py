@@ -112,6 +112,10 @@ class AutoKernels:
         """Return an operation's implementation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
+    def environment(self) -> dict[str, str]:
+        """Return the implementation of every operation."""
+        return {operation: self.chosen(operation).name for operation in OPERATIONS}
+
     @cached_property
     def _functions(self) -> dict[str, Any]:
         functions = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}

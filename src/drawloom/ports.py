@@ -195,6 +195,7 @@ from drawloom.components.ports.run import (
     Batching as Batching,
     Cadence as Cadence,
     Durable as Durable,
+    EnvironmentSource as EnvironmentSource,
     Event as Event,
     EventKind as EventKind,
     Events as Events,

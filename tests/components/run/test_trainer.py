@@ -419,3 +419,29 @@ def test_only_a_stopping_phase_may_end_the_run() -> None:
 
     with pytest.raises(TypeError, match=r"\[only\] calls Step.stop, and has no method stop_reason"):
         trainer(Undeclared()).run()
+
+
+@pytest.mark.parametrize("stopped_at", [0, 2])
+def test_steps_can_be_watched_and_the_run_stopped(stopped_at: int) -> None:
+    """Every step is yielded after its phases; `stop` saves it and runs the final tasks, and no phase follows."""
+    record = Record()
+    watched = []
+    training = trainer(record)
+    for step in training.iterate():
+        watched.append((step.index, record.calls[-1]))
+        if step.index == stopped_at:
+            step.stop("enough")
+    last = stopped_at or 3
+    assert watched == [(index, f"phase {index}/3") for index in range(1, last + 1)]
+    assert record.calls[-1] == f"finish {last}" and (f"save {stopped_at}" in record.calls) == bool(stopped_at)
+    assert training.outcome() == {"step": last, "steps": 3, "stop_reason": "enough" if stopped_at else ""}
+
+
+def test_callbacks_are_functions_of_a_step() -> None:
+    """They are called in order after every step; without any, `run` is the same."""
+    calls: list[tuple[str, int]] = []
+    code = trainer(Record()).run(
+        lambda step: calls.append(("a", step.index)), lambda step: calls.append(("b", step.index))
+    )
+    assert code == 0 and calls == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3)]
+    assert trainer(Record(), steps=5).run() == 0
