@@ -9,6 +9,7 @@ and square root are rounded by IEEE 754, so the results are bitwise equal to the
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import triton
@@ -42,9 +43,7 @@ class AdamwTriton:
         filled = [index for index, param in enumerate(params) if param.weight.numel()]
         kinds = sorted(filled, key=lambda index: _kind(params[index]))
         groups = [list(group) for _, group in groupby(kinds, key=lambda index: _kind(params[index]))]
-        self._launches = [
-            (indices, _FusedStep([params[index] for index in indices], indices, maximize)) for indices in groups
-        ]
+        self._launches = [(indices, _build_step([params[n] for n in indices], indices, maximize)) for indices in groups]
 
     def step(
         self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
@@ -52,6 +51,14 @@ class AdamwTriton:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
         for indices, launch in self._launches:
             launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf)
+
+
+def _build_step(params: list[ParamState], indices: list[int], maximize: bool) -> Any:
+    if not params[0].has_codes:
+        return _FusedStep(params, indices, maximize)
+    from drawloom.kernels.triton.adamw_codes import FusedCodesStep
+
+    return FusedCodesStep(params, indices, maximize)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.dynamic_map import blocks_in_rows
 from drawloom.kernels.triton.adamw import PART, AdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
@@ -194,3 +195,29 @@ def test_master_weights_equal_eager_ones(size: int) -> None:
         same = our_tensor.view(torch.int16) == their_tensor.view(torch.int16)
         assert bool((same | (our_tensor != our_tensor)).all())
     assert bool(ours[0].weight[0].isnan())
+
+
+@pytest.mark.parametrize("shape", [(3, 300), (70, 256), (2, 5, 17)])
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_means_of_8_bits_equal_eager_ones(shape: tuple[int, ...], master: bool, rows: bool) -> None:
+    """Weights, codes and scales have the eager bits for any row width, whichever part of a parameter the weight is."""
+
+    def make_states() -> list[ParamState]:
+        torch.manual_seed(2)
+        weight = torch.randn(shape).to(DEVICE, NARROW)
+        scales = [torch.rand(blocks_in_rows(shape), device=DEVICE) for _ in "ms"]
+        mean, square = (torch.randint(256, shape, dtype=torch.uint8).to(DEVICE) for _ in "ms")
+        noise = (2**60, 5, shape[-1], 2 * shape[-1]) if rows else (2**60, 6)
+        return [
+            ParamState(
+                *(weight, mean, square, 0.1, *noise),
+                remainder=torch.zeros(shape, dtype=torch.int16, device=DEVICE) if master else None,
+                exp_avg_scale=scales[0],
+                exp_avg_sq_scale=scales[1],
+            )
+        ]
+
+    ours, theirs = make_states(), make_states()
+    step_both(ours, theirs, [[torch.randn(shape, device=DEVICE)] for _ in range(3)])
+    assert_same_bits(ours, theirs)
