@@ -18,7 +18,7 @@ from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import Dequantized
 from drawloom.components.weights.mapper import giving, parallel, sequential
 from drawloom.components.weights.mapper_ops import cut, identity, like
-from drawloom.components.weights.nested import TextPart
+from drawloom.components.weights.nested import TextTensors
 from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
 
@@ -103,7 +103,7 @@ def fitting_folder(
     module.
     """
     needed = frozenset(mapper.inputs)
-    source = StackedExperts(TextPart(Dequantized(open_safetensors_folder(folder)), needed), needed)
+    source = StackedExperts(TextTensors(Dequantized(open_safetensors_folder(folder)), needed), needed)
     if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source
