@@ -154,7 +154,7 @@ def _step_codes(
         new, *means = _update(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
             elements = torch.arange(part.start, part.stop, device=grad.device)
-            new = _round(new, next(_noise(param, elements, counter)), read[0])
+            new = _round_if_bfloat16(new, next(_noise(param, elements, counter)), read[0])
         results = [*split_master(new)] if remainders else [new]
         (codes, mean_scales), (square_codes, square_scales) = (
             encode(numbers.view(weight.shape), signed) for numbers, signed in zip(means, (True, False), strict=True)
