@@ -107,7 +107,7 @@ class StochasticAdamW:
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in groups:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
-        implementation, states = self._implementation(), self._states()
+        implementation, states = self._choose_stepper(), self._states()
         for (lr_multiplier, betas), parts in kinds.items():
             stepper = implementation([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
@@ -173,7 +173,7 @@ class StochasticAdamW:
                 getattr(param, field).copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
-    def _implementation(self) -> Any:
+    def _choose_stepper(self) -> Any:
         """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":
