@@ -209,7 +209,7 @@ class StochasticAdamW:
 
     def _step_class(self) -> Any:
         """Return the function from parameters' states to a stepper."""
-        implementation = self._implementation()
+        implementation = self._choose_stepper()
         if self._transfers is None:
             return implementation
         total = sum(pad_size(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
@@ -290,7 +290,7 @@ class StochasticAdamW:
                 scale.copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
-    def _implementation(self) -> Any:
+    def _choose_stepper(self) -> Any:
         """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":
