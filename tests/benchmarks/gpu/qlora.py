@@ -42,7 +42,9 @@ def main() -> None:
         mesh.open()
         speeds = {}
         if "experts" in words:
-            _measure(Case(QWEN_30B, 1, 1, lora=True, frozen="nf4", recompute="blocks"), mesh, device)
+            _measure(
+                Case(QWEN_30B, 1, 1, lora=True, frozen="mxfp4" if TINY else "nf4", recompute="blocks"), mesh, device
+            )
             return
         for name in dict.fromkeys(["compute", *chosen]):
             speeds[name] = _measure(Case(LARGE, 2, 1, lora=True, frozen=name), mesh, device)
