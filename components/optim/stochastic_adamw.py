@@ -235,11 +235,15 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device: of all of it, or of the slots."""
-        specs = [
-            spec for _, parameter in self.parameters.named_parameters() for spec in self._specs(parameter).values()
-        ]
-        size = sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
+        size = self._state_bytes()
         return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
+
+    def host_bytes(self) -> int:
+        return self._state_bytes() if self.states == "host" else 0
+
+    def _state_bytes(self) -> int:
+        specs = [self._specs(parameter).values() for _, parameter in self.parameters.named_parameters()]
+        return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         slices = dict(self.parameters.slices())
