@@ -22,6 +22,7 @@ from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.kernels.linear_float8 import linear_float8, mlp_float8
 from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.recompute import cheap, note
 
@@ -130,7 +131,10 @@ class AutoKernels:
     embedding = staticmethod(embedding_eager)
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._functions["linear_float8"](x, weight, bias)  # type: ignore[no-any-return]
+        return linear_float8(self._functions["linear_float8"], x, weight, bias)
+
+    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return mlp_float8(self._functions["linear_float8"], x, gate, up, down)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
         return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]

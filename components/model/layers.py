@@ -83,6 +83,12 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return {"weight": RESIDUAL_ROLE if self.is_residual else MATRIX_ROLE, "bias": BIAS_ROLE}
 
 
+def multiplies_in_float8(layer: nn.Module) -> bool:
+    """Return whether a layer is a plain product in float8: no adapter, no bias, and no hook that sees its result."""
+    is_plain = type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+    return is_plain and layer.uses_float8 and layer.bias is None
+
+
 class RMSNorm(nn.Module):
     """
     RMSNorm over the last dimension, x / sqrt(mean(x^2) + eps) * weight; the weight is (width,).

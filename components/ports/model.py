@@ -339,6 +339,13 @@ class Kernels(Protocol):
         """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
         ...
 
+    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """
+        Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs) with products in float8: x (..., inputs), gate
+        and up (width, inputs), down (outputs, width), all bfloat16.
+        """
+        ...
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...

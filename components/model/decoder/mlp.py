@@ -5,7 +5,7 @@ from torch import Tensor
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import MlpSpec
-from drawloom.components.model.layers import Linear
+from drawloom.components.model.layers import Linear, multiplies_in_float8
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
 
@@ -28,7 +28,14 @@ class GatedMlp(TensorParallel):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
-        hidden = self.ranks.gather_tokens(hidden)
+        return self.ranks.reduce_scatter_tokens(self._multiply(self.ranks.gather_tokens(hidden)))
+
+    def _multiply(self, hidden: Tensor) -> Tensor:
+        """Map all tokens' hidden states (..., hidden_size), with this rank's inner channels."""
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        if self.activation == "silu" and all(map(multiplies_in_float8, projections)):
+            weights = [layer.weight for layer in projections]
+            return self.kernels.mlp_float8(hidden.to(weights[0].dtype), *weights)
         gate = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
-        inside = gate(self.gate_proj(hidden), self.up_proj(hidden))
-        return self.ranks.reduce_scatter_tokens(self.down_proj(inside))
+        output: Tensor = self.down_proj(gate(self.gate_proj(hidden), self.up_proj(hidden)))
+        return output
