@@ -72,9 +72,9 @@ class Float8Kernels(Protocol):
         """Round silu(gate) * up by rows, where gate and up are the halves of `both` (rows, 2 * width)."""
         ...
 
-    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
         """
-        Round grad * factor by rows: grad (tokens, outputs), factor (outputs,).
+        Round grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
 
         With row_scale (tokens,), also round grad * row_scale[:, None] by columns.
         """
@@ -138,10 +138,10 @@ class EagerFloat8:
 
     def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
         halves = swiglu_gradients(*both.chunk(2, -1), grad.float())
-        return self.quantize_gradient(torch.cat(halves, -1), factor, row_scale)
+        return self.quantize_gradient(halves, factor, row_scale)
 
-    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        data, scale, empty = self.quantize(grad.float() * factor, False)
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        data, scale, empty = self.quantize(torch.cat([*grads], 1).float() * factor, False)
         if row_scale is None:
             return Gradient(data, scale, empty.view(0, 0), scale.new_empty(0))
         shifted = data.float() * (scale * row_scale)[:, None]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import Addable, Compute, WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows
+from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute import cheap, cheap_inside
 
@@ -37,10 +37,21 @@ def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tenso
     Return x @ weight.T + bias (..., outputs), multiplied in float8: x (..., inputs), weight (outputs, inputs), bias
     (outputs,), all bfloat16; layers with the same tensor x round it once.
     """
-    check_operands(x, weight)
-    rows = _rows_of(kernels, x, transposed=weight.requires_grad and torch.is_grad_enabled())
-    gradient = weight_gradient_of(weight)
-    result: Tensor = _LinearFloat8.apply(x, weight, bias, gradient, kernels, *rows)  # type: ignore[no-untyped-call]
+    return _multiply(kernels, x, [weight], bias)[0]
+
+
+def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """
+    Return x @ weight.T (..., outputs) for up to three weights (outputs, inputs), multiplied in float8: x (..., inputs),
+    all bfloat16. The gradient of x is one product.
+    """
+    return _multiply(kernels, x, weights, None)
+
+
+def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
+    rows = _round_input(kernels, x, weights)
+    gradients = _ByWeight([weight_gradient_of(weight) for weight in weights])
+    result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -50,9 +61,8 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     (width, inputs), down (outputs, width), all bfloat16.
     """
     weights = gate, up, down
-    for weight in weights:
-        check_operands(x, weight)
-    rows = _rows_of(kernels, x, transposed=(gate.requires_grad or up.requires_grad) and torch.is_grad_enabled())
+    check_operands(x, down)
+    rows = _round_input(kernels, x, [gate, up])
     gradients = _ByWeight([weight_gradient_of(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
@@ -74,8 +84,11 @@ class _Rounded:
     version: int
 
 
-def _rows_of(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Round x (..., width) by rows, and keep the result as long as x lives."""
+def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> Float8Rows:
+    """Round x (..., width) by rows, for products with these weights, and keep the result as long as x lives."""
+    for weight in weights:
+        check_operands(x, weight)
+    transposed = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
@@ -92,47 +105,61 @@ def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows
 
 @deferring
 class _LinearFloat8(Function):
-    """Linear layer; it saves its input in float8, and can defer its weight gradient."""
+    """Linear layers with one input; they save it in float8, and can defer their weight gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
         bias: Tensor | None,
         weight_gradient: WeightGradient,
         kernels: Float8Kernels,
         data: Tensor,
         scale: Tensor,
         transposed: Tensor,
-    ) -> Tensor:
-        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,), and x's `Float8Rows`."""
-        elements, weight_scale = kernels.quantize_weights([weight])
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(weight if needs_x else None, weight_scale, scale, transposed if needs_weight else None)
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return (..., outputs) by weight: x (..., inputs), its `Float8Rows`, bias (outputs,) for a single weight."""
+        elements, weight_scale = kernels.quantize_weights(weights)
+        ctx.needs_weights = ctx.needs_input_grad[-len(weights) :]
+        ctx.save_for_backward(weight_scale, scale, transposed if any(ctx.needs_weights) else None, *weights)
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
-        y = kernels.multiply(data, scale, elements, weight_scale, fast=True)
+        sizes = [*map(len, weights)]
+        parts = zip(elements.split(sizes), weight_scale.split(sizes), strict=True)
+        results = [kernels.multiply(data, scale, *part, fast=True) for part in parts]
         if bias is not None:
-            y += bias
-        return y.view(*x.shape[:-1], -1)
+            results[0] += bias
+        return tuple(result.view(*x.shape[:-1], -1) for result in results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, weight_scale, x_scale, transposed = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight_scale, x_scale, x, *weights = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
-        rows = grad.reshape(-1, grad.shape[-1])
-        rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if needs_weight else None)
-        grad_x = grad_weight = None
-        if needs_x:
-            elements = kernels.transpose_weights([weight], weight_scale)
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            elements = kernels.transpose_weights(weights, weight_scale)
             grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
-        if needs_weight:
-            factors = rounded.columns, rounded.column_scale, transposed.detach()
-            grad_weight = ctx.weight_gradient(_WeightGradient(kernels), *factors)
-        grad_bias = rows.sum(0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        grad_weights = _weight_gradients(ctx, rounded, x, weights)
+        grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, None, None, None, None, None, *grad_weights
+
+
+def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of weights (outputs, inputs) with the transposed input x, or defer them."""
+    results: list[Tensor | None] = []
+    first = 0
+    for number, weight in enumerate(weights):
+        part = slice(first, first + len(weight))
+        first = part.stop
+        if not ctx.needs_weights[number]:
+            results.append(None)
+            continue
+        factors = rounded.columns[part], rounded.column_scale[part], x.detach()
+        results.append(ctx.weight_gradient(_WeightGradient(ctx.kernels, number), *factors))
+    return results
 
 
 @dataclass(frozen=True)
@@ -187,15 +214,15 @@ class _MlpFloat8(Function):
         transposed: Tensor,
     ) -> Tensor:
         """Return (..., outputs) for x (..., inputs), its `Float8Rows`, and weights (outputs, inputs)."""
-        _, *needs_weights = ctx.needs_input_grad[:4]
+        ctx.needs_weights = ctx.needs_input_grad[1:4]
+        *needs_first, needs_down = ctx.needs_weights
         elements, first_scale = kernels.quantize_weights([gate, up])
         both = kernels.multiply(data, scale, elements, first_scale, fast=True)
-        inner = Float8Rows(*cheap_inside(kernels.swiglu, both, needs_weights[2]))
+        inner = Float8Rows(*cheap_inside(kernels.swiglu, both, needs_down))
         elements, second_scale = kernels.quantize_weights([down])
         ctx.save_for_backward(
-            *(gate, up, down, first_scale, second_scale, both),
-            *(scale, transposed if needs_weights[0] or needs_weights[1] else None),
-            *(inner.scale, inner.transposed if needs_weights[2] else None),
+            *(gate, up, down, first_scale, second_scale, both, scale, transposed if any(needs_first) else None),
+            *(inner.scale, inner.transposed if needs_down else None),
         )
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         return kernels.multiply(inner.data, inner.scale, elements, second_scale, fast=True).view(*x.shape[:-1], -1)
@@ -204,23 +231,19 @@ class _MlpFloat8(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, down, first_scale, second_scale, both, x_scale, x, inner_scale, inner = ctx.saved_tensors
-        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        *needs_first, needs_down = ctx.needs_weights
         kernels: Float8Kernels = ctx.kernels
         rows = grad.reshape(-1, grad.shape[-1])
-        outer = kernels.quantize_gradient(rows, second_scale, inner_scale if needs_down else None)
-        grads: list[Tensor | None] = [None] * 4
+        outer = kernels.quantize_gradient([rows], second_scale, inner_scale if needs_down else None)
         elements = kernels.transpose_weights([down], second_scale)
         grad_inner = kernels.multiply(outer.data, outer.scale, elements, None, fast=False)
+        grad_down = None
         if needs_down:
             factors = outer.columns, outer.column_scale, inner.detach()
-            grads[3] = ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)
-        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if needs_gate or needs_up else None)
-        if needs_x:
+            grad_down = ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)
+        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if any(needs_first) else None)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
             elements = kernels.transpose_weights([gate, up], first_scale)
-            grads[0] = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
-        for number, needs in enumerate((needs_gate, needs_up)):
-            if needs:
-                part = slice(number * len(gate), (number + 1) * len(gate))
-                factors = rounded.columns[part], rounded.column_scale[part], x.detach()
-                grads[1 + number] = ctx.weight_gradient(_WeightGradient(kernels, number), *factors)
-        return *grads, None, None, None, None, None
+            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        return grad_x, *_weight_gradients(ctx, rounded, x, [gate, up]), grad_down, None, None, None, None, None

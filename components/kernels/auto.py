@@ -1,6 +1,6 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, mlp_float8
+from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.recompute import cheap, note
 
@@ -132,6 +132,9 @@ class AutoKernels:
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_float8(self._functions["linear_float8"], x, weight, bias)
+
+    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return linears_float8(self._functions["linear_float8"], x, weights)
 
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return mlp_float8(self._functions["linear_float8"], x, gate, up, down)

@@ -339,6 +339,10 @@ class Kernels(Protocol):
         """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
         ...
 
+    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Compute `linear_float8` with up to three weights (outputs, inputs): (..., outputs) by weight."""
+        ...
+
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """
         Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs) with products in float8: x (..., inputs), gate

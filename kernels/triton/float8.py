@@ -36,7 +36,10 @@ results.
 """
 
 STAGES = 2
-"""Rows that a program loads at a time for SwiGLU; for its gradient, two of 16,384 elements take 160 KiB."""
+"""Rows that a program loads at a time for SwiGLU or from several tensors."""
+
+WIDE = 2**14
+"""Largest width for two rows at a time of SwiGLU's gradient: they take 160 KiB of shared memory."""
 
 TOKENS, CHANNELS = 128, 128
 """Float8Rows and columns in a program's transposed tile."""
@@ -59,8 +62,8 @@ class TritonFloat8:
         data, scale = _swiglu(both)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
-    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        return Gradient(*_quantize_gradient(grad, factor, row_scale))
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        return Gradient(*_quantize_gradient([*grads], factor, row_scale))
 
     def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
         return Gradient(*_swiglu_gradient(grad, both, factor, row_scale))
@@ -146,27 +149,27 @@ def _launch_rows(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> N
         _many_ones(data.device)  # allocated before a CUDA graph is captured
     if data.numel():
         rows = as_rows(x)
-        _launch_cast(rows, up, None, None, data, scale, None, None, _programs(data, WARPS_PER_SM))
+        _launch_cast([rows], up, None, None, data, scale, None, None, _programs(data, WARPS_PER_SM))
 
 
-def _like_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    data, scale = _empty_rows(grad, len(grad), len(factor))
+def _like_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    data, scale = _empty_rows(grads[0], len(grads[0]), len(factor))
     count, width = data.shape if row_scale is not None else (0, 0)
     return data, scale, data.new_empty(width, round_up_rows(count)), scale.new_empty(width)
 
 
 @register_kernel(
-    "float8_quantize_gradient(Tensor grad, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_like_gradient,
     flops=no_flops,
     scratch=no_scratch,
 )
-def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _launch_gradient(grad, None, factor, row_scale)
+def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    return _launch_gradient(grads, None, factor, row_scale)
 
 
 def _like_swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _like_gradient(grad, factor, row_scale)
+    return _like_gradient([grad], factor, row_scale)
 
 
 @register_kernel(
@@ -177,24 +180,26 @@ def _like_swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale:
     scratch=no_scratch,
 )
 def _swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _launch_gradient(grad, both, factor, row_scale)
+    return _launch_gradient([grad], both, factor, row_scale)
 
 
-def _launch_gradient(grad: Tensor, both: Tensor | None, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Round the gradient, or with `both` SwiGLU's gradient, by rows, and with row_scale by columns."""
-    data, scale, columns, column_scale = _like_gradient(grad, factor, row_scale)
+def _launch_gradient(
+    grads: list[Tensor], both: Tensor | None, factor: Tensor, row_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Round the gradients, or with `both` SwiGLU's gradient, by rows, and with row_scale by columns."""
+    data, scale, columns, column_scale = _like_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
     count, width = data.shape
     parts = row_factor = None
-    programs = _programs(grad, WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS)
+    programs = _programs(data if both is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS)
     if row_scale is not None:
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
     results = data, scale, row_factor, parts
     if both is None:
-        _launch_cast(as_rows(grad), None, factor, row_scale, *results, programs)
+        _launch_cast([*map(as_rows, grads)], None, factor, row_scale, *results, programs)
     else:
-        _launch_swiglu_gradient(as_rows(grad), as_rows(both), factor, row_scale, *results, programs)
+        _launch_swiglu_gradient(as_rows(grads[0]), as_rows(both), factor, row_scale, *results, programs)
     if parts is not None:
         inverse = scale.new_empty(width)
         _column_scale_kernel[(cdiv(width, COLUMNS),)](
@@ -272,7 +277,7 @@ COLUMNS, PARTS_PER_STEP = 32, 256
 
 
 def _launch_cast(
-    x: Tensor,
+    parts_of_rows: list[Tensor],
     up: Tensor | None,
     factor: Tensor | None,
     row_scale: Tensor | None,
@@ -283,12 +288,15 @@ def _launch_cast(
     programs: int,
 ) -> None:
     """
-    Fill data and scale, and with row_scale also row_factor and parts (programs, width): x (rows, width), or silu(x) *
-    up with the strides of x.
+    Fill data and scale, and with row_scale also row_factor and parts (programs, width), for rows in up to three parts
+    side by side, or for silu(x) * up, with the strides of x, of a single part x.
     """
-    count, width = x.shape
+    count, width = data.shape
+    x, second, third = (*parts_of_rows, None, None)[:3]
     _quantize_kernel[(programs,)](
         x,
+        second,
+        third,
         up,
         factor,
         row_scale,
@@ -298,9 +306,13 @@ def _launch_cast(
         parts,
         count,
         width,
+        x.shape[1],
+        0 if second is None else x.shape[1] + second.shape[1],
         x.stride(0),
+        0 if second is None else second.stride(0),
+        0 if third is None else third.stride(0),
         BLOCK=next_power_of_2(width),
-        STAGES=3 if up is None else STAGES,
+        STAGES=3 if up is None and second is None else STAGES,
         num_warps=_warps(width),
         enable_fp_fusion=True,
     )
@@ -333,7 +345,7 @@ def _launch_swiglu_gradient(
         grad.stride(0),
         both.stride(0),
         BLOCK=next_power_of_2(width),
-        STAGES=STAGES,
+        STAGES=STAGES if width <= WIDE else 1,
         num_warps=_warps(width),
         enable_fp_fusion=True,
     )
@@ -371,7 +383,8 @@ def scale_and_inverse(largest):
 @lean
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
-    x, up, factor, row_scale, data, scale, row_factor, parts, count, width, stride,
+    x, second, third, up, factor, row_scale, data, scale, row_factor, parts, count, width, first_end, second_end,
+    stride, second_stride, third_stride,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
@@ -381,9 +394,16 @@ def _quantize_kernel(
     if factor is not None:
         factors = tl.load(factor + column, mask=inside, other=0.0)
     if parts is not None:
-        most = tl.zeros((BLOCK,), tl.float32)
+        # Float8 times powers of two are exact in bfloat16, which takes half the registers.
+        most = tl.zeros((BLOCK,), tl.bfloat16)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
-        values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
+        if second is not None:
+            at = second + row * second_stride + column - first_end
+            values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
+        if third is not None:
+            at = third + row * third_stride + column - second_end
+            values += tl.load(at, mask=(column >= second_end) & inside, other=0.0).to(tl.float32)
         if up is not None:
             ups = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
             values = (values * tl.sigmoid(values) * ups).to(x.dtype.element_ty).to(tl.float32)
@@ -396,7 +416,7 @@ def _quantize_kernel(
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
-            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift))
+            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift).to(tl.bfloat16))
     if parts is not None:
         tl.store(parts + program * width + column, most, mask=inside)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, mlp_float8
+from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import Selective, cheap, rerun
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
@@ -196,10 +196,26 @@ def network(x: Tensor, *weights: Tensor) -> Tensor:
     return mlp_float8(EAGER, x, *weights)
 
 
-@pytest.mark.parametrize("layer", [linear_float8_eager, network])
+def side_by_side(x: Tensor, *weights: Tensor) -> Tensor:
+    return torch.cat(linears_float8(EAGER, x, weights), -1)
+
+
+def test_layers_of_one_input_equal_separate_layers() -> None:
+    """Layers with one input have the results of separate layers, and gradients as precise."""
+    x, weights, grad = draw(256, INPUTS), draw_network()[:2], draw(256, 192).detach()
+    with torch.no_grad():
+        grad *= torch.exp2(torch.randint(-8, 8, (256, 1)))
+    whole = gradients(side_by_side, x, *weights, grad=grad)
+    stacked = torch.cat([weight.detach() for weight in weights]).requires_grad_()
+    y, grad_x, grad_weight = gradients(linear_float8_eager, x, stacked, grad=grad)
+    for actual, expected in zip(whole, (y, grad_x, *grad_weight.split(96)), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("layer", [linear_float8_eager, network, side_by_side])
 def test_deferred_gradients_equal_undeferred_ones(layer: Callable[..., Tensor]) -> None:
     """A split backward pass, and accumulation over two microbatches, have the bits of plain backward passes."""
-    weights = [draw(OUTPUTS, INPUTS)] if layer is linear_float8_eager else draw_network()
+    weights = draw_network()[: {linear_float8_eager: 1, side_by_side: 2, network: 3}[layer]]
     batches = [draw(TOKENS, INPUTS) for _ in range(2)]
     for weight in weights:
         weight.grad_dtype = torch.float32

@@ -76,9 +76,19 @@ def test_casts_of_gradients_equal_eager_casts(shape: tuple[int, int]) -> None:
     row_scale = EAGER.quantize(spread(shape[0], 16, seed=2), False).scale
     grad[-1], grad[:, 3] = 0, 0
     for scales in (row_scale, None):
-        actual, expected = (kernels.quantize_gradient(grad, factor, scales) for kernels in (TRITON, EAGER))
+        actual, expected = (kernels.quantize_gradient([grad], factor, scales) for kernels in (TRITON, EAGER))
         for left, right in zip(actual, expected, strict=True):
             assert_same_bits(left, right)
+
+
+@pytest.mark.parametrize("widths", [(16, 48), (32, 16, 16), (1024, 16, 272)])
+def test_casts_of_gradients_side_by_side_equal_casts_of_one_tensor(widths: tuple[int, ...]) -> None:
+    """Two or three gradients, one of them strided, are cast like their concatenation."""
+    grads = [spread(9, 2 * width, width)[:, width:] for width in widths]
+    factor, row_scale = torch.ones(sum(widths), device=DEVICE), torch.ones(9, device=DEVICE)
+    expected = EAGER.quantize_gradient([torch.cat(grads, 1)], factor, row_scale)
+    for left, right in zip(TRITON.quantize_gradient(grads, factor, row_scale), expected, strict=True):
+        assert_same_bits(left, right)
 
 
 def test_casts_read_strided_rows() -> None:
@@ -86,7 +96,7 @@ def test_casts_read_strided_rows() -> None:
     wide = spread(9, 96)
     x, factor = wide[:, 16:64], torch.ones(48, device=DEVICE)
     assert torch.equal(TRITON.quantize(x, False).data.float(), TRITON.quantize(x.contiguous(), False).data.float())
-    gradients = [TRITON.quantize_gradient(grad, factor, None).data.float() for grad in (x, x.contiguous())]
+    gradients = [TRITON.quantize_gradient([grad], factor, None).data.float() for grad in (x, x.contiguous())]
     assert torch.equal(*gradients)
 
 
@@ -97,7 +107,7 @@ def test_a_number_that_is_not_finite_reaches_results(value: float) -> None:
     x[4, 5] = value
     scale = TRITON.quantize(x, False).scale
     assert scale.isnan().nonzero().tolist() == [[4]]
-    gradient = TRITON.quantize_gradient(x, torch.ones(32, device=DEVICE), torch.ones(20, device=DEVICE))
+    gradient = TRITON.quantize_gradient([x], torch.ones(32, device=DEVICE), torch.ones(20, device=DEVICE))
     assert gradient.scale.isnan().nonzero().tolist() == [[4]]
     assert gradient.column_scale.isnan().all()
 
