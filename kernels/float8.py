@@ -137,8 +137,8 @@ class EagerFloat8:
         return self.quantize(swiglu_halves_eager(both), transposed)
 
     def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        halves = swiglu_gradients(*both.chunk(2, -1), grad.float())
-        return self.quantize_gradient(halves, factor, row_scale)
+        gate, up = both.chunk(2, -1)
+        return self.quantize_gradient(swiglu_gradients(gate, up, grad.float()), factor, row_scale)
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
         data, scale, empty = self.quantize(torch.cat([*grads], 1).float() * factor, False)

@@ -125,7 +125,7 @@ class _LinearFloat8(Function):
         ctx.save_for_backward(weight_scale, scale, transposed if any(ctx.needs_weights) else None, *weights)
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         sizes = [*map(len, weights)]
-        parts = zip(elements.split(sizes), weight_scale.split(sizes), strict=True)
+        parts = zip(torch.split(elements, sizes), torch.split(weight_scale, sizes), strict=True)
         results = [kernels.multiply(data, scale, *part, fast=True) for part in parts]
         if bias is not None:
             results[0] += bias

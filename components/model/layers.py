@@ -85,8 +85,9 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
 def multiplies_in_float8(layer: nn.Module) -> bool:
     """Return whether a layer is a plain product in float8: no adapter, no bias, and no hook that sees its result."""
-    is_plain = type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks
-    return is_plain and layer.uses_float8 and layer.bias is None
+    if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    return layer.uses_float8
 
 
 class RMSNorm(nn.Module):

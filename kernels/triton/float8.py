@@ -41,6 +41,9 @@ STAGES = 2
 WIDE = 2**14
 """Largest width for two rows at a time of SwiGLU's gradient: they take 160 KiB of shared memory."""
 
+REGISTERS = 2**16
+"""Registers of a multiprocessor."""
+
 TOKENS, CHANNELS = 128, 128
 """Float8Rows and columns in a program's transposed tile."""
 
@@ -125,7 +128,7 @@ def _like_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     data, scale = _like_weights(weights)
     sizes = [*map(len, weights)]
-    for weight, part, part_scale in zip(weights, data.split(sizes), scale.split(sizes), strict=True):
+    for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
         _launch_rows(weight, None, part, part_scale)
     return data, scale
 
@@ -139,7 +142,8 @@ def _like_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
 )
 def _swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _like_swiglu(both)
-    _launch_rows(*both.chunk(2, 1), data, scale)
+    gate, up = both.chunk(2, 1)
+    _launch_rows(gate, up, data, scale)
     return data, scale
 
 
@@ -243,7 +247,7 @@ def _like_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
 def _transpose_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
     result = _like_transposed_weights(weights, scale)
     sizes = [*map(len, weights)]
-    for weight, part, part_scale in zip(weights, result.split(sizes, 1), scale.split(sizes), strict=True):
+    for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
         if part.numel():
             _launch_transpose(as_rows(weight), part, part_scale, None, None)
     return result
@@ -292,7 +296,8 @@ def _launch_cast(
     side by side, or for silu(x) * up, with the strides of x, of a single part x.
     """
     count, width = data.shape
-    x, second, third = (*parts_of_rows, None, None)[:3]
+    x = parts_of_rows[0]
+    second, third = (*parts_of_rows[1:], None, None)[:2]
     _quantize_kernel[(programs,)](
         x,
         second,
@@ -314,6 +319,7 @@ def _launch_cast(
         BLOCK=next_power_of_2(width),
         STAGES=3 if up is None and second is None else STAGES,
         num_warps=_warps(width),
+        maxnreg=None if parts is None else _registers(width),
         enable_fp_fusion=True,
     )
 
@@ -347,6 +353,7 @@ def _launch_swiglu_gradient(
         BLOCK=next_power_of_2(width),
         STAGES=STAGES if width <= WIDE else 1,
         num_warps=_warps(width),
+        maxnreg=None if parts is None else _registers(width),
         enable_fp_fusion=True,
     )
 
@@ -358,6 +365,11 @@ def _programs(x: Tensor, warps_per_sm: int) -> int:
 def _warps(width: int) -> int:
     """Return the warps for 32 elements per thread: 3.4 TB/s on an H200 with 4,096 elements per row."""
     return max(2, min(next_power_of_2(width) // 1024, 32))
+
+
+def _registers(width: int) -> int:
+    """Return the registers per thread with which WARPS_WITH_COLUMNS run at a time."""
+    return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _warps(width)))
 
 
 UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
@@ -416,7 +428,7 @@ def _quantize_kernel(
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
-            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift).to(tl.bfloat16))
+            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift)).to(tl.bfloat16)
     if parts is not None:
         tl.store(parts + program * width + column, most, mask=inside)
 
@@ -460,8 +472,8 @@ def _swiglu_gradient_kernel(
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
-            gate_most = tl.maximum(gate_most, magnitude(gate_rounded.to(tl.float32) * shift).to(tl.bfloat16))
-            up_most = tl.maximum(up_most, magnitude(up_rounded.to(tl.float32) * shift).to(tl.bfloat16))
+            gate_most = tl.maximum(gate_most, magnitude(gate_rounded.to(tl.float32) * shift)).to(tl.bfloat16)
+            up_most = tl.maximum(up_most, magnitude(up_rounded.to(tl.float32) * shift)).to(tl.bfloat16)
     if parts is not None:
         at = parts + program * (2 * width) + column
         tl.store(at, gate_most, mask=inside)

@@ -171,6 +171,7 @@ from drawloom.components.ports.run import (
     AfterRestore as AfterRestore,
     Batching as Batching,
     Cadence as Cadence,
+    DefersScaling as DefersScaling,
     Durable as Durable,
     Event as Event,
     EventKind as EventKind,
@@ -202,6 +203,7 @@ from drawloom.components.ports.run import (
     Tracker as Tracker,
     Value as Value,
     check_cadence as check_cadence,
+    defers_scaling as defers_scaling,
     due as due,
     event_kinds as event_kinds,
 )
