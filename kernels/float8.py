@@ -68,6 +68,10 @@ class Float8Kernels(Protocol):
         """Round weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
         ...
 
+    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
+        ...
+
     def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
         """Round silu(gate) * up by rows, where gate and up are the halves of `both` (rows, 2 * width)."""
         ...
@@ -106,6 +110,13 @@ def scale_of(largest: Tensor) -> Tensor:
     return scale.masked_fill(~largest.isfinite(), torch.nan)
 
 
+def empty_weights(weights: Sequence[Tensor]) -> Float8Rows:
+    """Return memory for rounded weights (outputs, inputs), one below the other, with a transposed copy."""
+    outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+    data, transposed = (weights[0].new_empty(shape, dtype=E4M3) for shape in ((outputs, inputs), (inputs, outputs)))
+    return Float8Rows(data, weights[0].new_empty(outputs, dtype=torch.float32), transposed)
+
+
 def round_up_rows(rows: int) -> int:
     """Return the padded row count for a transposed copy."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
@@ -132,6 +143,10 @@ class EagerFloat8:
 
     def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))
+
+    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        for target, source in zip(rows, self.quantize(torch.cat([*weights]), True), strict=True):
+            target.copy_(source)
 
     def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
         return self.quantize(swiglu_halves_eager(both), transposed)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import Addable, Compute, WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient
+from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, empty_weights
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute import cheap, cheap_inside
 
@@ -103,6 +103,57 @@ def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows
         return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
 
 
+@dataclass(eq=False)
+class KeptWeights:
+    """Rounded weights of an operation, which are kept in the same memory from one update to the next."""
+
+    kernels: Float8Kernels
+    weights: Sequence[Tensor]
+    rows: Float8Rows
+    versions: Sequence[int] = ()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no weight has a new version; torch's fused optimizers and ours give weights none."""
+        return [*self.versions] == [weight._version for weight in self.weights]
+
+    def round(self) -> None:
+        """Round the weights again."""
+        with torch.no_grad():
+            self.kernels.round_weights(self.weights, self.rows)
+        self.versions = [weight._version for weight in self.weights]
+
+
+def keep_rounded(weight: Tensor) -> None:
+    """Let operations keep a weight (outputs, inputs) in float8; whoever updates it calls `kept_weights` to round it."""
+    weight.keeps_float8 = True  # type: ignore[attr-defined]
+
+
+def kept_weights(weight: Tensor) -> KeptWeights | None:
+    """Return what an operation keeps of its first weight, or None."""
+    kept: KeptWeights | None = getattr(weight, "float8", None)
+    return kept
+
+
+def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
+    """Round an operation's weights (outputs, inputs), or return what it keeps; only then with a transposed copy."""
+    if not all(getattr(weight, "keeps_float8", False) for weight in weights):
+        elements, scale = kernels.quantize_weights(weights)
+        return Float8Rows(elements, scale, elements.new_empty(0))
+    kept = kept_weights(weights[0])
+    if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
+        kept = KeptWeights(kernels, weights, empty_weights(weights))
+        weights[0].float8 = kept  # type: ignore[attr-defined]
+    if not kept.is_current:
+        kept.round()
+    return kept.rows
+
+
+def _transpose_weights(kernels: Float8Kernels, weights: Sequence[Tensor], scale: Tensor, kept: Tensor) -> Tensor:
+    """Return rounded weights, transposed (inputs, all outputs)."""
+    return kept if kept.numel() else kernels.transpose_weights(weights, scale)
+
+
 @deferring
 class _LinearFloat8(Function):
     """Linear layers with one input; they save it in float8, and can defer their weight gradients."""
@@ -120,7 +171,7 @@ class _LinearFloat8(Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return (..., outputs) by weight: x (..., inputs), its `Float8Rows`, bias (outputs,) for a single weight."""
-        elements, weight_scale = kernels.quantize_weights(weights)
+        elements, weight_scale, ctx.transposed = _round_weights(kernels, weights)
         ctx.needs_weights = ctx.needs_input_grad[-len(weights) :]
         ctx.save_for_backward(weight_scale, scale, transposed if any(ctx.needs_weights) else None, *weights)
         ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
@@ -140,7 +191,7 @@ class _LinearFloat8(Function):
         rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            elements = kernels.transpose_weights(weights, weight_scale)
+            elements = _transpose_weights(kernels, weights, weight_scale, ctx.transposed)
             grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
         grad_weights = _weight_gradients(ctx, rounded, x, weights)
         grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
@@ -216,10 +267,11 @@ class _MlpFloat8(Function):
         """Return (..., outputs) for x (..., inputs), its `Float8Rows`, and weights (outputs, inputs)."""
         ctx.needs_weights = ctx.needs_input_grad[1:4]
         *needs_first, needs_down = ctx.needs_weights
-        elements, first_scale = kernels.quantize_weights([gate, up])
+        elements, first_scale, first_transposed = _round_weights(kernels, [gate, up])
         both = kernels.multiply(data, scale, elements, first_scale, fast=True)
         inner = Float8Rows(*cheap_inside(kernels.swiglu, both, needs_down))
-        elements, second_scale = kernels.quantize_weights([down])
+        elements, second_scale, second_transposed = _round_weights(kernels, [down])
+        ctx.transposed = first_transposed, second_transposed
         ctx.save_for_backward(
             *(gate, up, down, first_scale, second_scale, both, scale, transposed if any(needs_first) else None),
             *(inner.scale, inner.transposed if needs_down else None),
@@ -235,7 +287,7 @@ class _MlpFloat8(Function):
         kernels: Float8Kernels = ctx.kernels
         rows = grad.reshape(-1, grad.shape[-1])
         outer = kernels.quantize_gradient([rows], second_scale, inner_scale if needs_down else None)
-        elements = kernels.transpose_weights([down], second_scale)
+        elements = _transpose_weights(kernels, [down], second_scale, ctx.transposed[1])
         grad_inner = kernels.multiply(outer.data, outer.scale, elements, None, fast=False)
         grad_down = None
         if needs_down:
@@ -244,6 +296,6 @@ class _MlpFloat8(Function):
         rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if any(needs_first) else None)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            elements = kernels.transpose_weights([gate, up], first_scale)
+            elements = _transpose_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
             grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
         return grad_x, *_weight_gradients(ctx, rounded, x, [gate, up]), grad_down, None, None, None, None, None

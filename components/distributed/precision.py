@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.ports.distributed import LinearFormat
+from drawloom.components.ports.distributed import LinearFormat, RoundingTime
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -75,11 +75,20 @@ class DtypePolicy:
         doc='patterns of the names of linear layers that float8 excludes: "model.layers.0.*", "*.down_proj"',
     )
 
+    linear_weights: RoundingTime = setting(
+        default="pass",
+        impact="safe",
+        doc="when weights are rounded to float8: 'pass', in every pass, without memory; 'step', once a step, with 2 "
+        "bytes per weight, which saves time with several microbatches or recomputation; the bits are the same",
+    )
+
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
             *find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_format_conflicts(self._compute or self._parameter, self.linear, self.linear_in_compute),
+            *find_format_conflicts(
+                self._compute or self._parameter, self.linear, self.linear_in_compute, self.linear_weights
+            ),
         ]
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
@@ -93,7 +102,8 @@ class DtypePolicy:
         ):
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
-        for key, text, hint in find_format_conflicts(used, values["linear"], values["linear_in_compute"]):
+        conflicts = find_format_conflicts(used, values["linear"], values["linear_in_compute"], values["linear_weights"])
+        for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
 
     @property
@@ -130,7 +140,7 @@ def find_dtype_conflicts(
 
 
 def find_format_conflicts(
-    compute: str, linear: LinearFormat, linear_in_compute: tuple[str, ...]
+    compute: str, linear: LinearFormat, linear_in_compute: tuple[str, ...], linear_weights: RoundingTime
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the conflicts of the format of linear layers with the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
@@ -139,3 +149,6 @@ def find_format_conflicts(
     if linear_in_compute and linear == "compute":
         text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"
         yield "linear_in_compute", text, "write linear = 'float8', or remove linear_in_compute"
+    if linear_weights == "step" and linear == "compute":
+        text = "all linear layers multiply in the compute dtype, so that no weight is rounded"
+        yield "linear_weights", text, "write linear = 'float8', or remove linear_weights"

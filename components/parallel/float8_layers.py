@@ -1,11 +1,13 @@
 """The linear layers of a module whose matrix products run in float8."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Self
 
+import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import heads_of
 from drawloom.components.parallel.dimension import StageNodes
@@ -16,6 +18,7 @@ from drawloom.components.ports.model import LinearLayer, known_module
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
+from drawloom.kernels.linear_float8 import keep_rounded, kept_weights
 
 
 def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
@@ -52,6 +55,47 @@ def use_float8(module: nn.Module, precision: Precision) -> None:
         layer.uses_float8 = True
 
 
+@attrs.define(eq=False)
+class KeptFloat8:
+    """Weights whose float8 elements are kept from one update to the next."""
+
+    _weights: Sequence[Tensor]
+    _rounded_at: list[int] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
+        """Mark the weights of stages' modules, which have memory and values, if the recipe keeps them."""
+        if precision.linear_weights == "pass":
+            return cls([])
+        weights = [layer.weight for module in modules for layer in float8_layers(module, precision).values()]
+        for weight in weights:
+            keep_rounded(weight)
+        return cls(weights)
+
+    def round(self, only_if_changed: bool = False) -> None:
+        """
+        Round the weights; with `only_if_changed`, only if a step or a load may have changed one.
+
+        The first pass allocates the memory of each operation's weights, and rounds them itself.
+        """
+        versions = [weight._version for weight in self._weights]
+        if only_if_changed and versions == self._rounded_at:
+            return
+        for kept in filter(None, map(kept_weights, self._weights)):
+            if kept.weights[0].requires_grad or not kept.is_current:
+                kept.round()
+        self._rounded_at = versions
+
+    def expire(self) -> None:
+        """Expect new values of the weights without new version numbers, from a fused optimizer."""
+        self._rounded_at = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of elements, transposed elements and scales."""
+        return sum(2 * weight.numel() + len(weight) * torch.float32.itemsize for weight in self._weights)
+
+
 def fault_of_widths(shape: tuple[int, ...]) -> str:
     """Return why a weight (outputs, inputs) can't be multiplied in float8, as the end of a sentence, or ""."""
     if all(width % ALIGNMENT == 0 for width in shape):
@@ -86,6 +130,9 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     if nodes.stages.settings["compile"]:
         text = f"torch.compile does not trace products in float8, which [{nodes.precision.name}] asks for"
         yield nodes.stages.problem("compile", text, 'write compile = false, or linear = "compute"')
+    if nodes.precision.settings["linear_weights"] == "step" and nodes.sizes.data_shard * nodes.sizes.context > 1:
+        text = "shards are gathered for every use, so that nothing can keep their weights in float8"
+        yield nodes.precision.problem("linear_weights", text, 'write linear_weights = "pass"')
     layers, excluded = _layers_of(nodes)
     names = [*layers, *excluded]
     for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):

@@ -61,6 +61,11 @@ class TritonFloat8:
     def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         return _transpose_weights([*weights], scale)  # type: ignore[no-any-return]
 
+    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        if not weights[0].is_meta:
+            _fill_weights([*weights], rows.data, rows.scale)
+            _launch_transpose(rows.data, rows.transposed, None, None, None)
+
     def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _swiglu(both)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
@@ -127,10 +132,15 @@ def _like_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
 )
 def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     data, scale = _like_weights(weights)
+    _fill_weights(weights, data, scale)
+    return data, scale
+
+
+def _fill_weights(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
+    """Fill data (all outputs, inputs) and scale (all outputs,) with rounded weights."""
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
         _launch_rows(weight, None, part, part_scale)
-    return data, scale
 
 
 def _like_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,7 @@ from drawloom.components.ports.distributed import (
     Precision as Precision,
     Processes as Processes,
     Reduce as Reduce,
+    RoundingTime as RoundingTime,
     PerDimension as PerDimension,
     SymmetricMemory as SymmetricMemory,
     Timed as Timed,

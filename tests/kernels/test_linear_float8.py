@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.linear_float8 import keep_rounded, kept_weights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import Selective, cheap, rerun
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
@@ -28,6 +28,19 @@ def linear_float8_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).bfloat16().requires_grad_()
+
+
+def draw_network() -> list[Tensor]:
+    """Return the weights of gate, up and down for inputs of INPUTS channels."""
+    return [draw(96, INPUTS, scale=0.2), draw(96, INPUTS, scale=0.2), draw(OUTPUTS, 96, scale=0.2)]
+
+
+def network(x: Tensor, *weights: Tensor) -> Tensor:
+    return mlp_float8(EAGER, x, *weights)
+
+
+def side_by_side(x: Tensor, *weights: Tensor) -> Tensor:
+    return torch.cat(linears_float8(EAGER, x, weights), -1)
 
 
 def quantize(x: Tensor, dim: int) -> Tensor:
@@ -135,6 +148,35 @@ def test_layers_of_one_tensor_round_it_once() -> None:
     assert relative_error(y, (x.double() @ weights[0].double().t()).detach()) < 0.05
 
 
+@pytest.mark.parametrize("layer", [linear_float8_eager, network, side_by_side])
+def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Callable[..., Tensor]) -> None:
+    """Weights that keep their float8 elements give the same bits, also after an update with or without a version."""
+    plain = draw_network()[: {linear_float8_eager: 1, side_by_side: 2, network: 3}[layer]]
+    kept = [weight.detach().clone().requires_grad_() for weight in plain]
+    for weight in kept:
+        keep_rounded(weight)
+    for update in ("none", "counted", "silent"):
+        for weight in (*plain, *kept) if update != "none" else ():
+            with torch.no_grad():
+                weight.mul_(0.7) if update == "counted" else weight.data.mul_(0.7)
+        if update == "silent":
+            for rounded in filter(None, map(kept_weights, kept)):
+                rounded.round()
+        x, addresses = (
+            draw(TOKENS, INPUTS),
+            {rounded.rows.data.data_ptr() for rounded in map(kept_weights, kept) if rounded},
+        )
+        y = layer(x, *plain)
+        grad = torch.randn_like(y)
+        expected = torch.autograd.grad(y, [x, *plain], grad)
+        actual = torch.autograd.grad(layer(x, *kept), [x, *kept], grad)
+        assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
+        # Captured CUDA graphs read the same addresses in every step.
+        assert update == "none" or addresses == {
+            rounded.rows.data.data_ptr() for rounded in map(kept_weights, kept) if rounded
+        }
+
+
 def test_frozen_weights_keep_no_input() -> None:
     """A frozen weight, as under LoRA, has a graph that keeps neither the input nor its rounded copy."""
     x, weight = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS).detach()
@@ -148,11 +190,6 @@ def test_frozen_weights_keep_no_input() -> None:
         y = linear_float8_eager(x, weight)
     assert all(tensor.shape != x.shape and tensor.shape[0] != INPUTS for tensor in kept)
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
-
-
-def draw_network() -> list[Tensor]:
-    """Return the weights of gate, up and down for inputs of INPUTS channels."""
-    return [draw(96, INPUTS, scale=0.2), draw(96, INPUTS, scale=0.2), draw(OUTPUTS, 96, scale=0.2)]
 
 
 def test_networks_are_as_precise_as_their_layers() -> None:
@@ -190,14 +227,6 @@ def test_networks_save_no_inner_tensor_in_bfloat16() -> None:
         mlp_float8(EAGER, x, *weights)
     activations = [t for t in kept.values() if t.dtype == torch.bfloat16 and not any(t is w for w in weights)]
     assert [tensor.shape for tensor in activations] == [(TOKENS, 2 * 96)]
-
-
-def network(x: Tensor, *weights: Tensor) -> Tensor:
-    return mlp_float8(EAGER, x, *weights)
-
-
-def side_by_side(x: Tensor, *weights: Tensor) -> Tensor:
-    return torch.cat(linears_float8(EAGER, x, weights), -1)
 
 
 def test_layers_of_one_input_equal_separate_layers() -> None:

@@ -53,9 +53,15 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
     assert series(folder / "runs/parts", *LEARNED) == whole
 
 
-@pytest.mark.parametrize("words", [("stages.recompute=blocks",), ("stages.recompute=selective",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stages.recompute=blocks", "precision.linear_weights=step", "evaluate.every=2"),
+        ("stages.recompute=selective",),
+    ],
+)
 def test_recomputation_has_the_bits_of_a_plain_run(folder: Path, words: tuple[str, ...]) -> None:
-    """Runs with recomputed layers have the same metrics, bit by bit."""
+    """Runs with recomputed layers, and with weights rounded once a step, have the same metrics, bit by bit."""
     name = words[0].rpartition("=")[2]
     train(folder, name, *words)
     assert series(folder / "runs" / name, *LEARNED) == series(folder / "runs/one", *LEARNED)

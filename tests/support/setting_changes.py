@@ -323,6 +323,7 @@ ROWS: dict[str, Row] = {
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
             "linear": Change("float8", {"compute": "bfloat16"}),
             "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
+            "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
         },
     ),
     "distributed.processes": Row(runs.join_timeouts, {}, {"timeout": 7.0}),

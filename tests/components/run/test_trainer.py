@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.ports.run import Event, Step, StoppedError
+from drawloom.components.ports.run import Event, Phase, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import Every, Ordered, RecipeError, UserError, component
 from drawloom.graph.project import Recipe
@@ -454,7 +454,8 @@ class TakesFactors(Reads):
 def test_readers_of_gradients_see_deferred_factors(kind: type[Reads], expected: float) -> None:
     """Deferred factors multiply gradients before a phase that reads them, unless the phase takes the factors."""
     gradient = torch.tensor(2.0, dtype=torch.float64)
-    phases = Ordered([Defers(gradient=gradient), reader := kind(gradient=gradient)], ["defers", "reads"])
+    reader = kind(gradient=gradient)
+    phases: Ordered[Phase] = Ordered([Defers(gradient=gradient), reader], ["defers", "reads"])
     one_step = trainer(Record(), steps=1)
     one_step.phases = phases
     one_step.run()

@@ -99,6 +99,7 @@ class Half:
     uncast: tuple[str, ...] = ()
     linear: str = "compute"
     linear_in_compute: tuple[str, ...] = ()
+    linear_weights: Any = "pass"
 
 
 class Freeze:
