@@ -103,49 +103,43 @@ def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows
         return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
 
 
-@dataclass(eq=False)
 class KeptWeights:
     """Rounded weights of an operation, which are kept in the same memory from one update to the next."""
 
-    kernels: Float8Kernels
-    weights: Sequence[Tensor]
-    rows: Float8Rows
-    versions: Sequence[int] = ()
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """Allocate memory for the weights (outputs, inputs) of an operation, which finds it through the first one."""
+        self.weights = weights
+        self.rows = empty_weights(weights)
+        self._kernels: Float8Kernels | None = None
+        self._versions: list[int] = []
+        weights[0].float8 = self  # type: ignore[attr-defined]
 
     @property
     def is_current(self) -> bool:
         """Whether no weight has a new version; torch's fused optimizers and ours give weights none."""
-        return [*self.versions] == [weight._version for weight in self.weights]
+        return self._versions == [weight._version for weight in self.weights]
+
+    def round_with(self, kernels: Float8Kernels) -> None:
+        """Round the weights, and again by the same kernels whenever `round` is called."""
+        self._kernels = kernels
+        self.round()
 
     def round(self) -> None:
-        """Round the weights again."""
-        with torch.no_grad():
-            self.kernels.round_weights(self.weights, self.rows)
-        self.versions = [weight._version for weight in self.weights]
-
-
-def keep_rounded(weight: Tensor) -> None:
-    """Let operations keep a weight (outputs, inputs) in float8; whoever updates it calls `kept_weights` to round it."""
-    weight.keeps_float8 = True  # type: ignore[attr-defined]
-
-
-def kept_weights(weight: Tensor) -> KeptWeights | None:
-    """Return what an operation keeps of its first weight, or None."""
-    kept: KeptWeights | None = getattr(weight, "float8", None)
-    return kept
+        """Round the weights after an update; before their first use, do nothing."""
+        if self._kernels is not None:
+            with torch.no_grad():
+                self._kernels.round_weights(self.weights, self.rows)
+            self._versions = [weight._version for weight in self.weights]
 
 
 def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
     """Round an operation's weights (outputs, inputs), or return what it keeps; only then with a transposed copy."""
-    if not all(getattr(weight, "keeps_float8", False) for weight in weights):
+    kept: KeptWeights | None = getattr(weights[0], "float8", None)
+    if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)
         return Float8Rows(elements, scale, elements.new_empty(0))
-    kept = kept_weights(weights[0])
-    if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
-        kept = KeptWeights(kernels, weights, empty_weights(weights))
-        weights[0].float8 = kept  # type: ignore[attr-defined]
     if not kept.is_current:
-        kept.round()
+        kept.round_with(kernels)
     return kept.rows
 
 
@@ -282,20 +276,29 @@ class _MlpFloat8(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, down, first_scale, second_scale, both, x_scale, x, inner_scale, inner = ctx.saved_tensors
-        *needs_first, needs_down = ctx.needs_weights
+        gate, up, _, first_scale, _, both, x_scale, x, _, _ = ctx.saved_tensors
         kernels: Float8Kernels = ctx.kernels
-        rows = grad.reshape(-1, grad.shape[-1])
-        outer = kernels.quantize_gradient([rows], second_scale, inner_scale if needs_down else None)
-        elements = _transpose_weights(kernels, [down], second_scale, ctx.transposed[1])
-        grad_inner = kernels.multiply(outer.data, outer.scale, elements, None, fast=False)
-        grad_down = None
-        if needs_down:
-            factors = outer.columns, outer.column_scale, inner.detach()
-            grad_down = ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)
-        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if any(needs_first) else None)
+        grad_inner, grad_down = _backward_of_down(ctx, grad)
+        needs_x_scale = ctx.needs_weights[0] or ctx.needs_weights[1]
+        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if needs_x_scale else None)
+        del grad_inner  # as large as the products that follow
         grad_x = None
         if ctx.needs_input_grad[0]:
             elements = _transpose_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
             grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+            del elements
         return grad_x, *_weight_gradients(ctx, rounded, x, [gate, up]), grad_down, None, None, None, None, None
+
+
+def _backward_of_down(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the down projection's input (tokens, width) and of its weight."""
+    _, _, down, _, scale, _, _, _, inner_scale, inner = ctx.saved_tensors
+    kernels: Float8Kernels = ctx.kernels
+    needs_down = ctx.needs_weights[2]
+    rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
+    elements = _transpose_weights(kernels, [down], scale, ctx.transposed[1])
+    grad_inner = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False)
+    if not needs_down:
+        return grad_inner, None
+    factors = rounded.columns, rounded.column_scale, inner.detach()
+    return grad_inner, ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)

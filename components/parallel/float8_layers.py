@@ -7,18 +7,18 @@ from typing import Self
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drawloom.components.parallel.data_shard import heads_of
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import LinearLayer, known_module
+from drawloom.components.ports.model import JointLayers, LinearLayer, known_module
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
-from drawloom.kernels.linear_float8 import keep_rounded, kept_weights
+from drawloom.kernels.linear_float8 import KeptWeights
 
 
 def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
@@ -57,32 +57,26 @@ def use_float8(module: nn.Module, precision: Precision) -> None:
 
 @attrs.define(eq=False)
 class KeptFloat8:
-    """Weights whose float8 elements are kept from one update to the next."""
+    """Weights whose float8 elements are kept from one update to the next, by operation."""
 
-    _weights: Sequence[Tensor]
+    _kept: Sequence[KeptWeights]
     _rounded_at: list[int] = attrs.field(factory=list)
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
-        """Mark the weights of stages' modules, which have memory and values, if the recipe keeps them."""
+        """Allocate memory for the weights of stages' modules, which are real themselves, if the recipe keeps them."""
         if precision.linear_weights == "pass":
             return cls([])
-        weights = [layer.weight for module in modules for layer in float8_layers(module, precision).values()]
-        for weight in weights:
-            keep_rounded(weight)
-        return cls(weights)
+        groups = [group for module in modules for group in _operations(module, precision)]
+        return cls([KeptWeights([layer.weight for layer in group]) for group in groups])
 
     def round(self, only_if_changed: bool = False) -> None:
-        """
-        Round the weights; with `only_if_changed`, only if a step or a load may have changed one.
-
-        The first pass allocates the memory of each operation's weights, and rounds them itself.
-        """
-        versions = [weight._version for weight in self._weights]
+        """Round the weights; with `only_if_changed`, only if a step or a load may have changed one."""
+        versions = [weight._version for kept in self._kept for weight in kept.weights]
         if only_if_changed and versions == self._rounded_at:
             return
-        for kept in filter(None, map(kept_weights, self._weights)):
-            if kept.weights[0].requires_grad or not kept.is_current:
+        for kept in self._kept:
+            if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
                 kept.round()
         self._rounded_at = versions
 
@@ -93,7 +87,16 @@ class KeptFloat8:
     @property
     def nbytes(self) -> int:
         """Bytes of elements, transposed elements and scales."""
-        return sum(2 * weight.numel() + len(weight) * torch.float32.itemsize for weight in self._weights)
+        return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
+
+
+def _operations(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
+    """Yield the layers in float8, those together that multiply one input in one operation."""
+    layers = float8_layers(module, precision)
+    joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
+    yield from joint
+    members = {id(layer) for group in joint for layer in group}
+    yield from ([layer] for layer in layers.values() if id(layer) not in members)
 
 
 def fault_of_widths(shape: tuple[int, ...]) -> str:

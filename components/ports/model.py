@@ -174,6 +174,15 @@ class LinearLayer:
     uses_float8: bool = False
 
 
+@runtime_checkable
+class JointLayers(Protocol):
+    """A module that multiplies one input by the weights of several layers in one operation."""
+
+    def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
+        """Return the layers of such operations in float8."""
+        ...
+
+
 @port
 class Model(Protocol):
     """

@@ -109,6 +109,7 @@ from drawloom.components.ports.model import (
     HiddenStates as HiddenStates,
     Kernels as Kernels,
     LanguageModel as LanguageModel,
+    JointLayers as JointLayers,
     KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
 from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_float8 import keep_rounded, kept_weights, linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.linear_float8 import KeptWeights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import Selective, cheap, rerun
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
@@ -153,28 +153,23 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
     """Weights that keep their float8 elements give the same bits, also after an update with or without a version."""
     plain = draw_network()[: {linear_float8_eager: 1, side_by_side: 2, network: 3}[layer]]
     kept = [weight.detach().clone().requires_grad_() for weight in plain]
-    for weight in kept:
-        keep_rounded(weight)
+    groups = [kept[:2], kept[2:]] if layer is network else [kept]
+    operations = [KeptWeights(group) for group in groups]
     for update in ("none", "counted", "silent"):
         for weight in (*plain, *kept) if update != "none" else ():
             with torch.no_grad():
                 weight.mul_(0.7) if update == "counted" else weight.data.mul_(0.7)
-        if update == "silent":
-            for rounded in filter(None, map(kept_weights, kept)):
-                rounded.round()
-        x, addresses = (
-            draw(TOKENS, INPUTS),
-            {rounded.rows.data.data_ptr() for rounded in map(kept_weights, kept) if rounded},
-        )
+        for operation in operations if update == "silent" else ():
+            operation.round()
+        x, addresses = draw(TOKENS, INPUTS), [operation.rows.data.data_ptr() for operation in operations]
         y = layer(x, *plain)
         grad = torch.randn_like(y)
         expected = torch.autograd.grad(y, [x, *plain], grad)
         actual = torch.autograd.grad(layer(x, *kept), [x, *kept], grad)
         assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
         # Captured CUDA graphs read the same addresses in every step.
-        assert update == "none" or addresses == {
-            rounded.rows.data.data_ptr() for rounded in map(kept_weights, kept) if rounded
-        }
+        assert addresses == [operation.rows.data.data_ptr() for operation in operations]
+        assert all(operation.is_current for operation in operations)
 
 
 def test_frozen_weights_keep_no_input() -> None:

@@ -1,6 +1,6 @@
 """Causal self-attention of a decoder layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +72,14 @@ class Attention(TensorParallel):
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        if all(map(multiplies_in_float8, layers)):
+        if self.joint_layers():
             weights = [layer.weight for layer in layers]
             return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
         return tuple(layer(hidden) for layer in layers)
+
+    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+        layers = self.q_proj, self.k_proj, self.v_proj
+        return [layers] if all(map(multiplies_in_float8, layers)) else []
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Norm queries (rows, length, heads, head_dim) and keys by head, and rotate them, as the specification says."""

@@ -1,5 +1,7 @@
 """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
@@ -32,10 +34,15 @@ class GatedMlp(TensorParallel):
 
     def _multiply(self, hidden: Tensor) -> Tensor:
         """Map all tokens' hidden states (..., hidden_size), with this rank's inner channels."""
-        projections = self.gate_proj, self.up_proj, self.down_proj
-        if self.activation == "silu" and all(map(multiplies_in_float8, projections)):
-            weights = [layer.weight for layer in projections]
-            return self.kernels.mlp_float8(hidden.to(weights[0].dtype), *weights)
-        gate = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
-        output: Tensor = self.down_proj(gate(self.gate_proj(hidden), self.up_proj(hidden)))
+        if self.joint_layers():
+            gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+            return self.kernels.mlp_float8(hidden.to(gate.dtype), gate, up, down)
+        activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
+        output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return output
+
+    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+        """Return gate and up, if the whole network is one operation in float8."""
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        is_joint = self.activation == "silu" and all(map(multiplies_in_float8, projections))
+        return [(self.gate_proj, self.up_proj)] if is_joint else []
