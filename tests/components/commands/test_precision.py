@@ -37,7 +37,7 @@ def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: li
     evidence = Evidence(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
     assert evidence.excluded(tolerance) == excluded
     text = write_overlay(evidence, "precision", "mine", 5, tolerance)
-    assert "#  1.200% +0.000000 -1000.000 ms b" in text
+    assert "#   1.200% +0.000000 -1000.000 ms b" in text
     overlay = tomllib.loads(text)
     assert overlay["precision"].get("linear_in_compute", []) == excluded
     broken = attrs_evolved(evidence, float("nan"))
