@@ -82,12 +82,22 @@ class DtypePolicy:
         "bytes per weight, which saves time with several microbatches or recomputation; the bits are the same",
     )
 
+    gather: LinearFormat = setting(
+        default="compute",
+        doc="format in which FSDP ranks gather the weights of layers that multiply in float8: 'compute', or 'float8', "
+        "half the bytes of bfloat16 and one more pass over the weights; for links slower than the GPU's computation",
+    )
+
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
             *find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast),
             *find_format_conflicts(
-                self._compute or self._parameter, self.linear, self.linear_in_compute, self.linear_weights
+                self._compute or self._parameter,
+                self.linear,
+                self.linear_in_compute,
+                self.linear_weights,
+                self.gather,
             ),
         ]
         for _, text, hint in conflicts:
@@ -102,7 +112,9 @@ class DtypePolicy:
         ):
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
-        conflicts = find_format_conflicts(used, values["linear"], values["linear_in_compute"], values["linear_weights"])
+        conflicts = find_format_conflicts(
+            used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
+        )
         for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
 
@@ -140,7 +152,11 @@ def find_dtype_conflicts(
 
 
 def find_format_conflicts(
-    compute: str, linear: LinearFormat, linear_in_compute: tuple[str, ...], linear_weights: RoundingTime
+    compute: str,
+    linear: LinearFormat,
+    linear_in_compute: tuple[str, ...],
+    linear_weights: RoundingTime,
+    gather: LinearFormat,
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the conflicts of the format of linear layers with the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
@@ -152,3 +168,6 @@ def find_format_conflicts(
     if linear_weights == "step" and linear == "compute":
         text = "all linear layers multiply in the compute dtype, so that no weight is rounded"
         yield "linear_weights", text, "write linear = 'float8', or remove linear_weights"
+    if gather == "float8" and linear == "compute":
+        text = "gather = 'float8' concerns the weights of layers that multiply in float8, and linear = 'compute'"
+        yield "gather", text, "write linear = 'float8', or remove gather"

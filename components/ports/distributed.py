@@ -410,6 +410,11 @@ class Precision(Protocol):
         ...
 
     @property
+    def gather(self) -> LinearFormat:
+        """Format in which FSDP ranks gather the weights of layers that multiply in float8."""
+        ...
+
+    @property
     def linear_weights(self) -> RoundingTime:
         """When weights are rounded to float8."""
         ...

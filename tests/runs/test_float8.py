@@ -77,7 +77,8 @@ def test_float8_losses_are_close_to_bfloat16(folder: Path) -> None:
 
 MESHES = {
     "replicas": ("mesh.data_replicate=2",),
-    "shards": ("mesh.data_shard=2",),
+    "shards": ("mesh.data_shard=2", "precision.gather=float8"),
+    "shards_gathered_once": ("mesh.data_shard=2", "precision.gather=float8", "stages.reshard_after_forward=false"),
     "tensor": ("mesh.tensor=2",),
     "context": ("mesh.context=2",),
     "zero_bubble": ("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"),

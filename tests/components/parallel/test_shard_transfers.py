@@ -1,6 +1,7 @@
 """Messages between ranks with shards."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +99,38 @@ def test_shards_compute_what_whole_weights_do(
     case = Case(SIZES, precision, steps=2)
     [whole] = run_ranks(alone, 1, case, 3)
     assert_same(run_ranks(on_shards, 3, case, small, by_block), whole, atol=close, rtol=close)
+
+
+WIDE = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
+FLOAT8 = {"parameter": "bfloat16", "linear": "float8"}
+
+
+def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
+    """Return the results of a rank's steps, and the bytes of its messages with weights."""
+    sizes: list[int] = []
+    pack = shard_transfers.pack_weights
+
+    def counting(*arguments: Any) -> Tensor:
+        message = pack(*arguments)
+        sizes.append(message.nbytes)
+        return message
+
+    with mock.patch.object(shard_transfers, "pack_weights", counting):
+        return on_shards(case, 0, by_block), sizes
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
+    """Layers that multiply in float8 compute the same logits from weights that were gathered in float8."""
+    [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
+    results = run_ranks(_count_messages, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
+    assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)
+    weights = 3 * 32 * 48 + 2 * (32 * 32 + 16 * 32)  # of a block
+    for outputs, sizes in results:
+        for (unprepared, (prepared, _)), expected in zip(outputs, whole, strict=True):
+            rank = next(number for number, (out, _) in enumerate(results) if out is outputs)
+            assert torch.equal(unprepared, expected[rank][0]) and torch.equal(prepared, expected[rank][0])
+        assert sizes and all(weights / 2 < size < 0.55 * weights + 200 for size in sizes)
 
 
 def test_only_what_torch_does_with_a_buffer_is_done_with_a_stand_in() -> None:

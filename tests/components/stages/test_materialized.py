@@ -100,6 +100,7 @@ class Half:
     linear: str = "compute"
     linear_in_compute: tuple[str, ...] = ()
     linear_weights: Any = "pass"
+    gather: Any = "compute"
 
 
 class Freeze:
