@@ -149,10 +149,10 @@ class EagerFloat8:
             target.copy_(source)
 
     def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
-        return self.quantize(swiglu_halves_eager(both), transposed)
+        return self.quantize(swiglu_halves_eager(both.float()), transposed)
 
     def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        gate, up = both.chunk(2, -1)
+        gate, up = both.float().chunk(2, -1)
         return self.quantize_gradient(swiglu_gradients(gate, up, grad.float()), factor, row_scale)
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:

@@ -385,20 +385,31 @@ def _registers(width: int) -> int:
 UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
 
 
+INFINITY = tl.constexpr(0x7F800000)
+"""Bits of infinity in float32."""
+
+
 @triton.jit
 def magnitude(values):
-    """Return absolute values in float32, with infinity for NaN, since a maximum ignores NaN."""
-    return tl.where(values != values, float("inf"), tl.abs(values))
+    """Return the bits of absolute values in float32, integers in the order of the values, with NaN above infinity."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_and_inverse(largest):
-    """Return `scale_of(largest)` and its inverse, both powers with base two; NaN if the magnitude is infinite."""
-    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + UP) >> 23) - BIAS, LEAST)
-    is_finite = largest < float("inf")
+    """Return `scale_of` the largest magnitude and its inverse, both powers with base two; NaN if it is not finite."""
+    exponent = tl.maximum(((largest + UP) >> 23) - BIAS, LEAST)
+    is_finite = largest < INFINITY
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
+
+
+@triton.jit
+def sigmoid(values):
+    """Return sigmoids to some units in the last place of float32: a square costs less than a division."""
+    root = tl.rsqrt(1.0 + tl.exp2(values * -1.4426950408889634))
+    return root * root
 
 
 # fmt: off
@@ -418,6 +429,7 @@ def _quantize_kernel(
     if parts is not None:
         # Float8 times powers of two are exact in bfloat16, which takes half the registers.
         most = tl.zeros((BLOCK,), tl.bfloat16)
+        not_finite = tl.zeros((), tl.float32)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
         values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
         if second is not None:
@@ -428,7 +440,7 @@ def _quantize_kernel(
             values += tl.load(at, mask=(column >= second_end) & inside, other=0.0).to(tl.float32)
         if up is not None:
             ups = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-            values = (values * tl.sigmoid(values) * ups).to(x.dtype.element_ty).to(tl.float32)
+            values *= sigmoid(values) * ups
         if factor is not None:
             values *= factors
         own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 0))
@@ -438,9 +450,10 @@ def _quantize_kernel(
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
-            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift)).to(tl.bfloat16)
+            not_finite = tl.where(shift == shift, not_finite, float("inf"))
+            most = tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
     if parts is not None:
-        tl.store(parts + program * width + column, most, mask=inside)
+        tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
 
 
 # fmt: off
@@ -458,16 +471,16 @@ def _swiglu_gradient_kernel(
         # Exact in bfloat16, which takes half the registers: float8 times a power of two.
         gate_most = tl.zeros((BLOCK,), tl.bfloat16)
         up_most = tl.zeros((BLOCK,), tl.bfloat16)
+        not_finite = tl.zeros((), tl.float32)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
         grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         at = both + row * both_stride + column
         gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gates)
-        silu = gates * sigmoid
-        # Rounded to bfloat16 first, as without float8, so that infinities are found.
-        gate_grads = (grads * ups * (sigmoid + silu * (1.0 - sigmoid))).to(both.dtype.element_ty).to(tl.float32)
-        up_grads = (grads * silu).to(both.dtype.element_ty).to(tl.float32)
+        share = sigmoid(gates)
+        silu = gates * share
+        gate_grads = grads * ups * (share + silu * (1.0 - share))
+        up_grads = grads * silu
         # Read again for every row: registers are scarce, and the cache has them.
         gate_grads *= tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
         up_grads *= tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -482,12 +495,13 @@ def _swiglu_gradient_kernel(
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
-            gate_most = tl.maximum(gate_most, magnitude(gate_rounded.to(tl.float32) * shift)).to(tl.bfloat16)
-            up_most = tl.maximum(up_most, magnitude(up_rounded.to(tl.float32) * shift)).to(tl.bfloat16)
+            not_finite = tl.where(shift == shift, not_finite, float("inf"))
+            gate_most = tl.maximum(gate_most, tl.abs(gate_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+            up_most = tl.maximum(up_most, tl.abs(up_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
     if parts is not None:
         at = parts + program * (2 * width) + column
-        tl.store(at, gate_most, mask=inside)
-        tl.store(at + width, up_most, mask=inside)
+        tl.store(at, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
+        tl.store(at + width, tl.maximum(up_most.to(tl.float32), not_finite), mask=inside)
 
 
 # fmt: off
@@ -504,7 +518,7 @@ def _column_scale_kernel(
         inside = (part < count)[:, None] & (column < width)[None, :]
         at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
         most = tl.maximum(most, tl.load(at, mask=inside, other=0.0))
-    own_scale, own_inverse = scale_and_inverse(tl.max(most, 0))
+    own_scale, own_inverse = scale_and_inverse(magnitude(tl.max(most, 0)))
     factors = tl.load(factor + column, mask=column < width, other=1.0)
     tl.store(scale + column, tl.div_rn(own_scale, factors), mask=column < width)
     tl.store(inverse + column, own_inverse, mask=column < width)

@@ -48,7 +48,7 @@ def test_casts_of_weights_equal_eager_casts(width: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (66, 272)])
 def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
-    """SwiGLU and its gradient are rounded like the bfloat16 tensors of separate operations, up to one rounding."""
+    """SwiGLU and its gradient are rounded like eager ones, but for numbers next to the middle of two of e4m3."""
     rows, width = shape
     both, grad = spread(rows, 2 * width).clamp(-16, 16), spread(rows, width, 1)
     factor, row_scale = torch.exp2(spread(2 * width, 1)[:, 0].sign()).float(), torch.full((rows,), 0.5, device=DEVICE)
@@ -64,7 +64,7 @@ def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
         largest = kernels.swiglu_gradient(grad, both, factor, None)
         assert torch.equal(largest.data.float(), gradient.data.float()) and not largest.columns.numel()
     for actual, expected in zip(*results, strict=True):
-        limit = expected.abs().amax(1, keepdim=True) / 16  # half the distance of numbers of e4m3 below the maximum
+        limit = expected.abs().amax(1, keepdim=True) / 8  # at least the distance of two numbers of e4m3
         assert ((actual - expected).abs() <= limit).all()
         assert (actual == expected).float().mean() > 0.99
 
