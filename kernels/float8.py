@@ -60,6 +60,10 @@ class Float8Kernels(Protocol):
         """Round x (rows, width) by rows, with or without a transposed copy."""
         ...
 
+    def transpose(self, data: Tensor) -> Tensor:
+        """Transpose e4m3 (rows, width) to (width, padded rows)."""
+        ...
+
     def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Round weights (outputs, inputs) by rows: elements (all outputs, inputs) and scales (all outputs,)."""
         ...
@@ -137,6 +141,9 @@ class EagerFloat8:
         scale = scale_of(wide.abs().amax(1))
         data = (wide / scale[:, None]).to(E4M3)
         return Float8Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
+
+    def transpose(self, data: Tensor) -> Tensor:
+        return _transpose_rows(data)
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.quantize(torch.cat([*weights]), False)[:2]

@@ -29,7 +29,7 @@ from torch.autograd import Function
 from drawloom.kernels.deferred_grads import Addable, Compute, WeightGradient, deferring, weight_gradient_of
 from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, empty_weights
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import cheap, cheap_inside
+from drawloom.kernels.recompute import cheap, cheap_inside, note
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,10 +92,19 @@ def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
-    if known is None or known.version != x._version or (transposed and not known.rows.transposed.numel()):
-        known = _Rounded(Float8Rows(*cheap(_quantize, kernels, x, transposed)), x._version)
-        x.float8 = known  # type: ignore[attr-defined]
-    return known.rows
+    if known is None or known.version != x._version:
+        return keep_rows(x, Float8Rows(*cheap(_quantize, kernels, x, transposed)))
+    if not transposed or known.rows.transposed.numel():
+        return known.rows
+    rows = known.rows._replace(transposed=kernels.transpose(known.rows.data))
+    note(tuple(rows), _quantize, kernels, x, True)
+    return keep_rows(x, rows)
+
+
+def keep_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
+    """Keep the rounded rows of x (..., width) as long as x lives, for operations in float8, and return them."""
+    x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
+    return rows
 
 
 def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:

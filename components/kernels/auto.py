@@ -139,13 +139,23 @@ class AutoKernels:
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return mlp_float8(self._functions["linear_float8"], x, gate, up, down)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    ) -> Tensor:
+        normed: Tensor = self._functions["rms_norm"](x, weight, eps, zero_centered, float8)
+        note(normed, self._functions["rms_norm"], x, weight, eps, zero_centered)
+        return normed
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool = False,
+        float8: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered)
+        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
         note(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return normed, summed

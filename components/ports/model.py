@@ -363,12 +363,17 @@ class Kernels(Protocol):
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    ) -> Tensor:
+        """
+        Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight. With
+        `float8` the result is also rounded, for `linears_float8` and others.
+        """
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...

@@ -55,6 +55,9 @@ class TritonFloat8:
         data, scale = _quantize(x)
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
+    def transpose(self, data: Tensor) -> Tensor:
+        return _transpose(data)  # type: ignore[no-any-return]
+
     def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return _quantize_weights([*weights])  # type: ignore[no-any-return]
 

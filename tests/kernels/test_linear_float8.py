@@ -172,6 +172,18 @@ def test_kept_weights_have_the_bits_of_weights_rounded_in_every_pass(layer: Call
         assert all(operation.is_current for operation in operations)
 
 
+def test_norms_hand_on_their_rounded_rows() -> None:
+    """Layers after a norm that rounds its result do not round it again, and have the same bits."""
+    x, norm, weight = draw(TOKENS, INPUTS), draw(INPUTS), draw(OUTPUTS, INPUTS)
+    results = []
+    for float8 in (True, False):
+        kernels = CountedFloat8()
+        y = linear_float8(kernels, rms_norm_eager(x, norm, 1e-6, float8=float8), weight)
+        assert kernels.shapes.count(x.shape) == (not float8)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, norm, weight))))
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
 def test_frozen_weights_keep_no_input() -> None:
     """A frozen weight, as under LoRA, has a graph that keeps neither the input nor its rounded copy."""
     x, weight = draw(TOKENS, INPUTS), draw(OUTPUTS, INPUTS).detach()
