@@ -11,6 +11,7 @@ from generate.components import component_pages, settings_page
 from generate.front import root_page
 from generate.ports import port_pages
 from generate.reference import python_page, recipes_page, with_help
+from generate.results import results_page
 from generate.step import step_page
 
 
@@ -46,6 +47,7 @@ def pages() -> dict[str, str]:
         "step.md": step_page(),
         "reference/recipes.md": recipes_page(),
         "reference/python.md": python_page(),
+        "reference/results.md": results_page(),
         "reference/settings.md": settings_page(),
         **dict(component_pages()),
         **dict(port_pages()),

@@ -71,6 +71,24 @@ class Previewable(Protocol):
 
 
 @runtime_checkable
+class StepSource(Protocol):
+    """A root component whose run can be watched step by step."""
+
+    def iterate(self) -> Iterator[Any]:
+        """Run, and yield every step when it has ended."""
+        ...
+
+
+@runtime_checkable
+class OutcomeSource(Protocol):
+    """A component with facts about an ended run, for `run --format json`."""
+
+    def outcome(self) -> Mapping[str, Any]:
+        """Return facts as data for JSON; the component is open."""
+        ...
+
+
+@runtime_checkable
 class Constrained(Protocol):
     """A component class with constraints on several settings, or on settings of neighbours."""
 

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
@@ -41,7 +42,7 @@ class Problem:
     warning: bool = False
     path: KeyPath = ()
 
-    def as_data(self) -> dict[str, str | int | bool]:
+    def as_data(self) -> dict[str, Any]:
         """Return the problem for `--format json`. Line and column are 0 without a position in a file."""
         position = self.position or Position("")
         return {

@@ -37,7 +37,8 @@ def attention_flex(
     Compute attention_eager with a mask from `block_mask`; the backward pass runs only on GPUs.
 
     q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
-    (rows, length, heads, v_dim), a meta tensor for meta tensors. Heads below MIN_HEAD_DIM go to attention_eager.
+    (rows, length, heads, v_dim), a meta tensor for meta tensors. On GPUs, attention_eager computes heads narrower than
+    MIN_HEAD_DIM.
     """
     if q.is_cuda and min(q.shape[-1], v.shape[-1]) < MIN_HEAD_DIM:
         return attention_eager(q, k, v, _dense_mask(mask), options, sinks)

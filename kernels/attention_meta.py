@@ -31,7 +31,7 @@ def attention_and_lse_on_meta(
 
 
 class _OnMeta(Function):
-    """Attention on the meta device; saves queries, keys, values, the result, and one number per query and head."""
+    """Attention on the meta device; saves q, k, v, the result, log-sum-exp, mask and sinks like real attention."""
 
     @staticmethod
     def forward(

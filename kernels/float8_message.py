@@ -46,8 +46,8 @@ def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence
         output.copy_(parts.pop(0).view(output.dtype))
     for (output, width), elements, exponents in zip(rounded, parts, parts[len(rounded) :], strict=False):
         scale = (exponents.to(torch.int16) << MANTISSA_BITS[torch.bfloat16]).view(torch.bfloat16)
-        wide = elements.view(E4M3).to(torch.bfloat16).unflatten(1, (-1, width))
-        torch.mul(wide, scale.unsqueeze(2), out=output.unflatten(1, (-1, width)))
+        shape = len(output), -1, width
+        torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))
 
 
 def _quantize(weight: Tensor) -> Float8Rows:

@@ -103,7 +103,8 @@ def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -
 
 def keep_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
     """Keep the rounded rows of x (..., width) as long as x lives, for operations in float8, and return them."""
-    x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
+    if not x.is_inference():  # without a version
+        x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
     return rows
 
 

@@ -383,7 +383,7 @@ class _Repeated(_Repeatable):
 
 
 class _View(Saved):
-    """Wrapper around a result's view, from its first element."""
+    """Saved view of a recomputed result; both begin at the same address."""
 
     __slots__ = ("_part", "_shape", "_strides")
 

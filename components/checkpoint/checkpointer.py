@@ -178,7 +178,7 @@ class Checkpointer:
         plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
         snapshot, sizes = run_on_all(
             self._world,
-            lambda: plan.take(self.states, step, self.staging),
+            lambda: plan.take_snapshot(self.states, step, self.staging),
             share=lambda snapshot: snapshot.bytes,
         )
         run = submit if self._in_background else run_now

@@ -106,7 +106,10 @@ def _read_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
         step, part = row["step"], row["part"]
         digests = parts.setdefault(step, {}).setdefault(part, row["rows"])
         if digests != row["rows"]:
-            raise UserError(f"step {step}: two ranks with the same part of the data have recorded other rows")
+            raise UserError(
+                f"step {step}: two ranks with the same data-parallel index {part} recorded different rows; give "
+                "every rank the same corpus, tokenizer and seed"
+            )
         expected[step] = row["parts"]
     if not parts:
         raise UserError(

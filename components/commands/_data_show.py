@@ -1,6 +1,6 @@
 """Text for rows and statistics of packed data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.stream import row_shares, row_sources
 from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, token_batch
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import escape_control_characters
 
 LENGTHS = "length: least, median, mean, most"
@@ -33,6 +34,56 @@ def statistics(rows: PackedDataset) -> str:
         if mixed:
             lines += _source_lines(rows, split)
     return "\n".join(line.rstrip() for line in lines)
+
+
+@output_class
+class SplitData:
+    """Statistics of a split."""
+
+    split: Split = output("split")
+    rows: int = output("number of rows")
+    fill_rate: float = output("fraction of a row's tokens that are not padding")
+    documents: int | None = output("number of documents, if known")
+    tokens: int | None = output("number of tokens, if known")
+
+
+@output_class
+class RowData:
+    """A row of packed tokens; weights, like targets, belong to the token before."""
+
+    split: Split = output("split")
+    row: int = output("index of the row")
+    tokens: Sequence[int] = output("token ids")
+    targets: Sequence[int] = output("target ids; -100 is not a target")
+    weights: Sequence[float] = output("weights of the targets")
+    document_ids: Sequence[int] = output("index of the document in the row, by token")
+    sources: Sequence[str] = output("sources of the documents, if the data has them")
+
+
+def read_splits(rows: PackedDataset) -> list[SplitData]:
+    """Return the statistics of all splits."""
+    lengths = {split: _lengths(rows, split) for split in SPLITS}
+    return [
+        SplitData(
+            split,
+            rows.count(split),
+            rows.fill_rate(split),
+            None if (known := lengths[split]) is None else len(known),
+            None if known is None else int(known.sum(dtype=np.int64)),
+        )
+        for split in SPLITS
+    ]
+
+
+def read_row(rows: PackedDataset, split: Split, row: int) -> RowData:
+    """Return a row as data."""
+    batch = token_batch(rows.batch(split, [row]), "data show")
+    tensors = (batch.tokens, batch.targets, batch.weights, batch.document_ids)
+    tokens, targets, weights, ids = (tensor[0].tolist() for tensor in tensors)
+    sources = list(rows.sources(split, row)) if isinstance(rows, TracedRows) else []
+    return RowData(
+        split=split, row=row, tokens=tokens, targets=targets, weights=weights, document_ids=ids, sources=sources
+    )
 
 
 def _line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:

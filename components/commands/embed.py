@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import HiddenStates, Model, TokenContext
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.graph import UserError
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
@@ -31,19 +33,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the safetensors file to write")
     parser.add_argument(
-        "--layers", nargs="+", type=int, default=[-1], metavar="N", help="0: the embedding; -1: the last (default -1)"
+        "--to", type=output_file, metavar="FILE", required=True, help="safetensors file to write; it must not exist"
     )
     parser.add_argument(
-        "--pool", choices=POOLS, default="mean", help="over all tokens of a document, or that of one (default mean)"
+        "--layers",
+        nargs="+",
+        type=int,
+        default=[-1],
+        metavar="N",
+        help="layers: 0 is the embedding, -1 the last (default: -1)",
     )
-    parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
-    parser.add_argument("--context", type=integer(), default=1024, help="most tokens of a document (default 1024)")
-    parser.add_argument("--rows", type=integer(), default=8, help="documents that are computed together (default 8)")
+    parser.add_argument(
+        "--pool",
+        choices=POOLS,
+        default="mean",
+        help="mean over a document's tokens, or its first or last token (default: mean)",
+    )
+    parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
+    parser.add_argument(
+        "--context", type=integer(), default=1024, metavar="N", help="first tokens of a document (default: 1024)"
+    )
+    parser.add_argument("--rows", type=integer(), default=8, metavar="N", help="documents per batch (default: 8)")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
+@output_class
+class EmbedResult(Result):
+    """A file with the hidden states of documents."""
+
+    run_folder: Path = output("run folder")
+    step: int = output("step of the checkpoint")
+    path: Path = output("written safetensors file, with the tensor `hidden_states` of float32")
+    shape: Sequence[int] = output("documents, layers, hidden size")
+    empty_documents: int = output("documents without a token, whose numbers are 0")
+
+    def render(self, format: str) -> str:
+        """Return one line."""
+        return f"{self.run_folder}, step {self.step}: wrote {self.path}, {' x '.join(map(str, self.shape))} numbers"
+
+
+def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     """Write `hidden_states`, float32 (documents, layers, hidden_size), in document order."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
@@ -62,8 +91,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     states = torch.cat(pooled)
     with writing(options.to):
         write_tensors(options.to, {"hidden_states": states})
-    print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {' x '.join(map(str, states.shape))} numbers")
-    return 0
+    return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
 
 
 def _layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:

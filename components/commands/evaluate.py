@@ -4,9 +4,9 @@ import argparse
 import math
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from drawloom.components.commands._options import integer
@@ -19,7 +19,7 @@ from drawloom.components.ports.data import PackedDataset, TokenBatch, has_pairs,
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, state_of_batches, sum_losses
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
@@ -31,14 +31,36 @@ MAX_LOADED = 16  # microbatches that are in memory together
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    help = "text, JSON-lines, Parquet or Arrow files, measured document by document; default: the validation rows"
+    help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
-    help = "tokens by which the window moves over a document of --corpus longer than a row; default: half a row"
+    help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
     parser.add_argument("--stride", type=integer(), metavar="N", help=help)
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the mean loss per token, with conversions to other units."""
+@output_class
+class EvaluateResult(Result):
+    """Mean loss of a run's weights."""
+
+    run_folder: Path = output("run folder")
+    step: int = output("step of the checkpoint")
+    loss: float = output("mean loss per token or pair")
+    weight: float = output("number of tokens or pairs")
+    unit: str = output("tokens or pairs")
+    perplexity: float | None = output("exponential of the cross entropy, if the loss has one")
+    bits_per_byte: float | None = output("cross entropy in bits per byte of text, if the loss has one")
+    documents: str = output("number of documents longer than a row, with --corpus only")
+
+    def render(self, format: str) -> str:
+        """Return the loss with its other units, and the documents."""
+        perplexity = "" if self.perplexity is None else f", perplexity {self.perplexity:.4g}"
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        loss = f"loss {self.loss:.4f} over {self.weight:,.0f} {self.unit}{perplexity}{bits}"
+        line = f"{self.run_folder}, step {self.step}: {loss}"
+        return f"{line}\n{self.documents}" if self.documents else line
+
+
+def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
+    """Return the mean loss per token, with conversions to other units."""
     if options.stride and not options.corpus:
         raise UserError("--stride is of windows over the documents of --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
@@ -51,15 +73,11 @@ def main(options: argparse.Namespace, project: Project) -> int:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        lines = [f"{options.run_folder}, step {step}: {_measure(run, split)}"]
-        if isinstance(rows, Windows):
-            lines.append(_count_windows(run.get(TokenCorpus).documents(split).lengths, rows))
-    print_text("\n".join(lines))
-    return 0
+        return _measure(run, split, options.run_folder, step)
 
 
-def _measure(run: Container, split: Split) -> str:
-    """Evaluate all rows of a split, and return the mean loss per token or pair as text."""
+def _measure(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
+    """Evaluate all rows of a split, and return the mean loss per token or pair."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _batches(rows, split, run.get(Batching).micro_size):
@@ -71,7 +89,18 @@ def _measure(run: Container, split: Split) -> str:
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
         text_bytes += sum(float(target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
     unit = "pairs" if has_pairs(type(rows)) else "tokens"
-    return f"loss {total / weight:.4f} over {weight:,.0f} {unit}{_in_other_units(nats, weight, text_bytes)}"
+    has_nats = not math.isnan(nats)  # other losses have no cross entropy
+    # Tokens at the end of a document stand for no byte, and are part of the loss.
+    return EvaluateResult(
+        run_folder=folder,
+        step=step,
+        loss=total / weight,
+        weight=weight,
+        unit=unit,
+        perplexity=math.exp(min(nats / weight, 700)) if has_nats else None,
+        bits_per_byte=nats / math.log(2) / text_bytes if has_nats and text_bytes else None,
+        documents=_count_windows(rows, run, split) if isinstance(rows, Windows) else "",
+    )
 
 
 def _corpus(globs: list[str]) -> dict[str, Any]:
@@ -110,8 +139,9 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
     return recipe
 
 
-def _count_windows(lengths: np.ndarray, rows: Windows) -> str:
+def _count_windows(rows: Windows, run: Container, split: Split) -> str:
     """Return a text with the count of documents longer than a row; a row's last token is only predicted."""
+    lengths = run.get(TokenCorpus).documents(split).lengths
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
     return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
@@ -123,12 +153,3 @@ def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[Toke
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]
     for first in range(0, len(indices), MAX_LOADED):
         yield [token_batch(rows.batch(split, batch), "evaluate") for batch in indices[first : first + MAX_LOADED]]
-
-
-def _in_other_units(nats: float, weight: float, text_bytes: float) -> str:
-    """Convert the cross entropy to other units; yield nothing for other losses."""
-    if math.isnan(nats):
-        return ""
-    # Tokens at the end of a document stand for no byte, and are part of the loss.
-    by_byte = f", {nats / math.log(2) / text_bytes:.4f} bits per byte" if text_bytes else ""
-    return f", perplexity {math.exp(min(nats / weight, 700)):.4g}{by_byte}"

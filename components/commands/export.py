@@ -8,19 +8,30 @@ from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.stages import Stages
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to write; it must not exist")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Export the weights, and print the folder's path."""
+@output_class
+class ExportResult(Result):
+    """A Hugging Face folder with the weights of a run."""
+
+    folder: Path = output("written folder")
+    step: int = output("step of the checkpoint")
+
+    def render(self, format: str) -> str:
+        """Return one line."""
+        return f"exported to {self.folder}"
+
+
+def main(options: argparse.Namespace, project: Project) -> ExportResult:
+    """Export the weights."""
     with open_trained(project, options, LanguageModel, Stages, Tokenizer) as (run, step):
         write_folder(options.to, run.get(LanguageModel), run.get(Stages), run.get(Tokenizer), step=step)
-    print_text(f"exported to {options.to}")
-    return 0
+    return ExportResult(options.to, step)

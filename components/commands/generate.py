@@ -9,26 +9,49 @@ from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
-    parser.add_argument("--tokens", type=integer(), default=200, help="most tokens to sample (default 200)")
-    parser.add_argument("--context", type=integer(), default=256, help="tokens of context for the model (default 256)")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
     parser.add_argument(
-        "--temperature", type=temperature, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
+        "--tokens", type=integer(), default=200, metavar="N", help="most tokens to sample (default: 200)"
     )
-    parser.add_argument("--top-k", type=integer(), default=None, help="sample from the K most likely tokens only")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    parser.add_argument(
+        "--context", type=integer(), default=256, metavar="N", help="most tokens the model sees (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=temperature,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=integer(), metavar="K", help="sample only from the K most likely tokens (default: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling (default: 0)")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the prompt and its continuation."""
-    with open_trained(project, options, Predictor, Tokenizer, Mesh) as (run, _):
+@output_class
+class GenerateResult(Result):
+    """Sampled text."""
+
+    step: int = output("step of the checkpoint")
+    prompt: str = output("prompt")
+    continuation: str = output("sampled text after the prompt")
+
+    def render(self, format: str) -> str:
+        """Return the prompt and its continuation."""
+        return self.prompt + self.continuation
+
+
+def main(options: argparse.Namespace, project: Project) -> GenerateResult:
+    """Sample a continuation of the prompt."""
+    with open_trained(project, options, Predictor, Tokenizer, Mesh) as (run, step):
         tokenizer = run.get(Tokenizer)
         sampler = Sampler(
             model=run.get(Predictor),
@@ -41,5 +64,5 @@ def main(options: argparse.Namespace, project: Project) -> int:
         )
         # An empty prompt starts like a document: after the end of the previous one.
         prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
-        print_text(options.prompt + tokenizer.decode(list(sampler.continuation(prompt, options.tokens))))
-    return 0
+        text = tokenizer.decode(list(sampler.continuation(prompt, options.tokens)))
+    return GenerateResult(step, options.prompt, text)

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -19,7 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from drawloom.components.commands._options import integer
 from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
 from drawloom.graph import UserError
-from drawloom.graph.cli.exit_codes import STOPPED
+from drawloom.graph.cli.exit_codes import OK, STOPPED
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
@@ -32,16 +34,37 @@ SHUTDOWN_SECONDS = 30 * 24 * 3600
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes on a machine")
-    parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default 1)")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address, on one of the machines")
-    parser.add_argument("--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after a failure")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="such as: run first_run")
+    parser.add_argument("--nproc-per-node", type=integer(), required=True, metavar="N", help="processes per machine")
+    parser.add_argument("--nnodes", type=integer(), default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address for all machines to meet, on one of them")
+    parser.add_argument(
+        "--max-restarts", type=integer(0), default=0, metavar="N", help="restarts after failures (default: 0)"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
+    )
     parser.set_defaults(overlay=[])
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Run the command in all processes; return the first failed process's exit code, or 0."""
+@output_class
+class LaunchResult(Result):
+    """The end of a launched command. Its own output, also that of its `--format json`, is on stderr."""
+
+    command: Sequence[str] = output("launched command")
+    code: int = output("exit code of the first failed process, or 0")
+
+    @property
+    def exit_code(self) -> int:
+        """The code of the command."""
+        return self.code
+
+    def render(self, format: str) -> str:
+        """Return nothing; the processes print."""
+        return ""
+
+
+def main(options: argparse.Namespace, project: Project) -> LaunchResult:
+    """Run the command in all processes."""
     if not options.arguments:
         raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
     if options.nnodes > 1 and not options.rdzv_endpoint:
@@ -50,16 +73,16 @@ def main(options: argparse.Namespace, project: Project) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     for name in AGENT_LOGS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    imports = [f"--import={path}" for path in options.imports]
+    command = [*options.arguments, *options.words, *(f"--import={path}" for path in options.imports)]
     package = project.registry.package.partition(".")[0]
     try:
         start = elastic_launch(_config(options), sys.executable)
-        start("-u", "-m", package, *options.arguments, *options.words, *imports)
+        start("-u", "-m", package, *command)
     except ChildFailedError as error:
-        return report_failure(error)
+        return LaunchResult(command, report_failure(error))
     except SignalException as stopped:
-        return STOPPED + stopped.sigval
-    return 0
+        return LaunchResult(command, STOPPED + stopped.sigval)
+    return LaunchResult(command, OK)
 
 
 def _config(options: argparse.Namespace) -> LaunchConfig:

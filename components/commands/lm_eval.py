@@ -14,28 +14,49 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="names of tasks or groups of tasks")
-    parser.add_argument("--include", action="append", type=Path, metavar="DIR", help="a folder with tasks in YAML")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="tasks, or groups of tasks, by name")
     parser.add_argument(
-        "--fewshot", type=integer(0), metavar="N", help="examples before a question; the task's by default"
+        "--include",
+        action="append",
+        type=Path,
+        metavar="DIR",
+        help="also use the tasks in this folder, in YAML; may be repeated",
     )
-    parser.add_argument("--limit", type=integer(), metavar="N", help="take the first N questions of each task")
     parser.add_argument(
-        "--context", type=integer(), default=1024, help="tokens of context for the model (default 1024)"
+        "--fewshot", type=integer(0), metavar="N", help="examples before each question (default: the task's)"
     )
-    parser.add_argument("--rows", type=integer(), default=8, help="texts that are computed together (default 8)")
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results as JSON")
+    parser.add_argument("--limit", type=integer(), metavar="N", help="ask only the first N questions of each task")
+    parser.add_argument(
+        "--context", type=integer(), default=1024, metavar="N", help="most tokens the model sees (default: 1024)"
+    )
+    parser.add_argument("--rows", type=integer(), default=8, metavar="N", help="texts per batch (default: 8)")
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results to this file, as JSON")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print every task's metrics."""
+@output_class
+class LmEvalResult(Result):
+    """Metrics of tasks."""
+
+    run_folder: Path = output("run folder")
+    step: int = output("step of the checkpoint")
+    results: Mapping[str, Mapping[str, Any]] = output(
+        "values by task; a key is a metric and a filter, such as acc,none"
+    )
+
+    def render(self, format: str) -> str:
+        """Return a line per task and metric."""
+        return "\n".join([f"{self.run_folder}, step {self.step}:", *_lines(self.results)])
+
+
+def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
+    """Evaluate the run on every task."""
     harness = package("lm_eval", "pip install 'drawloom[lm-eval]'")
     from lm_eval.tasks import TaskManager
 
@@ -54,12 +75,11 @@ def main(options: argparse.Namespace, project: Project) -> int:
         except ConnectionError as error:
             hint = "try again with a network, or give tasks whose data is on this machine by --include"
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
-    print_text("\n".join([f"{options.run_folder}, step {step}:", *_lines(results["results"])]))
     if options.to is not None:
         summary = {name: value for name, value in results.items() if name != "samples"}
         with writing(options.to):
             replace_file(options.to, json.dumps({"step": step, **summary}, indent=2, default=str).encode() + b"\n")
-    return 0
+    return LmEvalResult(options.run_folder, step, results["results"])
 
 
 def _lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

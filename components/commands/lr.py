@@ -1,16 +1,17 @@
 """draw a recipe's learning rate over the steps, and its batch if it has a ramp, without a device"""
 
 import argparse
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 from xml.sax.saxutils import escape
 
 import attrs
 
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.wiring.node import Node
 
@@ -113,23 +114,31 @@ MAX_POINTS = 2000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a run folder")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--format", choices=("text", "svg", "json"), default="text", help="the format (default text)")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder")
+    add_overlays(parser)
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the curves."""
+@output_class
+class LrResult(Result):
+    """Learning rates and batch sizes over the steps."""
+
+    formats: ClassVar[tuple[str, ...]] = ("text", "svg", JSON)
+
+    recipe: str = output("recipe as given")
+    curves: Mapping[str, Sequence[tuple[int, float]]] = output("pairs of a step and a value, by curve")
+
+    def render(self, format: str) -> str:
+        """Return block characters or an SVG document."""
+        curves = [ScheduleCurve(name, points) for name, points in self.curves.items()]
+        if format == "svg":
+            return draw_svg(f"{self.recipe}, {curves[0].last:,} steps", curves).removesuffix("\n")
+        return draw_text(curves, min(shutil.get_terminal_size((120, 0)).columns, 120))
+
+
+def main(options: argparse.Namespace, project: Project) -> LrResult:
+    """Return the curves."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    curves = list(_curves(recipe))
-    if options.format == "json":
-        print_text(json.dumps({curve.name: curve.points for curve in curves}))
-    elif options.format == "svg":
-        print_text(draw_svg(f"{options.recipe}, {curves[0].last:,} steps", curves), end="")
-    else:
-        print_text(draw_text(curves, min(shutil.get_terminal_size((120, 0)).columns, 120)))
-    return 0
+    return LrResult(options.recipe, {curve.name: curve.points for curve in _curves(recipe)})
 
 
 def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:

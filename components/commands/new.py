@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Leaf
@@ -35,13 +35,25 @@ name = {quoted}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("name", metavar="NAME", help="of the run; the recipe is NAME.toml, which must not exist")
-    help = "a shipped recipe, or the path of another (default first_run)"
+    parser.add_argument("name", metavar="NAME", help="name of the run; NAME.toml is written, and must not exist")
+    help = "extend this recipe: a path, or a shipped name (default: first_run)"
     parser.add_argument("--from", dest="base", metavar="RECIPE", default="first_run", help=help)
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Write the recipe, and print how to run it."""
+@output_class
+class NewResult(Result):
+    """A written recipe."""
+
+    path: Path = output("written recipe")
+    extends: str = output("recipe that it extends")
+
+    def render(self, format: str) -> str:
+        """Return one line that says how to run the recipe."""
+        return f"{self.path} extends {self.extends}; `drawloom run {self.path}` trains it"
+
+
+def main(options: argparse.Namespace, project: Project) -> NewResult:
+    """Write the recipe."""
     path = Path(f"{options.name.removesuffix('.toml')}.toml")
     recipe = Recipe.load(options.base, project=project)
     # The check also refuses invalid names of runs.
@@ -62,8 +74,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     except OSError as error:
         path.unlink()  # so that the user can repeat the command
         raise UserError(f"{path}: {error.strerror}") from error
-    print_text(f"{path} extends {options.base}; `drawloom run {path}` trains it")
-    return 0
+    return NewResult(path, options.base)
 
 
 def _comment_out(graph: Graph) -> Iterator[str]:

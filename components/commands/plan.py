@@ -1,21 +1,19 @@
 """plan a run without a GPU or data: memory per rank, time per step, tokens per second"""
 
 import argparse
-import json
 import math
 import re
 
-import attrs
-
 from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
-from drawloom.components.planning.checkpoint_interval import Interval, interval
+from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import remedies, remedies_text, remedy_data
+from drawloom.components.planning.remedies import find_remedies
 from drawloom.components.planning.search import search, search_text
-from drawloom.components.planning.text import as_data, as_text
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -24,34 +22,34 @@ from drawloom.graph.project import Project, Recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="processes; as few as the mesh can have if left out")
-    devices = "h100, h200, a100, b200, mi300x or cpu, or a TOML file; the device at hand if left out"
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder"
+    )
+    add_overlays(parser)
+    parser.add_argument("--ranks", type=_count, metavar="N", help="processes (default: the fewest the mesh allows)")
+    devices = "h100, h200, a100, b200, mi300x, cpu, or a TOML file (default: this machine's device)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
-    help = "measure the device at hand, which takes less than a minute, and keep that for later plans"
+    help = "measure this machine's device in less than a minute, and use the result in later plans"
     parser.add_argument("--calibrate", action="store_true", help=help)
-    help = "with --ranks: the best ten meshes, microbatches, schedules and policies of recomputation"
+    help = "with --ranks: list the ten fastest meshes with microbatches, schedule and recomputation"
     parser.add_argument("--search", action="store_true", help=help)
-    help = "mean hours between failures of one node: propose how often to save a checkpoint"
+    help = "mean time between failures of one node, in hours; recommends how often to save"
     parser.add_argument("--mtbf", type=_positive, metavar="HOURS", help=help)
-    help = "with --mtbf: seconds for which a save keeps the run waiting; estimated from its bytes if left out"
+    help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
     parser.add_argument("--save-seconds", type=_positive, metavar="SECONDS", help=help)
-    help = "with --search: write the best one as an overlay"
+    help = "with --search: write the fastest as an overlay to this file"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="text if left out")
-    parser.epilog = "Set single values with node.key=value."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the plan; return 1 if it does not fit the device."""
-    if options.calibrate:
-        path = calibrate(here())
-        print_text(f"{path.read_text('utf-8')}\nkept in {path}")
+def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
+    """Plan the recipe, after a calibration if asked for."""
+    calibration = _calibrate() if options.calibrate else None
     if not options.recipe:
-        if options.calibrate:
-            return 0
+        if calibration:
+            return calibration
         raise UserError("plan takes a recipe, or --calibrate", 2)
+    if calibration:
+        print_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
     device = device_model(options.device) if options.device else at_hand()
@@ -60,15 +58,13 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.to is not None:
         raise UserError("--to is for the best plan of a search; write --search, too", 2)
     planned = plan(recipe, device, options.ranks)
-    helpful = [] if planned.fits else remedies(recipe, planned)
-    saves = _saves(options, recipe, planned)
-    if options.format == "json":
-        more = {} if saves is None else {"checkpoint": {**attrs.asdict(saves), "toml": saves.toml, "lost": saves.lost}}
-        print_text(json.dumps(as_data(planned) | {"remedies": list(map(remedy_data, helpful))} | more, indent=1))
-    else:
-        parts = [as_text(planned), *([] if planned.fits else [remedies_text(helpful)])]
-        print_text("\n\n".join([*parts, *([] if saves is None else [str(saves)])]))
-    return 0 if planned.fits else 1
+    helpful = [] if planned.fits else find_remedies(recipe, planned)
+    return PlanResult.of(planned, helpful, _saves(options, recipe, planned))
+
+
+def _calibrate() -> CalibrationResult:
+    path = calibrate(here())
+    return CalibrationResult(path, path.read_text("utf-8"))
 
 
 def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
@@ -77,25 +73,24 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
         if options.save_seconds is not None:
             raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
         return None
-    return interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
+    return propose_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
-def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> int:
-    """Print the best plans, and write the best plan's settings as an overlay."""
+def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
+    """Find the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
-    candidates = search(recipe, device, options.ranks)
-    if options.format == "json":
-        plans = [{"toml": candidate.overlay.splitlines(), **as_data(candidate.plan)} for candidate in candidates]
-        print_text(json.dumps(plans, indent=1))
-    else:
-        print_text(search_text(candidates))
-    if options.to is not None and candidates:
+    choices = search(recipe, device, options.ranks)
+    overlay = options.to if choices else None
+    if overlay is not None:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
-        with writing(options.to):
-            replace_file(options.to, f"{head}\n{candidates[0].overlay}\n".encode())
-        print_text(f"the first one is an overlay in {options.to}")
-    return 0 if candidates and candidates[0].plan.fits else 1
+        try:
+            with writing(overlay):
+                replace_file(overlay, f"{head}\n{choices[0].overlay}\n".encode())
+        except UserError:
+            print_text(search_text(choices))
+            raise
+    return SearchResult.of(choices, overlay)
 
 
 def _positive(text: str) -> float:

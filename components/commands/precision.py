@@ -4,13 +4,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import attrs
 import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, positive_number, writing
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._recipes import add_overlays, only
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
@@ -20,7 +21,7 @@ from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 MIN_MEDIAN = 1e-12
@@ -29,22 +30,35 @@ MIN_MEDIAN = 1e-12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe that trains on one device")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
+    add_overlays(parser)
+    parser.add_argument(
+        "--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring (default: 20)"
+    )
     parser.add_argument(
         "--tolerance",
         type=positive_number,
         default=3.0,
         metavar="X",
-        help="exclude layers whose error is more than X times the median (default 3)",
+        help="exclude layers whose error exceeds X times the median (default: 3)",
     )
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="the overlay to write (default: print it)")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="overlay to write (default: print it)")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the overlay, or write it."""
+@output_class
+class PrecisionResult(Result):
+    """An overlay that excludes layers from float8."""
+
+    overlay: str = output("overlay in TOML, with the evidence as comments")
+    path: Path | None = output("written file, with --to only")
+
+    def render(self, format: str) -> str:
+        """Return the overlay, or the path to it."""
+        return f"wrote {self.path}" if self.path else self.overlay.removesuffix("\n")
+
+
+def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
+    """Measure, and write the overlay if asked."""
     if options.to is not None and options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
@@ -52,13 +66,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
     evidence = _measure(recipe.with_values({node: float8}), options.steps)
     text = write_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
-    if options.to is None:
-        print_text(text, end="")
-    else:
+    if options.to is not None:
         with writing(options.to):
             replace_file(options.to, text.encode())
-        print_text(f"wrote {options.to}")
-    return 0
+    return PrecisionResult(text, options.to)
 
 
 @attrs.frozen
@@ -157,7 +168,7 @@ def _set_format(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
 
 @attrs.frozen
 class _Probe:
-    """Passes over the same microbatches, with float8 in different layers."""
+    """Measurement of float8's effects: passes over the same microbatches, with float8 in different layers."""
 
     parameters: Parameters
     executor: Executor

@@ -4,12 +4,14 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, writing
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, batch_of
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -18,22 +20,34 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with loss.dpo")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the JSON-lines file to write")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe with loss.dpo: a path, or a shipped name")
+    add_overlays(parser)
+    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="JSON-lines file to write")
     parser.add_argument(
-        "--pairs", type=integer(), default=8, metavar="N", help="pairs that are computed together (default 8)"
+        "--pairs", type=integer(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
     )
-    parser.epilog = "Set single values with node.key=value."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
+@output_class
+class ReferenceResult(Result):
+    """A file with reference log-probabilities."""
+
+    path: Path = output("written JSON-lines file")
+    lines: int = output("number of lines")
+
+    def render(self, format: str) -> str:
+        """Return one line with the words that train with the file."""
+        words = f"tokens.paths='[\"{self.path}\"]' loss.reference=data"
+        return f"wrote {self.path}, {self.lines} lines; train with {words}"
+
+
+def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     """Write the lines of the recipe's data with `ref_chosen_logps` and `ref_rejected_logps`."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
@@ -44,9 +58,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     with writing(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
-    words = f"tokens.paths='[\"{options.to}\"]' loss.reference=data"
-    print_text(f"wrote {options.to}, {len(lines)} lines; train with {words}")
-    return 0
+    return ReferenceResult(options.to, len(lines))
 
 
 def _only(recipe: Recipe, kind: type) -> str:

@@ -1,17 +1,19 @@
 """write one HTML report about runs: curves, events, checkpoints, samples and drawings"""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.commands._options import output_file, writing
-from drawloom.components.commands._recipes import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule
-from drawloom.components.report.page import page
+from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -19,13 +21,28 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="such as runs/first_run")
-    help = f"output file (default: {REPORT} in the run folder, or in the current folder for several runs)"
+    parser.add_argument(
+        "run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="a run folder, such as runs/first_run"
+    )
+    help = f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Write the report, and print its path."""
+@output_class
+class ReportResult(Result):
+    """An HTML report."""
+
+    path: Path = output("written file")
+    bytes: int = output("size of the file")
+    runs: Sequence[str] = output("names of the runs in the report")
+
+    def render(self, format: str) -> str:
+        """Return one line with size and path."""
+        return f"report of {byte_size(self.bytes)} in {self.path}"
+
+
+def main(options: argparse.Namespace, project: Project) -> ReportResult:
+    """Write the report."""
     folders: list[Path] = list(dict.fromkeys(options.run_folders))
     if len(folders) > 1:
         folders = [folder for folder in folders if _is_run(folder)] or folders
@@ -36,11 +53,10 @@ def main(options: argparse.Namespace, project: Project) -> int:
         for folder, name in zip(folders, names_of(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
-    content = page(runs).encode()
+    content = render_page(runs).encode()
     with writing(target):
         replace_file(target, content)
-    print_text(f"report of {byte_size(len(content))} in {target}")
-    return 0
+    return ReportResult(target, len(content), [run.name for run in runs])
 
 
 def _is_run(folder: Path) -> bool:
@@ -68,4 +84,4 @@ def _drawings(project: Project, folder: Path) -> Drawings:
 
 def _schedule(recipe: Recipe) -> str:
     pipeline = Pipeline.of(recipe)
-    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, needed(pipeline.microbatches))
+    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))

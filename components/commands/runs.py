@@ -3,15 +3,13 @@
 import argparse
 import csv
 import io
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
-
-import attrs
+from typing import ClassVar, get_args
 
 from drawloom.components.report.run_table import COLUMNS, RunRow, State, difference_keys, read_rows, sort_rows
 from drawloom.graph import UserError
+from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
@@ -22,26 +20,37 @@ MAX_VALUE_LENGTH = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    help = "folder whose runs are listed, with those of its subfolders (default: runs)"
+    help = "folder with run folders, at any depth (default: runs)"
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"), help=help)
-    help = "order by a column, such as best, or by a differing setting, such as optimizer.lr (default: run)"
+    help = "sort by a column, such as best, or by a differing setting, such as optimizer.lr (default: run)"
     parser.add_argument("--sort", metavar="COLUMN", default="run", help=help)
-    parser.add_argument("--reverse", action="store_true", help="largest first")
+    parser.add_argument("--reverse", action="store_true", help="sort in descending order")
     parser.add_argument("--state", choices=get_args(State), help="list only runs in this state")
-    parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="text if left out")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print the table."""
+@output_class
+class RunsResult(Result):
+    """Runs in a folder and in its subfolders."""
+
+    formats: ClassVar[tuple[str, ...]] = ("text", "csv", JSON)
+
+    runs: Sequence[RunRow] = output("runs, in the order of --sort")
+
+    def render(self, format: str) -> str:
+        """Return a table for a terminal, or CSV."""
+        return as_csv(self.runs) if format == "csv" else as_text(self.runs)
+
+
+def main(options: argparse.Namespace, project: Project) -> RunsResult:
+    """Read the runs."""
     if not options.folder.is_dir():
         raise UserError(f"there is no folder {options.folder}; give one with runs, such as runs", 2)
     rows = sort_rows(read_rows(options.folder), options.sort, reverse=options.reverse)
     shown = [row for row in rows if options.state in (None, row.state)]
-    print_text(FORMATS[options.format](shown))
     for row in shown:
         if row.problem:
             print_text(row.problem, "stderr")
-    return 0
+    return RunsResult(shown)
 
 
 def as_text(rows: Sequence[RunRow]) -> str:
@@ -62,14 +71,6 @@ def as_csv(rows: Sequence[RunRow]) -> str:
     for row in rows:
         writer.writerow([*(getattr(row, name) for name in COLUMNS), *(row.differs.get(key) for key in keys)])
     return file.getvalue().rstrip("\n")
-
-
-def as_json(rows: Sequence[RunRow]) -> str:
-    """Return a JSON list with an object per run; `differs` has settings as TOML."""
-    return json.dumps([attrs.asdict(row) for row in rows], indent=1)
-
-
-FORMATS: dict[str, Callable[[Sequence[RunRow]], str]] = {"text": as_text, "csv": as_csv, "json": as_json}
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:

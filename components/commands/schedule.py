@@ -1,18 +1,17 @@
 """simulate and draw a pipeline schedule, its bubble and activation memory, without a device"""
 
 import argparse
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._recipes import Pipeline, mesh_sizes, needed
+from drawloom.components.commands._recipes import Pipeline, add_overlays, mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
@@ -21,14 +20,14 @@ from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, several
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
 from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import Problem, RecipeError, UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import JSON, Result, internal, output, output_class
 from drawloom.graph.problems import find_nearest
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
@@ -45,33 +44,37 @@ MAX_RANKS, MAX_WORK = 1000, 50_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    known = "a recipe, with --ranks a schedule, or a CSV file of torch.distributed.pipelining"
+    known = "a recipe; with --ranks also the name of a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    several = "with --compare several, such as 4,8"
-    help = f"pipeline ranks; the recipe's mesh if left out; {several}"
+    add_overlays(parser)
+    help = "pipeline ranks (default: the recipe's); with --compare also several, such as 4,8"
     parser.add_argument("--ranks", type=integers, metavar="N", help=help)
-    help = f"in a step; the recipe's batch if left out; {several}"
+    help = "microbatches per step (default: the recipe's); with --compare also several, such as 4,8"
     parser.add_argument("--microbatches", type=integers, metavar="N", help=help)
-    parser.add_argument("--stages-per-rank", type=integer(), metavar="N", help="the schedule's own number if left out")
-    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
-    costs = "of all layers of a rank, in any unit: B is I + W if left out, a message takes comm, and with "
-    costs += "mesh.data_shard unshard gathers parameters and reduce sums gradients; or in seconds, as `drawloom plan` "
-    costs += "plans them, or as a run with listeners.profiler has traced them"
-    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
-    devices = "with --costs plan: as in `drawloom plan`; the device at hand if left out"
-    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
-    help = "draw the traced step of a run under its schedule, simulated with the costs of that step"
-    parser.add_argument("--run", type=Path, metavar="RUN_FOLDER", help=help)
     parser.add_argument(
-        "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
+        "--stages-per-rank", type=integer(), metavar="N", help="stages per rank (default: the schedule's)"
     )
-    parser.add_argument("--format", choices=("text", "svg", "json", "csv"), default="text", help="text if left out")
-    parser.add_argument("--forward-only", action="store_true", help="the program of evaluation and generation")
+    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
+    costs = (
+        "costs of a rank's layers in any unit: forward (F), input gradients (I), weight gradients (W), whole backward "
+    )
+    costs += (
+        "(B, default I + W), a message (comm), and with mesh.data_shard gathering parameters (unshard) and reducing "
+    )
+    costs += "gradients (reduce); or seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
+    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
+    devices = "with --costs plan: the device, as for `drawloom plan` (default: this machine's)"
+    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    help = "draw the simulation of a run's schedule with traced costs, and the traced step below it"
+    parser.add_argument("--run", type=Path, metavar="RUN_FOLDER", help=help)
+    help = "messages that wait for each other: none (free, default), from one rank to another (direction), between two "
+    help += "ranks (pair), all of a rank (rank), or all, while the rank does nothing else (blocking)"
+    parser.add_argument("--channels", choices=get_args(Channels), default="free", help=help)
+    parser.add_argument("--forward-only", action="store_true", help="simulate evaluation and generation")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="a table of all schedules, and of NAME, with the costs of a RECIPE if given",
+        help="print a table of all schedules, and NAME, with the costs of RECIPE if there is one",
     )
     parser.epilog = "Set single values with node.key=value; in a schedule by its name, the node is called schedule."
 
@@ -80,38 +83,98 @@ EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages
 """Options that --run rejects, because they would simulate a different run."""
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print one schedule, or a comparison between all schedules."""
+@output_class
+class ActionData:
+    """A gather or a reduction of parameters on a rank."""
+
+    action: str = output("notation of the action")
+    start: float = output("start, in the unit of the costs")
+    end: float = output("end")
+
+
+@output_class
+class ScheduleData:
+    """A simulated schedule; times are in the unit of the costs."""
+
+    schedule: str = output("name, or path of a CSV file")
+    ranks: int = output("pipeline ranks")
+    stages_per_rank: int = output("stages on each rank")
+    microbatches: int = output("microbatches of a step")
+    makespan: float = output("time of a step")
+    ideal: float = output("time without a bubble")
+    bubble: float = output("idle fraction of the makespan")
+    span_bubble: float = output("idle fraction of a rank's longest span")
+    peak_activations: Sequence[int] = output("peak of stage-microbatches until their input gradients, by rank")
+    peak_live_weights: Sequence[int] = output("the same until their weight gradients, by rank")
+    messages: int = output("tensors that ranks send one another")
+    actions: Mapping[str, int] = output("number of actions by kind")
+    shard_actions: Sequence[Sequence[ActionData]] = output("gathers and reductions by rank")
+    recompute: Sequence[str] | None = output("recomputation by stage, if the schedule chooses it", default=None)
+    measured_makespan: float | None = output("time of the step in a run, with --run only", default=None)
+    activation_bytes: Sequence[int] | None = output("peak bytes of activations by rank, if known", default=None)
+
+
+@attrs.frozen
+class ScheduleResult(ScheduleData, Result):
+    """A simulated schedule; times are in the unit of the costs."""
+
+    formats: ClassVar[tuple[str, ...]] = ("text", "svg", JSON, "csv")
+
+    summary: Summary | None = internal(default=None)
+
+    @classmethod
+    def of(cls, summary: Summary) -> "ScheduleResult":
+        """Describe a simulation."""
+        return cls(**_schedule_fields(summary), summary=summary)
+
+    def render(self, format: str) -> str:
+        """Return a timeline with a table, an SVG document, or a CSV file of torch.distributed.pipelining."""
+        summary = self.summary
+        if summary is None:
+            return ""
+        if format == "svg":
+            return draw_svg(summary.simulation, summary.title, summary.caption, summary.measured).removesuffix("\n")
+        if format == "csv":
+            return write_csv(summary.simulation.program).removesuffix("\r\n")
+        width = shutil.get_terminal_size((120, 0)).columns
+        picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
+        return f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n\n{picture}"
+
+
+@output_class
+class ComparisonResult(Result):
+    """Simulated schedules, with --compare."""
+
+    schedules: Sequence[ScheduleData] = output("schedules of every size")
+    text: str = internal()
+
+    def render(self, format: str) -> str:
+        """Return one table per size."""
+        return self.text
+
+
+def _schedule_fields(summary: Summary) -> dict[str, Any]:
+    data = summary.as_data()
+    return data | {"shard_actions": [[ActionData(**bar) for bar in bars] for bars in data["shard_actions"]]}
+
+
+def main(options: argparse.Namespace, project: Project) -> ScheduleResult | ComparisonResult:
+    """Simulate one schedule, or all schedules."""
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
         if any(getattr(options, name) for name in EXCLUDED_BY_RUN):
             raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
         options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
-        print_text(_comparison(options, project))
-        return 0
+        return _comparison(options, project)
     for name in ("ranks", "microbatches"):
         values = getattr(options, name) or [None]
         if len(values) > 1:
             raise UserError(f"--{name} {','.join(map(str, values))}: several are compared; add --compare", 2)
         setattr(options, name, values[0])
     summary = _summary(options, project)
-    measured = None if options.run is None else _costs.of_run(options.run, project).simulation
-    _print(options, summary if measured is None else attrs.evolve(summary, measured=measured))
-    return 0
-
-
-def _print(options: argparse.Namespace, summary: Summary) -> None:
-    if options.format == "json":
-        print_text(json.dumps(summary.as_data(), indent=1))
-    elif options.format == "svg":
-        print_text(draw_svg(summary.simulation, summary.title, summary.caption, summary.measured), end="")
-    elif options.format == "csv":
-        print_text(write_csv(summary.simulation.program), end="")
-    else:
-        width = shutil.get_terminal_size((120, 0)).columns
-        print_text(f"{summary.title}\n{summary.caption}\n\n{summary.by_rank()}\n")
-        print_text(draw_text(summary.simulation, width, summary.measured), end="")
+    measured = None if options.run is None else _costs.read_run(options.run, project).simulation
+    return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
 def _summary(options: argparse.Namespace, project: Project) -> Summary:
@@ -126,7 +189,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
         _spec(project, name)  # report a misspelt name before missing options
-        size = Size(options.ranks, needed(options.microbatches))
+        size = Size(options.ranks, require_microbatches(options.microbatches))
         source = _costs.source(options, project, None)
         return _simulate(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
@@ -137,7 +200,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     recipe = _recipe(options, project)
     pipeline = Pipeline.of(recipe)
     _check_stages(options, pipeline.use, pipeline.schedule, pipeline.ranks)
-    size = Size(pipeline.ranks, needed(options.microbatches or pipeline.microbatches))
+    size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
     source = _costs.source(options, project, recipe)
     sharding = _sharding(recipe.graph) if isinstance(source, Units) else None
     return _simulate(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
@@ -175,8 +238,8 @@ def _summary_of_file(options: argparse.Namespace, project: Project) -> Summary:
     return _simulate_program(options, path, program, _costs.source(options, project, None), None)
 
 
-def _comparison(options: argparse.Namespace, project: Project) -> str:
-    """Return one table per size, with the named schedule and all schedules without required settings."""
+def _comparison(options: argparse.Namespace, project: Project) -> ComparisonResult:
+    """Simulate the named schedule and all schedules without required settings: one table per size."""
     if options.format in ("svg", "csv"):
         raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
     recipe = _recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
@@ -187,13 +250,12 @@ def _comparison(options: argparse.Namespace, project: Project) -> str:
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
     names = list(dict.fromkeys([*_complete(project), *named]))
     ranks = options.ranks or [pipeline.ranks if pipeline else 1]
-    microbatches = options.microbatches or [needed(pipeline.microbatches if pipeline else None)]
+    microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
-    if options.format == "json":
-        return json.dumps([summary.as_data() for summaries in tables.values() for summary in summaries], indent=1)
     titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
-    return "\n\n".join([*titled, LEGEND])
+    schedules = [ScheduleData(**_schedule_fields(summary)) for summaries in tables.values() for summary in summaries]
+    return ComparisonResult(schedules, "\n\n".join([*titled, LEGEND]))
 
 
 def _simulate_all(
@@ -278,7 +340,7 @@ class Size:
     microbatches: int
 
     def __str__(self) -> str:
-        return f"{several(self.ranks, 'rank')}, {several(self.microbatches, 'microbatch', 'es')}"
+        return f"{format_count(self.ranks, 'rank')}, {format_count(self.microbatches, 'microbatch', 'es')}"
 
 
 class _Unsuitable(UserError):

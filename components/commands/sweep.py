@@ -16,12 +16,14 @@ from types import FrameType
 
 import attrs
 
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.commands._sweep_points import Point, points_of
 from drawloom.components.commands.runs import as_text
 from drawloom.components.report.events import read_log
-from drawloom.components.report.run_table import read_rows, run_state, sort_rows
+from drawloom.components.report.run_table import RunRow, read_rows, run_state, sort_rows
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.project import Project, Recipe
@@ -54,41 +56,72 @@ class SweepRun:
         return "changed" if resolve(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
 
 
+@output_class
+class SweepPoint:
+    """A run of a sweep."""
+
+    run: str = output("name, from the values of the axes")
+    words: Sequence[str] = output("words that are merged over the recipe")
+    state: str = output("state before the sweep: new, changed, or as in `drawloom runs`")
+    exit_code: int | None = output("exit code of the run; null if it was not started")
+
+
+@output_class
+class SweepResult(Result):
+    """Runs of a sweep."""
+
+    folder: Path = output("folder of the runs")
+    points: Sequence[SweepPoint] = output("runs, in the order of the sweep")
+    runs: Sequence[RunRow] = output("runs with their losses, best first")
+    signal: int = output("signal that stopped the sweep, or 0")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a run has failed, or 128 plus the signal."""
+        if self.signal:
+            return STOPPED + self.signal
+        return FAILED if any(point.exit_code for point in self.points) else OK
+
+    def render(self, format: str) -> str:
+        """Return the table of the runs; with --dry-run, their names and states."""
+        if any(point.exit_code is not None for point in self.points) or self.runs:
+            return as_text(self.runs)
+        return "\n".join(f"{point.run}  {point.state}" for point in self.points)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    parser.add_argument(
-        "--overlay", action="append", default=[], metavar="FILE", help="merge this recipe over RECIPE; may be repeated"
-    )
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
+    add_overlays(parser)
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder for the runs (default: runs/NAME-sweep)")
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
     parser.epilog = "Write several values as node.key=a,b,c, and whole numbers as node.key=0..2."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Check all runs, then run them; return 1 if one has failed, or the code of the signal that stopped the sweep."""
+def main(options: argparse.Namespace, project: Project) -> SweepResult:
+    """Check all runs, then run them."""
     runs = _check(options, project)
     folder = runs[0].folder.parent
     print_text(f"{len(runs)} runs in {folder}")
+    points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
     if options.dry_run:
-        print_text("\n".join(f"{run.point.name}  {run.state}" for run in runs))
-        return OK
-    failed = []
+        return SweepResult(folder, points, [], 0)
+    stopped = 0
     with _forwarding() as sender:
         for number, run in enumerate(runs, 1):
-            if (state := run.state) == "finished":
+            if (state := points[number - 1].state) == "finished":
                 print_text(f"run {number} of {len(runs)}: {run.point.name} is finished")
                 continue
             print_text(f"run {number} of {len(runs)}: {run.point.name}{'' if state == 'new' else f' ({state} before)'}")
             code = sender.run(_command(options, project, run))
+            points[number - 1] = SweepPoint(run.point.name, run.words, state, code)
             if code > STOPPED:
                 print_text("the sweep is stopped; the same command resumes it", "stderr")
-                return code
-            failed += [run.point.name] if code else []
-    print_text(as_text(sort_rows(read_rows(folder), "best")))
-    if failed:
+                stopped = code - STOPPED
+                break
+    if not stopped and (failed := [point.run for point in points if point.exit_code]):
         print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-    return FAILED if failed else OK
+    return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), stopped)
 
 
 def _check(options: argparse.Namespace, project: Project) -> list[SweepRun]:

@@ -13,22 +13,36 @@ from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.data.store.build import build
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, or URLs that fsspec reads")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the store's folder")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json (default: bytes)")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, or URLs (fsspec)")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (default: one token per byte)")
     parser.add_argument("--end-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's)")
-    parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
-    parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
+    parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one per core)")
 
 
-def main(options: argparse.Namespace, _project: Project) -> int:
-    """Make or complete the store, and print its size."""
+@output_class
+class TokenizeResult(Result):
+    """A token store."""
+
+    folder: Path = output("folder of the store")
+    documents: int = output("number of documents")
+    tokens: int = output("number of tokens")
+
+    def render(self, format: str) -> str:
+        """Return one line with the size."""
+        return f"{self.folder}: {self.documents:,} documents, {self.tokens:,} tokens"
+
+
+def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
+    """Make or complete the store."""
     tokenizer = _tokenizer(options)
     files = find(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))
@@ -40,8 +54,7 @@ def main(options: argparse.Namespace, _project: Project) -> int:
         say=lambda text: print_text(text, "stderr"),
         every=1 if sys.stderr.isatty() else 10,
     )
-    print_text(f"{options.to}: {len(store.lengths):,} documents, {store.token_count:,} tokens")
-    return 0
+    return TokenizeResult(options.to, len(store.lengths), store.token_count)
 
 
 def _tokenizer(options: argparse.Namespace) -> Tokenizer:

@@ -2,34 +2,65 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify
 from drawloom.components.commands._trained import no_checkpoint
 from drawloom.components.storage.byte_size import byte_size
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.exit_codes import FAILED, OK
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="such as runs/first_run")
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
 
 
-def main(options: argparse.Namespace, _project: Project) -> int:
-    """Print one line per checkpoint; return 1 if any is corrupt. The run may continue meanwhile."""
+@output_class
+class CheckpointVerdict:
+    """A checkpoint, and whether its files have the checksums of its manifest."""
+
+    path: Path = output("folder of the checkpoint")
+    fault: str = output("the first damaged file; empty if the checkpoint is valid")
+    files: int = output("number of files; 0 for a damaged checkpoint")
+    bytes: int = output("size of all files; 0 for a damaged checkpoint")
+
+    def __str__(self) -> str:
+        if self.fault:
+            return f"{self.path}: corrupt: {self.fault}"
+        return f"{self.path}: valid, {self.files} files, {byte_size(self.bytes)}"
+
+
+@output_class
+class VerifyResult(Result):
+    """Checkpoints of a run, oldest first."""
+
+    checkpoints: Sequence[CheckpointVerdict] = output("checkpoints, oldest first")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a checkpoint is corrupt."""
+        return FAILED if any(checkpoint.fault for checkpoint in self.checkpoints) else OK
+
+    def render(self, format: str) -> str:
+        """Return one line per checkpoint."""
+        return "\n".join(map(str, self.checkpoints))
+
+
+def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
+    """Verify every checkpoint. The run may continue meanwhile."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
         raise no_checkpoint(options.run_folder)
-    lines = [line for checkpoint in checkpoints if (line := _line(checkpoint))]
-    print_text("\n".join(lines))
-    return int(any("corrupt" in line for line in lines))
+    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verdict(checkpoint))])
 
 
-def _line(checkpoint: Path) -> str:
-    """Return a checkpoint's line, empty if the run has removed it meanwhile."""
+def _verdict(checkpoint: Path) -> CheckpointVerdict | None:
+    """Return a checkpoint's verdict, or None if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpointError as error:
-        return f"{checkpoint}: corrupt: {error}" if os.path.lexists(checkpoint) else ""
-    return f"{checkpoint}: valid, {len(manifest.files)} files, {byte_size(manifest.bytes)}"
+        return CheckpointVerdict(checkpoint, str(error), 0, 0) if os.path.lexists(checkpoint) else None
+    return CheckpointVerdict(checkpoint, "", len(manifest.files), manifest.bytes)

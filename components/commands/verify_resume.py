@@ -20,11 +20,13 @@ import attrs
 import torch
 
 from drawloom.components.commands._options import integer
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.components.storage.step_log import read_steps
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.exit_codes import FAILED, OK
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.wiring.graph import Graph
 
@@ -38,14 +40,41 @@ MAX_TRIES = 3  # a short run may end before it can be killed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--steps", type=integer(4), default=20, metavar="N", help="steps, at least 4 (default 20)")
-    parser.add_argument("--ranks", type=integer(), default=1, metavar="R", help="processes to run it in (default 1)")
-    parser.epilog = "Set single values with node.key=value."
+    add_overlays(parser)
+    parser.add_argument(
+        "--steps", type=integer(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
+    )
+    parser.add_argument("--ranks", type=integer(), default=1, metavar="R", help="processes (default: 1)")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
-    """Print whether the runs are equal, or the first difference (step and tensor); return 1 if they differ."""
+@output_class
+class VerifyResumeResult(Result):
+    """An uninterrupted run compared with a resumed one."""
+
+    steps: int = output("steps of both runs")
+    killed_after: int = output("last step before the kill")
+    difference: str = output("first difference; empty for bit-identical runs")
+    reasons: Sequence[str] = output("possible causes other than resuming")
+    folder: Path | None = output("folder with both runs, if they differ")
+    summary: str = output("number of compared steps and tensors, if the runs are equal")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the runs differ."""
+        return FAILED if self.difference else OK
+
+    def render(self, format: str) -> str:
+        """Return the verdict."""
+        half = self.steps // 2
+        head = f"{self.steps} steps without interruption, and {half} steps, a kill after step {self.killed_after}"
+        lines = [f"{head}, and the rest:"]
+        if self.difference:
+            return "\n".join([*lines, self.difference, *self.reasons, f"both runs are in {self.folder}"])
+        return "\n".join([*lines, f"bit-identical: {self.summary}"])
+
+
+def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
+    """Run the recipe twice, and compare the runs: every step and tensor."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check()
     graph = recipe.graph
@@ -59,18 +88,14 @@ def main(options: argparse.Namespace, project: Project) -> int:
             shutil.rmtree(folder)
             raise
     half = options.steps // 2
-    print_text(
-        f"{options.steps} steps without interruption, and {half} steps, a kill after step {killed}, and the rest:"
-    )
     own = graph.implementers(Tracker)  # trackers keep a series per run
     difference = next(differences(folder / "straight", folder / "resumed", own), None)
     if difference is not None:
-        print_text("\n".join([str(difference), *_reasons(difference.step <= half, _device_varies(graph))]))
-        print_text(f"both runs are in {folder}")
-        return 1
-    print_text(f"bit-identical: {_summarize(folder / 'straight')}")
+        reasons = list(_reasons(difference.step <= half, _device_varies(graph)))
+        return VerifyResumeResult(options.steps, killed, str(difference), reasons, folder, "")
+    summary = _summarize(folder / "straight")
     shutil.rmtree(folder)
-    return 0
+    return VerifyResumeResult(options.steps, killed, "", [], None, summary)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import BufferOwner, TokenContext
 from drawloom.components.ports.pipeline import (
     Executor,
+    ForwardPasses,
     Loss,
     PartitioningSchedule,
     Predictor,
@@ -287,3 +288,17 @@ def other_documents_do_not_matter(predictor: Predictor) -> None:
     changed = torch.where(documents == 0, (tokens + 1) % VOCAB, tokens)
     before, after = _logits(predictor, tokens, documents), _logits(predictor, changed, documents)
     expect(torch.allclose(before[0, 3:], after[0, 3:], atol=1e-4), "a document changes the logits of the next")
+
+
+def every_microbatch_is_finished(passes: ForwardPasses) -> None:
+    """Each microbatch's number comes with what `finish` makes of its own hidden states, however many run together."""
+    rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
+    inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]
+    together: dict[int, Tensor] = {}
+    passes.infer_each(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
+    expect(sorted(together) == [0, 1], f"the microbatches 0 and 1 come as {sorted(together)}")
+    for number, alone in enumerate(inputs):
+        result: dict[int, Tensor] = {}
+        passes.infer_each([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
+        difference = float((result[0] - together[number]).abs().max())
+        expect(difference < 1e-5, f"microbatch {number} alone differs by {difference:.2g}")

@@ -49,7 +49,7 @@ class Preferences(ChatCorpus):
         tools = row.get("tools")
         return _weigh_pair([self._encode_answer(side, shared, tools, template) for side in sides], row)
 
-    def nothing_trained(self) -> str:
+    def nothing_trained_message(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
 
     def _encode_answer(self, messages: Sequence[Message], shared: int, tools: Any, template: ChatTemplate) -> Encoded:

@@ -167,7 +167,7 @@ def products_in(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def peak_of(device: str, products: str) -> float | None:
+def peak_tflops_of(device: str, products: str) -> float | None:
     """Return a device's TFLOP/s, by its name and its products' key; None if the table has no such entry."""
     for row in rows():
         if fnmatchcase(device, row["name"]):

@@ -20,11 +20,13 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.dequantize import grouped_gemm_quantized, linear_quantized
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.recompute import cheap, note
+from drawloom.kernels.weight_formats import WeightFormat
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -55,6 +57,7 @@ class AutoKernels:
 
     device: Device
     _linear_float8: Choice = _operation("linear_float8", "linear layers in float8")
+    _dequantize: Choice = _operation("dequantize", "the dequantization of frozen weights")
     _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
     _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
@@ -110,6 +113,10 @@ class AutoKernels:
         """Return an operation's implementation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
+    def environment(self) -> dict[str, str]:
+        """Return the implementation of every operation."""
+        return {operation: self.chosen(operation).name for operation in OPERATIONS}
+
     @cached_property
     def _functions(self) -> dict[str, Any]:
         functions = {operation: load(operation, self.chosen(operation).name) for operation in OPERATIONS}
@@ -138,6 +145,14 @@ class AutoKernels:
 
     def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return mlp_float8(self._functions["linear_float8"], x, gate, up, down)
+
+    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+        return self._functions["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
+
+    def linear_quantized(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+    ) -> Tensor:
+        return linear_quantized(self._functions["dequantize"], x, stored, weight_format, bias)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
@@ -281,6 +296,10 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def grouped_gemm_quantized(self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor) -> Tensor:
+        dequantize, grouped_gemm = self._functions["dequantize"], self._functions["grouped_gemm"]
+        return grouped_gemm_quantized(dequantize, grouped_gemm, x, stored, weight_format, offsets)
 
 
 class PartMask(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.ports.cache import KeyValueCache
@@ -77,11 +78,11 @@ class PieceMask(NamedTuple):
         """Apply a causal convolution to x (rows, tokens, channels), behind the last tokens of the pieces before."""
         lags = weight.shape[1] - 1
         pieces = self._cut(x)
-        if pieces.shape[1] < lags:
-            raise ValueError(f"a piece of a row has {pieces.shape[1]} tokens, and a convolution needs {lags} before it")
-        tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - lags :].view(len(x), -1, lags, x.shape[2]))
-        before = [torch.zeros_like(tails[:, 0]) if piece == 0 else tails[:, piece - 1] for piece in self.part.pieces]
-        history = torch.stack(before, 1).flatten(0, 1)
+        kept = min(lags, pieces.shape[1])
+        tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
+        # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
+        earlier = F.pad(tails.flatten(1, 2), (0, 0, lags, 0))
+        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.pieces], 1).flatten(0, 1)
         ids = torch.cat([self._ids_before(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
         return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
 

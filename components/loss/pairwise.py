@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.graph import UserError, above, inherited, setting
@@ -75,7 +75,7 @@ class PairwiseLoss(DecoderInputs):
 
     def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere."""
-        return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]
+        return target_logps(hidden, head, batch)
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
@@ -89,7 +89,7 @@ class PairwiseLoss(DecoderInputs):
         sums = sum_by_pair(logps, documents)
         counts = sum_by_pair(is_answer, documents).clamp_min(1)
         factor = self.beta / counts if self.length_normalized else self.beta
-        rewards = factor * (sums - self._reference(batch))
+        rewards = factor * (sums - self._reference_logps(batch))
         scores = PairScores(rewards, sums, counts, document_nll)
         weights = sum_by_pair(batch.weights, documents).sum(-1)
         total = (self.pair_losses(scores) * weights).sum()
@@ -101,7 +101,7 @@ class PairwiseLoss(DecoderInputs):
         values = {"margin": margin, "accuracy": accuracy, "chosen": chosen, "rejected": rejected}
         return total, weights.sum(), {f"reward_{name}": (value * weights).sum() for name, value in values.items()}
 
-    def _reference(self, batch: TokenBatch) -> Tensor | float:
+    def _reference_logps(self, batch: TokenBatch) -> Tensor | float:
         """Return the reference model's log-probabilities by answer, float64 (rows, pairs, 2), or 0 without one."""
         return 0.0
 
@@ -122,7 +122,7 @@ class ReferencedLoss(PairwiseLoss):
     def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
         return batch.evolve(reference=logps)
 
-    def _reference(self, batch: TokenBatch) -> Tensor:
+    def _reference_logps(self, batch: TokenBatch) -> Tensor:
         if batch.reference is None:
             raise UserError(
                 'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '

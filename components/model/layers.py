@@ -1,6 +1,7 @@
 """Layers that compute with the recipe's kernels: linear, RMSNorm, embedding, and the head of a loss."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -30,10 +31,13 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
     Linear layer x @ weight.T + bias with weight (outputs, inputs) and an optional bias (outputs,).
 
     `style` is the tensor-parallel style of torch and transformers: `colwise` splits the outputs, `rowwise` the inputs,
-    in units of `unit` channels; a `whole` layer is not split, and gets each rank's own tokens. Parts may differ in size
-    if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The outputs of a
-    residual layer are added to the residual stream.
+    in units of `unit` channels; a `whole` layer is not split, and every rank applies it to its own tokens. Parts may
+    differ in size if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The
+    outputs of a residual layer are added to the residual stream. If files join this layer with others, `joined_name` is
+    the joined layer's name.
     """
+
+    joined_name: str | None = None
 
     def __init__(
         self,
@@ -65,12 +69,23 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias (..., outputs) of x (..., inputs), in the format of the layer."""
+        if (weight_format := self.weight_formats.get("weight")) is not None:
+            return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, weight_format, bias)
         product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
         return product(x.to(self.weight.dtype), self.weight, bias)
 
+    def dense_weight(self, weight: Tensor) -> Tensor:
+        """Return the weight (outputs, inputs) of `weight`, which is its storage if the layer is quantized."""
+        weight_format = self.weight_formats.get("weight")
+        return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
+
     def head(self) -> Head:
-        """Return the layer, which must not have a bias, as a head."""
-        return LinearHead(self.weight, self.out_features, self.kernels, self.ranks)
+        """Return the layer as a head; cross entropy is fused with the product if there is no bias."""
+        if self.bias is None:
+            return LinearHead(self.weight, self.out_features, self.kernels, self.ranks)
+        # The tensors of this forward pass, which the backward pass computes with again.
+        project = partial(self.kernels.linear, weight=self.weight, bias=self.bias)
+        return ChunkedHead(lambda hidden: project(hidden.to(self.weight.dtype)), self.out_features, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         """Return the split of outputs or inputs."""

@@ -180,7 +180,7 @@ class ProgramExecutor:
     def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """Return the microbatches' inputs, with reference log-probabilities on the last stage's rank."""
         inputs = [self._inputs(batch) for batch in microbatches]
-        if not isinstance(self.objective, Referenced) or self.objective.reference == "data":
+        if not isinstance(self.objective, Referenced) or self.objective.reference != "adapters":
             return inputs
         references = self._token_logps(self.objective, inputs)
         return [

@@ -17,9 +17,9 @@ from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.rank_view import Elements, RankView, link
+from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
-from drawloom.components.planning.step_time import StepTime, cost_table, step_time
+from drawloom.components.planning.step_time import StepTime, cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
 from drawloom.components.ports.memory import memory_by_kind
@@ -221,7 +221,7 @@ class Planner:
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
         document_rows = self._rows(rows)
-        tokens = self.nodes.global_size * self.nodes.length
+        tokens = self.nodes.global_size * self.nodes.made_rows[0] * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message(costs))
         frozen = set[str]().union(*(view.frozen for view in views))
@@ -236,7 +236,7 @@ class Planner:
             costs=costs,
             table=table,
             memory=memory,
-            time=step_time(program, table, costs, exchanges, self._has_reference),
+            time=estimate_step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
             flops=_flops(self._forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
@@ -312,9 +312,9 @@ class Planner:
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision].gradient,
             device=self.device.without_host() if stages.get("capture") else self.device,
-            links=lambda dimension: link(self.mesh, self.device, dimension),
+            links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._fractions(self._rows(rows)),
-            cache_key=tuple((sizes[name], link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
         )
         recompute = stages["recompute"]
@@ -341,7 +341,7 @@ class Planner:
     def _message(self, costs: Mapping[int, StageCosts]) -> float:
         """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
-        return size / link(self.mesh, self.device, PipelineDimension.name)
+        return size / link_bandwidth(self.mesh, self.device, PipelineDimension.name)
 
     def _batch_bytes(self, microbatches: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""

@@ -158,7 +158,7 @@ class RankView:
     def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
         """Return the seconds per byte for an all-gather or a reduce-scatter along mesh dimensions."""
         size = self.mesh.group(*dimensions).size
-        return (size - 1) / size / link(self.mesh, device, *dimensions)
+        return (size - 1) / size / link_bandwidth(self.mesh, device, *dimensions)
 
     @cached_property
     def _weight_bytes(self) -> int:
@@ -174,7 +174,7 @@ class RankView:
         return traffic / (device.bandwidth * device.reached.memory) + products
 
 
-def link(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
+def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
     """Return a rank's send rate along mesh dimensions, in bytes/s."""
     ranks = mesh.group(*dimensions).ranks
     hosts = {rank // device.per_host for rank in ranks}

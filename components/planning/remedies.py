@@ -43,7 +43,7 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
+def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
     Return remedies for a plan over its memory limit, sorted by decreasing memory; all take less than the plan.
 

@@ -57,7 +57,7 @@ def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Return a plan as text: a line per subject, and a table by rank."""
     lines = [f"{label:8}{text}" for label, text in _subjects(plan)]
     return "\n".join([*lines, "", *_table(plan)])

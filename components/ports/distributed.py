@@ -369,6 +369,9 @@ RoundingTime = Literal["pass", "step"]
 LinearFormat = Literal["compute", "float8"]
 """Format of the operands of linear layers' matrix products: the compute dtype, or e4m3 with a scale for each row."""
 
+FrozenFormat = Literal["compute", "nf4", "float8", "mxfp4"]
+"""Format in which frozen weights are stored: the compute dtype, or a quantized one (`kernels/weight_formats.py`)."""
+
 
 @port
 class Precision(Protocol):
@@ -417,6 +420,16 @@ class Precision(Protocol):
     @property
     def linear_weights(self) -> RoundingTime:
         """When weights are rounded to float8."""
+        ...
+
+    @property
+    def frozen(self) -> FrozenFormat:
+        """Format of the frozen weights of linear layers and experts inside of blocks (QLoRA)."""
+        ...
+
+    @property
+    def frozen_in_compute(self) -> Sequence[str]:
+        """Patterns (fnmatch) of the names of frozen weights that stay in the compute dtype."""
         ...
 
 

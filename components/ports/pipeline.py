@@ -1,13 +1,14 @@
 """Ports for pipeline schedules and their executor, and the losses that the executor writes into a step's state."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import BatchContext, Head, TokenContext
+from drawloom.components.ports.model import BatchContext, Finish, Head, TokenContext
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.rollouts import ROLLOUTS
 from drawloom.components.ports.run import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.specs import Replicate, SpecTree, Stack
@@ -95,7 +96,12 @@ shape (), and `sums`, a dict of further sums (...) by name. In the global view t
 Ranks without the last stage have the losses of 0 microbatches.
 """
 
-STEP_SPECS: Mapping[str, SpecTree] = {"batches": Stack(), LOSSES: Stack(), METRIC_TOTALS: Replicate()}
+STEP_SPECS: Mapping[str, SpecTree] = {
+    "batches": Stack(),
+    ROLLOUTS: Stack(),
+    LOSSES: Stack(),
+    METRIC_TOTALS: Replicate(),
+}
 """The division into microbatches of the step's values that are not numbers."""
 
 
@@ -167,10 +173,13 @@ class Referenced(Protocol):
     A loss that compares the model with a reference model, whose log-probabilities are a batch leaf.
 
     `reference` selects the reference model: "adapters" is the model without adapters; with "data", another model's
-    log-probabilities are in the data.
+    log-probabilities are in the data; "none" switches the comparison off.
     """
 
-    reference: Literal["adapters", "data"]
+    @property
+    def reference(self) -> Literal["adapters", "data", "none"]:
+        """The reference model."""
+        ...
 
     def token_logps(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
@@ -210,5 +219,23 @@ class Predictor(Protocol):
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """
         Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank; None elsewhere.
+        """
+        ...
+
+
+@port
+class ForwardPasses(Protocol):
+    """Inference over all stages, with a function of the last hidden states."""
+
+    def infer_each(
+        self,
+        microbatches: Sequence[tuple[Tensor, BatchContext]],
+        each_output: Callable[[int, Any], None],
+        finish: Finish,
+    ) -> None:
+        """
+        Run microbatches of tokens (rows, length) forward without gradients.
+
+        On the last stage's rank, `each_output` gets a microbatch's number and the `finish` result.
         """
         ...

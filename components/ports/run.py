@@ -45,6 +45,15 @@ class RunFolder(Protocol):
         ...
 
 
+@port
+class EnvironmentSource(Protocol):
+    """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the choices by name; the node is open."""
+        ...
+
+
 def _as_state(values: "StepState | Mapping[str, Any]") -> StepState:
     return values if isinstance(values, StepState) else StepState(values)
 

@@ -7,35 +7,34 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.components.report.events import RunLog
-from drawloom.components.report.metrics import METRICS, Metrics
-from drawloom.components.report.run_record import Drawings, differences, read_run
+from drawloom.components.report.metrics import METRICS
+from drawloom.components.report.run_record import OWN_SETTINGS, Drawings, RunRecord, differences, read_run
 from drawloom.components.run.locks import is_holder_alive
 from drawloom.graph import UserError
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.recipe.lockfile import LOCK
 
 State = Literal["finished", "stopped", "interrupted", "failed", "running", "unreadable", "unknown"]
 """`interrupted`: killed, or failed with an error that only the terminal shows. `unknown`: the run has no log."""
 
 END_STATES: dict[str, State] = {"ended": "finished", "stopped": "stopped", "error": "failed"}
-OWN_SETTINGS = ("run.name", "run.folder")
-"""Settings in which all runs differ."""
 
 
-@attrs.frozen
+@output_class
 class RunRow:
     """A run in the table; None for a value that is not known. `best` is the lowest validation loss."""
 
-    run: str
-    state: State
-    step: int | None = None
-    steps: int | None = None
-    loss: float | None = None
-    best: float | None = None
-    best_step: int | None = None
-    tokens: int | None = None
-    tokens_per_second: float | None = None
-    differs: dict[str, str] = attrs.field(factory=dict)
-    problem: str = ""
+    run: str = output("path below the folder, or the folder's name")
+    state: State = output("state of the run")
+    step: int | None = output("last step", default=None)
+    steps: int | None = output("steps of the whole run", default=None)
+    loss: float | None = output("training loss of the last step", default=None)
+    best: float | None = output("lowest validation loss", default=None)
+    best_step: int | None = output("step with the lowest validation loss", default=None)
+    tokens: int | None = output("tokens of all steps", default=None)
+    tokens_per_second: float | None = output("tokens by the seconds of the steps alone", default=None)
+    differs: dict[str, str] = output("settings in which the runs differ, as TOML", default=attrs.Factory(dict))
+    problem: str = output("reason why the run can't be read, or an empty string", default="")
 
 
 COLUMNS = ("run", "state", "step", "steps", "loss", "best", "best_step", "tokens", "tokens_per_second")
@@ -53,17 +52,20 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 def read_rows(folder: Path) -> list[RunRow]:
     """Return a row for every run in a folder. A run that can't be read has the state `unreadable`, and a problem."""
-    rows, recipes = [], []
+    records: list[tuple[Path, str, RunRecord | UserError]] = []
     for path in find_runs(folder):
         name = str(path.relative_to(folder)) if path != folder else folder.resolve().name
         try:
-            record = read_run(path, name, Drawings())
-            rows.append(_row(name, record.metrics, record.log, run_state(path, record.log)))
-            recipes.append(record.recipe)
+            records.append((path, name, read_run(path, name, Drawings())))
         except UserError as error:
-            rows.append(RunRow(name, "unreadable", problem=str(error)))
-            recipes.append("")
-    return _with_differences(rows, recipes)
+            records.append((path, name, error))
+    settings = _differing_settings([record.recipe if isinstance(record, RunRecord) else "" for *_, record in records])
+    return [
+        RunRow(name, "unreadable", problem=str(record))
+        if isinstance(record, UserError)
+        else _row(name, record, run_state(path, record.log), differs)
+        for (path, name, record), differs in zip(records, settings, strict=True)
+    ]
 
 
 def run_state(folder: Path, log: RunLog) -> State:
@@ -93,7 +95,8 @@ def difference_keys(rows: Sequence[RunRow]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row.differs))
 
 
-def _row(name: str, metrics: Metrics, log: RunLog, state: State) -> RunRow:
+def _row(name: str, record: RunRecord, state: State, differs: dict[str, str]) -> RunRow:
+    metrics = record.metrics
     best = metrics.smallest("validation_loss")
     tokens = float(metrics.tokens[-1]) if metrics.steps else 0.0
     seconds = float(metrics.seconds[-1]) if metrics.steps else 0.0
@@ -101,23 +104,25 @@ def _row(name: str, metrics: Metrics, log: RunLog, state: State) -> RunRow:
         run=name,
         state=state,
         step=metrics.steps[-1] if metrics.steps else 0,
-        steps=log.total or None,
+        steps=record.log.total or None,
         loss=metrics.last("loss"),
         best=best[0] if best else None,
         best_step=best[1] if best else None,
         tokens=round(tokens) if tokens else None,
         tokens_per_second=tokens / seconds if seconds > 0 else None,
+        differs=differs,
     )
 
 
-def _with_differences(rows: list[RunRow], recipes: list[str]) -> list[RunRow]:
+def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
+    """Return the settings in which each recipe differs from the others. Empty for a recipe that is not known."""
     known = [number for number, recipe in enumerate(recipes) if recipe]
-    differing: list[dict[str, str]] = [{} for _ in rows]
+    differing: list[dict[str, str]] = [{} for _ in recipes]
     for key, values in differences([recipes[number] for number in known]):
         for number, value in zip(known, values, strict=True):
             if value and key not in OWN_SETTINGS:
                 differing[number][key] = value
-    return [attrs.evolve(row, differs=differs) for row, differs in zip(rows, differing, strict=True)]
+    return differing
 
 
 def _value(row: RunRow, key: str) -> Any:

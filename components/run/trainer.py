@@ -2,7 +2,7 @@
 
 import logging
 import signal as signals
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,9 @@ class Trainer:
     _skipped: SkippedSteps = attrs.field(
         init=False, default=attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True)
     )
+    _last_step: int = attrs.field(init=False, default=0)
+    _end_reason: str = attrs.field(init=False, default="")
+    _signal: int = attrs.field(init=False, default=0)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -91,33 +94,67 @@ class Trainer:
                     hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
                     yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
 
-    def run(self) -> int:
+    def run(self, *callbacks: Callable[[Step], object]) -> int:
         """
         Train from the newest checkpoint, or from the start, to the last step.
 
-        Returns 0, or the stopping signal's number, such as SIGINT for Ctrl-C. A stopped run is saved, and the same
-        command resumes it.
+        Calls every callback after every step, as in a loop over `iterate`. Returns 0, or the stopping signal's number,
+        such as SIGINT for Ctrl-C. A stopped run is saved, and the same command resumes it.
         """
-        try:
-            self._run()
-        except StoppedError as stopped:
-            return stopped.signal
-        return 0
+        for step in self.iterate() if callbacks else self._iterate(is_watched=False):
+            for callback in callbacks:
+                callback(step)
+        return self._signal
 
-    def _run(self) -> None:
+    def iterate(self) -> Iterator[Step]:
+        """
+        Train like `run`, and yield every step after its phases.
+
+        A call of the step's `stop` ends the run after the step, with a checkpoint and the final tasks; one rank's call
+        is enough. If the loop is left early, the run is as after a kill: it resumes from its newest checkpoint.
+        """
+        return self._iterate(is_watched=True)
+
+    def _iterate(self, *, is_watched: bool) -> Iterator[Step]:
+        self._signal = 0
+        try:
+            yield from self._steps(is_watched=is_watched)
+        except StoppedError as stopped:
+            self._signal = stopped.signal
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the last step and the reason of an early end, for programs."""
+        return {"step": self._last_step, "steps": self.steps, "stop_reason": self._end_reason}
+
+    def _steps(self, *, is_watched: bool) -> Iterator[Step]:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore(done)
         reason = self._stop_reason() if done else ""
         self._log_start(done, reason)
+        self._last_step, self._end_reason = done, reason
         while done < self.steps and not reason:
             step = self._next_step(done + 1)
             self._run_step(step)
             done, reason = (self._go_back(step), "") if step.goes_back else (step.index, step.stop_reason)
+            self._last_step, self._end_reason = done, reason
+            yield step
+            if is_watched and not reason and not step.goes_back and done < self.steps:
+                reason = self._end_reason = self._stop_if_asked(step)
         with self.stop.raising():
             self._finish(done)
         self.events.emit(Event("run_ended"))
         self._skipped.fail_at_the_end()
+
+    def _stop_if_asked(self, step: Step) -> str:
+        """Return the reason of a stop that the loop over the steps asks for on any rank, after saving the step."""
+        reason = self.stop.agree_on_reason(step.stop_reason)
+        if reason:
+            log.info("the run ends after step %d: %s", step.index, reason)
+            if self.checkpointer:
+                with self._saving(step):
+                    self.checkpointer.save(step)
+        return reason
 
     def _stop_reason(self) -> str:
         """Return why the restored run has ended before its last step, or ""."""
@@ -226,6 +263,7 @@ class Trainer:
         if self.checkpointer and not step.goes_back:  # a step that goes back resumes from its older checkpoint
             with self._saving(step):
                 self.checkpointer.save(step)
+        self._last_step = step.index
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
         log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)
         raise StoppedError(signal)

@@ -24,12 +24,14 @@ from drawloom.components.parallel.float8_layers import (
     describe_float8,
     linear_layers,
 )
+from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
+from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
@@ -53,6 +55,7 @@ from drawloom.components.stages.compilation import (
     warn_compiled_split_backward,
 )
 from drawloom.components.stages.initial_values import InitialValues, check_capacity
+from drawloom.components.stages.model_precision import precision_of
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -157,6 +160,7 @@ class MaterializedStages:
                 yield from check_single_recompute(node, schedule, nodes.mesh)
             yield from check_cuda_graphs(nodes)
             yield from check_float8(nodes)
+            yield from check_frozen(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
@@ -172,6 +176,7 @@ class MaterializedStages:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := stage_nodes(node):
             yield from describe_float8(nodes)
+            yield from describe_frozen(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
@@ -217,13 +222,17 @@ class MaterializedStages:
         return [dimension(self.mesh) for dimension in DIMENSIONS]
 
     @cached_property
+    def _model_precision(self) -> Precision:
+        return precision_of(self.precision, self.model)
+
+    @cached_property
     def _builder(self) -> StageBuilder:
         return StageBuilder(
             model=self.model,
             loss=self.loss,
             schedule=self.schedule,
             mesh=self.mesh,
-            precision=self.precision,
+            precision=self._model_precision,
             adapters=self.adapters,
             transforms=self.transforms,
             dispatcher=self.dispatcher,
@@ -239,7 +248,7 @@ class MaterializedStages:
     def _data_parallel(self, parallel: ParallelModules) -> DataParallel:
         return DataParallel(
             mesh=self.mesh,
-            precision=self.precision,
+            precision=self._model_precision,
             blocks=self.model.blocks,
             by_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             by_microbatch=self.sync_each_microbatch,
@@ -279,6 +288,7 @@ class MaterializedStages:
                 splits=parallel.splits,
                 recompute=self.recompute,
                 capture=self.capture,
+                read_frozen=None if self._values is None else self._values.read_frozen,
             )
             for index, module in parallel.modules.items()
         ]
@@ -286,7 +296,7 @@ class MaterializedStages:
             stages=self.local,
             store=store,
             dimensions=self._dimensions,
-            precision=self.precision,
+            precision=self._model_precision,
             device=self.device.device,
             bucket_bytes=self.bucket_bytes,
             splits=parallel.splits,
@@ -308,6 +318,13 @@ class MaterializedStages:
 
     def slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
+
+    @property
+    def initial_folder(self) -> Path | None:
+        return self._values.folder
+
+    def roles(self) -> dict[str, Role]:
+        return self._parameters.roles()
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self._parameters.owned_parameters()
@@ -364,6 +381,8 @@ class MaterializedStages:
         self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
         layers = [name for module in modules for name in linear_layers(module)]
         self._check_matches("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
+        weights = [name for module in modules for name in quantizable_weights(module)]
+        self._check_matches("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 
     def _check_matches(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]

@@ -1,14 +1,31 @@
 """The commands for any graph."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
+from drawloom.graph.cli.result import JSON, Result
+from drawloom.graph.cli.results import (
+    CheckResult,
+    DiffResult,
+    DrawResult,
+    ExplainResult,
+    ListResult,
+    PortsResult,
+    RunResult,
+    SchemaResult,
+    ShowResult,
+    format_schema,
+)
 from drawloom.graph.cli.terminal import print_text
-from drawloom.graph.drawing.draw import FORMATS
-from drawloom.graph.inspect.listing import list_components, list_fitting, list_plugins, list_ports
+from drawloom.graph.inspect.listing import (
+    find_components,
+    find_fitting,
+    find_ports,
+    list_components,
+    list_fitting,
+    list_plugins,
+)
 from drawloom.graph.problems import Problem, RecipeError, UserError, sort_problems
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import format_timings
@@ -33,55 +50,51 @@ def add_packages(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="print text on stderr, or JSON on stdout"
-    )
-    help = "skip checks of files and devices, because the recipe runs on another machine"
+    help = "skip checks of files and devices, for a recipe that runs on another machine"
     parser.add_argument("--elsewhere", action="store_true", help=help)
 
 
 def _add_draw(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "--format", choices=FORMATS, default="tree", help="a text tree, or a picture as Mermaid, DOT or SVG"
-    )
-    parser.add_argument(
         "--focus",
         default="",
         metavar="NODE",
-        help="draw only this node, the nodes that it needs and the nodes that use it",
+        help="draw only this node, its dependencies and its users",
     )
     parser.add_argument(
         "--step",
         action="store_true",
-        help="draw one step: the values that members of a sequence read, change and write",
+        help="draw the dataflow of one step: values read, changed and written by the phases",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "--timings", action="store_true", help="print the time that nodes took to build, open and close"
+        "--timings", action="store_true", help="print the seconds for building, opening and closing each node"
     )
     parser.add_argument("--accept-changes", action="store_true", help="resume the run even if its recipe has changed")
     parser.add_argument("--dry-run", action="store_true", help="describe the run without starting it")
 
 
 def _add_old_and_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
-    _add_recipe(parser, "B", "the recipe to compare with A")
+    parser.add_argument("old", metavar="A", help="a path, the name of a shipped recipe, or a run folder")
+    _add_recipe(parser, "B", "a recipe to compare with A: a path, a shipped name, or a run folder")
     parser.epilog = "Overlays and values apply to B."
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "target", nargs="?", metavar="NODE[.KEY]", help="a node, setting or edge to explain; default: the whole recipe"
+        "target", nargs="?", metavar="NODE[.KEY]", help="node, setting or edge to explain (default: the whole recipe)"
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file")
+    help = "print the schema of this command's --format json, not of recipes"
+    parser.add_argument("--result", metavar="COMMAND", help=help)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file (default: stdout)")
     add_packages(parser)
 
 
@@ -91,7 +104,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="SUBJECT",
-        help="a folder of components or one component, such as data or data.loader",
+        help="folder of components or one component, such as data or data.loader (default: all)",
     )
     help = "list the components that fit this node of the shipped recipes, or implement this port"
     parser.add_argument("--fits", metavar="NODE|PORT", help=help)
@@ -118,34 +131,25 @@ def _load_checked_recipe(options: argparse.Namespace, project: Project, *, elsew
     return recipe
 
 
-def _run(options: argparse.Namespace, project: Project) -> int:
+def _run(options: argparse.Namespace, project: Project) -> RunResult:
     recipe = _load_checked_recipe(options, project)
     if options.dry_run:
-        text = recipe.preview()
-        if options.console.warns:  # one process of several
-            print_text(text)
-        return OK
+        return RunResult(options.recipe, preview=recipe.preview())
     run = recipe.open(accept_changes=options.accept_changes)
     try:
         with run:
             signal = run[project.root].run()  # the signal that stopped the run, or 0
+            outcome = run.outcome()
     finally:
         if options.timings:
             print_text(format_timings(run.timings), "stderr")
-    return STOPPED + signal if signal else OK
+    return RunResult(options.recipe, signal, outcome=outcome)
 
 
-def _check(options: argparse.Namespace, project: Project) -> int:
-    if options.format == "json":
-        return _check_json(options, project)
-    recipe = _load_checked_recipe(options, project, elsewhere=options.elsewhere)
-    count = len(recipe.graph.problems)
-    result = f"{count} warning{'s' * (count > 1)}" if count else "no problems"
-    print_text(f"{options.recipe}: {len(recipe.graph.nodes)} nodes, {result}")
-    return OK
-
-
-def _check_json(options: argparse.Namespace, project: Project) -> int:
+def _check(options: argparse.Namespace, project: Project) -> CheckResult:
+    if options.format != JSON:
+        recipe = _load_checked_recipe(options, project, elsewhere=options.elsewhere)
+        return CheckResult.of(options.recipe, len(recipe.graph.nodes), recipe.graph.problems)
     problems: list[Problem] = []
     nodes = 0
     try:
@@ -155,68 +159,63 @@ def _check_json(options: argparse.Namespace, project: Project) -> int:
         recipe.check(elsewhere=options.elsewhere)
     except RecipeError as error:
         problems = sort_problems([*problems, *error.problems])
-    result = {"recipe": options.recipe, "nodes": nodes, "problems": [problem.as_data() for problem in problems]}
-    print_text(json.dumps(result, indent=1))
-    return OK if all(problem.warning for problem in problems) else INVALID
+    return CheckResult.of(options.recipe, nodes, problems)
 
 
-def _show(options: argparse.Namespace, project: Project) -> int:
-    print_text(_load_checked_recipe(options, project).resolved(), end="")
-    return OK
+def _show(options: argparse.Namespace, project: Project) -> ShowResult:
+    return ShowResult.of(_load_checked_recipe(options, project))
 
 
-def _draw(options: argparse.Namespace, project: Project) -> int:
-    print_text(_load_checked_recipe(options, project).draw(options.format, options.focus, step=options.step), end="")
-    return OK
+def _draw(options: argparse.Namespace, project: Project) -> DrawResult:
+    return DrawResult.of(_load_checked_recipe(options, project), options.focus, options.step)
 
 
-def _explain(options: argparse.Namespace, project: Project) -> int:
-    print_text(_load_checked_recipe(options, project).explain(options.target or ""))
-    return OK
+def _explain(options: argparse.Namespace, project: Project) -> ExplainResult:
+    target = options.target or ""
+    return ExplainResult(target, _load_checked_recipe(options, project).explain(target))
 
 
-def _diff(options: argparse.Namespace, project: Project) -> int:
-    changes = _load_recipe(options, project).changes_since(Recipe.load(options.old, project=project))
-    print_text("\n".join(map(str, changes)) or "no differences")
-    return OK
+def _diff(options: argparse.Namespace, project: Project) -> DiffResult:
+    return DiffResult.of(_load_recipe(options, project).changes_since(Recipe.load(options.old, project=project)))
 
 
-def _schema(options: argparse.Namespace, project: Project) -> int:
-    schema = recipe_schema(project.registry, project.common_components())
-    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
-    if options.output is None:
-        print_text(text, end="")
-    else:
+def _schema(options: argparse.Namespace, project: Project) -> SchemaResult:
+    schema = options.read_result_schema(options.result) if options.result else None
+    schema = schema or recipe_schema(project.registry, project.components_by_node())
+    if options.output is not None:
         try:
-            options.output.write_text(text, "utf-8")
+            options.output.write_text(f"{format_schema(schema)}\n", "utf-8")
         except OSError as error:
             raise UserError(f"--output {options.output}: {error.strerror}; name a file in a writable folder") from error
-    return OK
+    return SchemaResult(schema, options.output)
 
 
-def _list(options: argparse.Namespace, project: Project) -> int:
+def _list(options: argparse.Namespace, project: Project) -> ListResult | PortsResult:
+    registry = project.registry
     if options.plugins:
-        print_text(list_plugins(project.registry))
-    elif options.ports:
-        print_text(list_ports(project.registry))
-    elif options.fits:
-        print_text(list_fitting(project.registry, list(project.shipped_graphs()), options.fits))
-    else:
-        print_text(list_components(project.registry, options.subject))
-    return OK
+        return ListResult.of(registry, registry.installed.names(), list_plugins(registry))
+    if options.ports:
+        return PortsResult.of(find_ports(registry))
+    if options.fits:
+        fitting = find_fitting(registry, list(project.shipped_graphs()), options.fits)
+        return ListResult.of(registry, fitting, list_fitting(fitting, options.fits))
+    names = find_components(registry, options.subject)
+    return ListResult.of(registry, names, list_components(registry, options.subject))
 
 
-def _lsp(options: argparse.Namespace, project: Project) -> int:
+def _lsp(options: argparse.Namespace, project: Project) -> None:
     try:
         from drawloom.graph.lsp.server import serve  # pygls is an extra, and no other command needs it
     except ModuleNotFoundError as error:
         package = (error.name or "pygls").partition(".")[0]
         raise UserError(f"the package {package!r} is missing; pip install 'drawloom[lsp]'") from error
     serve(project)
-    return OK
 
 
-Command = tuple[Callable[[argparse.Namespace, Project], int], str, Callable[[argparse.ArgumentParser], None]]
+Main = Callable[[argparse.Namespace, Project], Result | None]
+"""A command. Its return annotation names the classes of its results; None stands for a server."""
+
+Command = tuple[Main, str, Callable[[argparse.ArgumentParser], None]]
 
 COMMANDS: dict[str, Command] = {
     "run": (_run, "run a recipe, or resume its run", _add_run),
@@ -225,7 +224,7 @@ COMMANDS: dict[str, Command] = {
     "show": (_show, "print the resolved recipe as TOML", _add_recipe),
     "draw": (_draw, "draw the nodes of a run, or the dataflow of one step", _add_draw),
     "diff": (_diff, "list the differences between two recipes or runs, and their impact on resuming", _add_old_and_new),
-    "schema": (_schema, "print the JSON Schema of recipes, for editors", _add_output),
+    "schema": (_schema, "print the JSON Schema of recipes, or of a command's JSON", _add_output),
     "lsp": (_lsp, "start the language server (LSP) for an editor, on stdin and stdout", add_packages),
     "list": (_list, "list components with their settings", _add_subject),
 }

@@ -59,9 +59,3 @@ class Console:
     def warn(self, problems: Iterable[Problem]) -> None:
         if self.warns and (text := format_problems(problems)):
             print_text(text, "stderr")
-
-    def fail(self, text: str, exit_code: int) -> int:
-        """Print on stderr why the command fails, and return the exit code."""
-        if self.is_first(text):
-            print_text(text, "stderr")
-        return exit_code

@@ -6,13 +6,26 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from itertools import islice
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice, pairwise
+from types import ModuleType
 from typing import Any, NoReturn
 
-from drawloom.graph.cli.commands import COMMANDS, add_packages
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_shortage, format_problems
-from drawloom.graph.cli.terminal import discard, print_text
-from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, find_nearest
+from drawloom.graph.cli.commands import COMMANDS, Main, add_packages
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_shortage
+from drawloom.graph.cli.result import (
+    JSON,
+    CommandFailure,
+    Schema,
+    as_data,
+    dump,
+    formats_of,
+    result_classes,
+    result_schema,
+)
+from drawloom.graph.cli.terminal import discard, print_text, stdout_to_stderr
+from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
@@ -23,16 +36,13 @@ FLAG = re.compile(r"--[\w-]+(\.(@?[\w-]+|\*))+(=|$)")
 def main(arguments: Sequence[str] | None = None, project: Project | None = None, console: Console | None = None) -> int:
     """Run one command and return its exit code."""
     console = console or Console()
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run_command(
-            sys.argv[1:] if arguments is None else arguments, project or Project.of("drawloom"), console
-        )
-    except RecipeError as error:
-        return console.fail(format_problems(error.problems), INVALID)
+        return _run_command(arguments, project or Project.of("drawloom"), console)
     except ReportedError as error:
         return error.exit_code
-    except UserError as error:
-        return console.fail(str(error), error.exit_code)
+    except (RecipeError, UserError) as error:
+        return _fail(CommandFailure.of(error), arguments, console)
     except KeyboardInterrupt:
         if console.warns:
             print_text("interrupted", "stderr")
@@ -42,10 +52,19 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         return OK
     except Exception as error:
         if reason := describe_shortage(error):
-            return console.fail(reason, FAILED)
+            return _fail(CommandFailure(FAILED, reason), arguments, console)
         if console.is_first(repr(error)):
             raise
         return FAILED
+
+
+def _fail(failure: CommandFailure, arguments: Sequence[str], console: Console) -> int:
+    """Print a failure, once for several processes, and return its exit code."""
+    if console.is_first(failure.text):
+        print_text(failure.text, "stderr")
+        if "--format=json" in arguments or ("--format", JSON) in pairwise(arguments):
+            print_text(failure.json())
+    return failure.exit_code
 
 
 def _run_command(arguments: Sequence[str], project: Project, console: Console) -> int:
@@ -56,11 +75,50 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     _check_arguments(parser, rest)
     options = parser.parse_args(rest)
     options.words, options.console = words, console
+    options.read_result_schema = partial(read_result_schema, project)
     if words and not hasattr(options, "overlay"):
         raise RecipeError(
             [Problem("DL110", f"the command {options.command} accepts no overrides such as {words[0]!r}")]
         )
-    return int(options.main(options, project.with_imports(getattr(options, "imports", ()))))
+    function: Main = options.main
+    project = project.with_imports(getattr(options, "imports", ()))
+    if not formats_of(function):
+        function(options, project)
+        return OK
+    with stdout_to_stderr() if options.format == JSON else nullcontext():
+        result = function(options, project)
+    if result is None:
+        raise TypeError(f"the command {options.command} has no result")
+    text = dump(as_data(result)) if options.format == JSON else result.render(options.format)
+    if text and console.warns:  # one process of several
+        print_text(text)
+    return result.exit_code
+
+
+def command_names(project: Project) -> list[str]:
+    """Return all command names, ordered as in `drawloom --help`."""
+    return [*COMMANDS, *(name.replace("_", "-") for name in _module_names(project))]
+
+
+def command_help(project: Project, command: str) -> str:
+    """Return a command's help text."""
+    subparsers = next(action for action in _make_parser(project, [command])._actions if action.dest == "command")
+    return str(dict(subparsers.choices or {})[command].format_help())
+
+
+def read_result_schema(project: Project, command: str) -> Schema:
+    """
+    Return the JSON Schema for a command with `--format json`.
+
+    Raises UserError for an unknown command, or for a server, whose output is a protocol.
+    """
+    names = command_names(project)
+    if command not in names:
+        raise UserError(f"there is no command {command!r}; {did_you_mean(command, names)}".rstrip("; "), INVALID)
+    function = COMMANDS[command][0] if command in COMMANDS else _import(project, command.replace("-", "_")).main
+    if not (classes := result_classes(function)):
+        raise UserError(f"{command} is a server, whose output is a protocol; name another command", INVALID)
+    return result_schema(command, classes)
 
 
 def _check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
@@ -117,8 +175,8 @@ def _make_parser(project: Project, arguments: Sequence[str]) -> argparse.Argumen
     for name, (function, summary, add) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         add(command)
-        command.set_defaults(main=function)
-    for name in sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py")):
+        _add_format(command, function)
+    for name in _module_names(project):
         _add_module(commands, project, name, is_called=bool(arguments) and name.replace("_", "-") == arguments[0])
     return parser
 
@@ -129,7 +187,22 @@ def _add_module(commands: Any, project: Project, name: str, *, is_called: bool) 
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
     if is_called:
-        module = importlib.import_module(f"{project.registry.package}.commands.{name}")
+        module = _import(project, name)
         module.add_arguments(command)
         add_packages(command)
-        command.set_defaults(main=module.main)
+        _add_format(command, module.main)
+
+
+def _add_format(parser: argparse.ArgumentParser, function: Main) -> None:
+    parser.set_defaults(main=function)
+    if formats := formats_of(function):
+        help = f"print the result in this format (default {formats[0]}); with json, all else is on stderr"
+        parser.add_argument("--format", choices=formats, default=formats[0], help=help)
+
+
+def _module_names(project: Project) -> list[str]:
+    return sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py"))
+
+
+def _import(project: Project, name: str) -> ModuleType:
+    return importlib.import_module(f"{project.registry.package}.commands.{name}")

@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Literal
 
 from drawloom.graph.problems import UserError
@@ -41,3 +42,17 @@ def discard(stream: Stream) -> None:
     """Connect a stream to /dev/null. Otherwise its buffered text would fail again when Python exits."""
     with suppress(OSError, ValueError), open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), getattr(sys, stream).fileno())
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send standard output to standard error, for child processes too; a later JSON text is then alone."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

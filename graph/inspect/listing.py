@@ -1,6 +1,8 @@
 """`drawloom list`: components with settings, edges and documentation, also filtered by port or node."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import attrs
 
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
@@ -12,21 +14,27 @@ from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
 
-def list_components(registry: Registry, subject: str = "") -> str:
-    """List all components, one per line, or a subject's components with settings and edges."""
+def find_components(registry: Registry, subject: str = "") -> list[str]:
+    """Return the names of all components, or of a subject's. Raises UserError if there are none."""
     names = [name for name in registry.names() if not subject or f"{name}.".startswith(f"{subject}.")]
     if not names:
         known = {name.partition(".")[0] for name in registry.names()} | set(registry.names())
         raise UserError(f"there is no subject {subject!r}; {did_you_mean(subject, known)}".rstrip("; "), 2)
+    return names
+
+
+def list_components(registry: Registry, subject: str = "") -> str:
+    """List all components, one per line, or a subject's components with settings and edges."""
+    names = find_components(registry, subject)
     if subject:
         return "\n\n".join("\n".join(_format_component(name, registry.find(name))) for name in names)
     width = max(map(len, names))
     return "\n".join(f"{name:{width}}  {_summarize(registry.find(name))}" for name in names)
 
 
-def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
+def find_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> dict[str, Spec]:
     """
-    List the components implementing the port `name`, or fitting the node `name` in these graphs, one per line.
+    Return the components implementing the port `name`, or fitting the node `name` in these graphs.
 
     The incoming edges of a node determine which components fit. In a sequence such as phases, a component must also
     write and change the same values. A group stands for its members.
@@ -39,19 +47,37 @@ def list_fitting(registry: Registry, graphs: Iterable[Graph], name: str) -> str:
             hint = did_you_mean(name, known | ports.keys())
             raise UserError(f"no shipped recipe has a node [{name}], and there is no such port; {hint}".rstrip("; "), 2)
         required_roles = [lambda spec: implements(spec.cls, ports[name])]
-    fitting = {use: spec.doc for use, spec in specs.items() if all(role(spec) for role in required_roles)}
-    return _format_table(fitting) or f"no component implements {name}"
+    return {use: spec for use, spec in specs.items() if all(role(spec) for role in required_roles)}
 
 
-def list_ports(registry: Registry) -> str:
-    """List the ports used by component fields, with the components implementing them."""
+def list_fitting(fitting: Mapping[str, Spec], name: str) -> str:
+    """List components fitting a node or implementing a port, one per line."""
+    return _format_table({use: spec.doc for use, spec in fitting.items()}) or f"no component implements {name}"
+
+
+@attrs.frozen
+class PortListing:
+    """A port used by component fields: its documentation, and the components implementing it."""
+
+    name: str
+    doc: str
+    components: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name}: {self.doc}".rstrip(": "), *(f"  {use}" for use in self.components)])
+
+
+def find_ports(registry: Registry) -> list[PortListing]:
+    """Return the ports used by component fields."""
     specs = _collect_specs(registry)
-    blocks = []
-    for name, port in collect_ports(specs.values()).items():
-        doc = (port.__doc__ or "").strip().partition("\n")[0]
-        names = [use for use, spec in specs.items() if implements(spec.cls, port)]
-        blocks.append("\n".join([f"{name}: {doc}".rstrip(": "), *(f"  {use}" for use in names)]))
-    return "\n\n".join(blocks)
+    return [
+        PortListing(
+            name,
+            (port.__doc__ or "").strip().partition("\n")[0],
+            [use for use, spec in specs.items() if implements(spec.cls, port)],
+        )
+        for name, port in collect_ports(specs.values()).items()
+    ]
 
 
 def collect_ports(specs: Iterable[Spec]) -> dict[str, type]:

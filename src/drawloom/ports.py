@@ -51,6 +51,7 @@ from drawloom.components.ports.data import (
     token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
+    FrozenFormat as FrozenFormat,
     LinearFormat as LinearFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,
@@ -93,11 +94,18 @@ from drawloom.components.ports.log_records import (
 from drawloom.components.ports.memory import (
     MEMORY_KINDS as MEMORY_KINDS,
     MemoryKind as MemoryKind,
+    Copies as Copies,
     MemoryUser as MemoryUser,
+    Ticket as Ticket,
+    Transfers as Transfers,
     memory_by_kind as memory_by_kind,
 )
 from drawloom.components.ports.model import (
+    HasCostKey as HasCostKey,
+    KeepsConfig as KeepsConfig,
     LinearLayer as LinearLayer,
+    QuantizableLayer as QuantizableLayer,
+    stored_formats as stored_formats,
     known_module as known_module,
     BatchContext as BatchContext,
     BufferOwner as BufferOwner,
@@ -118,6 +126,7 @@ from drawloom.components.ports.model import (
     TokenContext as TokenContext,
     ShapeKeepingModel as ShapeKeepingModel,
     TensorParallelModel as TensorParallelModel,
+    UncastParameters as UncastParameters,
     VocabularyPart as VocabularyPart,
     layers_keep_shapes as layers_keep_shapes,
 )
@@ -135,6 +144,7 @@ from drawloom.components.ports.parameter_roles import (
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
+    ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
@@ -166,7 +176,20 @@ from drawloom.components.ports.program import (
     group_overlaps as group_overlaps,
 )
 from drawloom.components.ports.recurrence import (
+    HybridKernels as HybridKernels,
     RecurrentKernels as RecurrentKernels,
+)
+from drawloom.components.ports.rollouts import (
+    Answer as Answer,
+    Completions as Completions,
+    MakesRows as MakesRows,
+    PolicyBatch as PolicyBatch,
+    PromptBatch as PromptBatch,
+    Prompts as Prompts,
+    ROLLOUTS as ROLLOUTS,
+    Reward as Reward,
+    Rollouts as Rollouts,
+    Scored as Scored,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
@@ -175,6 +198,7 @@ from drawloom.components.ports.run import (
     Cadence as Cadence,
     DefersScaling as DefersScaling,
     Durable as Durable,
+    EnvironmentSource as EnvironmentSource,
     Event as Event,
     EventKind as EventKind,
     Events as Events,
@@ -211,6 +235,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.slices import (
     ModelParameter as ModelParameter,
+    QuantizedParameter as QuantizedParameter,
     RankSlice as RankSlice,
     SlicedTensor as SlicedTensor,
     TensorSlice as TensorSlice,
@@ -219,9 +244,11 @@ from drawloom.components.ports.slices import (
     rank_shares as rank_shares,
 )
 from drawloom.components.ports.stages import (
+    LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
+    ReadFrozen as ReadFrozen,
     LOSS as LOSS,
     Parameters as Parameters,
     Recompute as Recompute,

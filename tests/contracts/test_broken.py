@@ -58,7 +58,7 @@ class Wraps:
     """A transform to hide a module in another."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module inside of another."""
+        """Return the module inside of another."""
         return nn.Sequential(module)
 
 
@@ -66,7 +66,7 @@ class Materializes:
     """A transform to make a module real."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module on the CPU."""
+        """Return the module on the CPU."""
         return module.to_empty(device="cpu")
 
 
@@ -74,7 +74,7 @@ class Frozen:
     """A transform as a plugin may write one."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module, frozen."""
+        """Return the module, frozen."""
         return module.requires_grad_(False)
 
 
@@ -85,7 +85,7 @@ class Aliases:
     should_synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state itself."""
+        """Return the state itself."""
         if any(isinstance(value, dict) and "lock" in value for value in state_dict.values()):
             raise TypeError("a lock")
         return state_dict
@@ -101,7 +101,7 @@ class Peeks:
     """A predictor whose logits depend on the tokens of a whole row."""
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """The sum of a row, and each token."""
+        """Return the sum of a row, and each token."""
         return torch.stack([tokens.sum(1, keepdim=True).expand_as(tokens), tokens], -1).float()
 
 
@@ -187,7 +187,7 @@ class SaysThatItKeepsShapes:
     num_hidden_layers = 3
 
     def build(self, span: LayerRange) -> nn.Module:
-        """The module of a span."""
+        """Return the module of a span."""
         return _Span(span.embedding)
 
 

@@ -13,8 +13,10 @@ import pytest
 
 import drawloom
 from drawloom.components.ports.run import EventKind
+from drawloom.graph.cli.main import command_names
+from drawloom.graph.project import Project
 from generate.catalogue import specs
-from generate.reference import command_names
+from generate.results import results_page
 from generate.source import PORTS, modules
 from generate.step import VALUES, step_page
 from generate.uses import uses
@@ -59,6 +61,7 @@ def test_every_public_name_is_explained(site: Path) -> None:
     python = (site / "reference" / "python.html").read_text("utf-8")
     names = [f"drawloom.{name}" for name in drawloom.__all__ if name[0] != "_"]
     names += [f"drawloom.testing.{name}" for name in drawloom.testing.__all__]
+    names += [f"drawloom.models.{name}" for name in drawloom.models.__all__]
     assert [name for name in names if name not in python] == []
 
 
@@ -73,9 +76,25 @@ def test_no_page_fetches_anything(site: Path) -> None:
 def test_every_command_has_an_example() -> None:
     """Every command has a heading and a block, which `tests/docs/test_blocks.py` runs."""
     page = ROOT / "docs" / "commands.md"
-    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == command_names()
+    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == command_names(Project.of("drawloom"))
     lines = [line.split() for block in blocks(page) for line in block.text.splitlines() if line.startswith("$ ")]
-    assert {words[2] for words in lines} == set(command_names())
+    assert {words[2] for words in lines} == set(command_names(Project.of("drawloom")))
+
+
+def test_the_page_for_agents_names_commands_and_is_short() -> None:
+    """AGENTS.md has at most fifty lines, and every command in it exists."""
+    text = (ROOT / "AGENTS.md").read_text("utf-8")
+    named = {name for names in re.findall(r"`drawloom ([a-z|-]+)", text) for name in names.split("|")}
+    assert len(text.splitlines()) <= 50 and len(named) > 10
+    assert named <= set(command_names(Project.of("drawloom")))
+
+
+def test_every_field_of_every_result_is_documented() -> None:
+    """Every command has a section, and every row has a description."""
+    page = results_page()
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == command_names(Project.of("drawloom"))
+    rows = [line for line in page.splitlines() if line.startswith("| `") and not line.endswith("field | type | |")]
+    assert len(rows) > 150 and [row for row in rows if row.endswith("|  |")] == []
 
 
 def test_values_and_events_of_a_step_are_all_described() -> None:

@@ -1,4 +1,4 @@
-"""Every Triton kernel, in the sizes and dtypes that models use, for compilers without a GPU to run them on."""
+"""Every Triton kernel, in the sizes and dtypes of models, for compilers without a GPU."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -38,7 +38,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def launches() -> Iterator[tuple[str, Launch]]:
-    """Yield names, and calls that launch the kernels of one operation in one direction."""
+    """Yield a name and a call for each operation and direction; the call launches the kernels."""
     for part in (norms, gates, rotations, steps, losses, experts, recurrences, great_numbers):
         yield from part()
 
@@ -131,7 +131,7 @@ def _with_tf32(tf32: bool, launch: Launch) -> Launch:
 
 
 def _with_tma(launch: Launch) -> Launch:
-    """Launch as on a GPU that has TMA."""
+    """Launch as on a GPU with TMA."""
 
     def run() -> None:
         with mock.patch.object(tma, "is_supported", return_value=True):

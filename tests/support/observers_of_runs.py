@@ -27,7 +27,7 @@ from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import TokenContext, stored_formats
 from drawloom.components.ports.pipeline import Executor, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.state.step_state import StepState
@@ -96,7 +96,7 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
 
 
 def count_compilations(use: str, values: Values, folder: Path) -> Any:
-    """Count the functions that torch is asked to compile when stages open."""
+    """Count the functions torch compiles when stages open."""
     with (
         mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
         _recipe(folder, stages=dict(values)).open(only="stages"),
@@ -105,14 +105,14 @@ def count_compilations(use: str, values: Values, folder: Path) -> Any:
 
 
 def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:
-    """Whether the stages' passes become CUDA graphs, on a device that has them."""
+    """Whether the stages' passes become CUDA graphs, on a device that supports them."""
     with _recipe(folder, stages=dict(values)).open(only="stages") as objects:
         return [stage.capture for stage in objects["stages"].local]
 
 
 @attrs.define
 class _Recorder(SingleProcess):
-    """A group of two ranks that records the tensors that it sums."""
+    """A group of two ranks, which records the tensors to sum."""
 
     size = 2
     summed: list[Any] = attrs.field(factory=list)
@@ -123,7 +123,7 @@ class _Recorder(SingleProcess):
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
-    """Return the dtypes and sizes of the tensors that two replicas sum."""
+    """Return the dtypes and sizes of the tensors summed by two replicas."""
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
@@ -136,8 +136,17 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
 
 
+def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
+    """Return the quantized formats by name in a model with an adapter, whose rows have 64 elements or more."""
+    model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
+    tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
+    with _recipe(folder, **tables).open(only="stages") as objects:
+        formats = stored_formats(objects["stages"].local[0].module)
+        return {name: weight_format.name for name, weight_format in formats.items()}
+
+
 def train_with_adapter(use: str, values: Values, folder: Path) -> Any:
-    """Return the parameters that an adapter trains, and logits in a pass with gradients, where no parameter is zero."""
+    """Return an adapter's trained parameters, and logits in a pass with gradients, where no parameter is zero."""
     adapter = {"use": use, **values}
     with _recipe(folder, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
         (stage,) = objects["stages"].local
@@ -220,7 +229,7 @@ def randomness_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def stops(use: str, values: Values, _place: Path) -> Any:
-    """Return the signals that are handled, and whether the process ends within 0.3 seconds of one."""
+    """Return the handled signals, and whether the process ends within 0.3 seconds of one."""
     codes: list[int] = []
     node = build(use, mesh=SingleRankMesh(), **values)
     node.exit = codes.append
@@ -236,7 +245,7 @@ def _is_handled(number: int, node: Any) -> bool:
 
 
 def run_trainer(use: str, values: Values, _place: Path) -> Any:
-    """Return the steps that are run and skipped, and how the run ends."""
+    """Return the steps, each skipped by the phase, and the error that ends the run, or "" without one."""
     steps: list[int] = []
 
     def skip(step: Step) -> None:
@@ -288,7 +297,7 @@ def checkpoints_of(use: str, values: Values, folder: Path) -> Any:
 
 
 def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
-    """Count the saves that fail before the run stops."""
+    """Count the failed saves before the run stops."""
     node, count = checkpointer(folder, {"memory": StateNode({"step": 1})}, every=1, **values), 0
 
     def fail(*_: Any) -> None:
@@ -327,7 +336,7 @@ def stage_values(use: str, values: Values, _place: Path) -> Any:
 
 
 def write_sample(use: str, values: Values, folder: Path) -> Any:
-    """Return the sampled text, from logits that depend on all tokens that the model sees."""
+    """Return the sampled text, from logits that depend on all visible tokens."""
 
     def infer(tokens: Tensor, shared: Any) -> Tensor:
         generator = torch.Generator().manual_seed(int((tokens * torch.arange(1, tokens.shape[1] + 1)).sum()))
@@ -346,7 +355,7 @@ def write_sample(use: str, values: Values, folder: Path) -> Any:
 
 
 def levels_of_logging(use: str, values: Values, folder: Path) -> Any:
-    """Return the levels of the handlers that are installed."""
+    """Return the levels of the installed handlers."""
     before = list(logging.getLogger("drawloom").handlers)
     with open_node(build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), **values)):
         return [handler.level for handler in logging.getLogger("drawloom").handlers if handler not in before]
@@ -367,13 +376,13 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
 
 
 def problems_of_executor(use: str, values: Values, folder: Path) -> Any:
-    """Return the problems that `check` reports for an executor on a CPU."""
+    """Return the problems reported by `check` for an executor on a CPU."""
     recipe = _recipe(folder, executor={"use": use, **values}, device={"kind": "cpu"})
     return [str(problem) for problem in recipe.graph.problems]
 
 
 def plan_refuses(use: str, values: Values, folder: Path) -> Any:
-    """Whether a run that does not fit its GPU is refused."""
+    """Whether a run is refused if it does not fit its GPU."""
     with on_a_gpu(2_000_000):
         try:
             plan_check(folder, "cuda", **values).open()

@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several real processes, as torchrun would, and ends all of them."""
+"""Runs a function of a test module in several real processes, like torchrun, and ends all of them."""
 
 import importlib.util
 import multiprocessing
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def _start_fork_server() -> None:
-    """Start the process that all others are forked from, unless it runs already."""
+    """Start the fork server, unless it runs already."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -146,7 +146,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[bool, Any]:
 
 
 def _end(process: BaseProcess) -> None:
-    """Kill a process and all that it started."""
+    """Kill a process and its descendants."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()  # it may not lead its group yet

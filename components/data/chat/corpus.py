@@ -54,7 +54,7 @@ class ChatCorpus:
         """
 
     @abstractmethod
-    def nothing_trained(self) -> str:
+    def nothing_trained_message(self) -> str:
         """Return the message for a corpus without a trained token."""
 
     def check_machine(self) -> None:
@@ -73,7 +73,7 @@ class ChatCorpus:
             self._untrained += not kept
             rows[split_of(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
-            raise UserError(f"paths: {self.nothing_trained()}")
+            raise UserError(f"paths: {self.nothing_trained_message()}")
         self._splits = {split: self._join(documents, split) for split, documents in rows.items()}
         self._report(sum(map(len, rows.values())))
 

@@ -163,7 +163,7 @@ def _write_shards(
     missing = {number: part for number, part in enumerate(parts) if not _is_complete_shard(folder, number, plan)}
     sizes = {number: part.size for number, part in missing.items()}
     complete = sum(part.size for part in parts) - sum(sizes.values())
-    processes.run(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
+    processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
     replace_file(folder / STORE, index_text({**plan, "fingerprint": fingerprint_of(shards), "shards": counts}))

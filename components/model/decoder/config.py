@@ -46,7 +46,8 @@ def size(name: str) -> Bound:
     return between(1, MAX_SIZES[name] + 1)
 
 
-@attrs.frozen(kw_only=True)
+# Without slots, as some families inherit from two configs.
+@attrs.frozen(kw_only=True, slots=False)
 class DecoderConfig:
     """
     Config of a decoder; sizes count channels, heads, layers or token ids.
@@ -212,7 +213,7 @@ class Qwen3Config(DecoderConfig):
     qk_norm = "head"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class MoeConfig(DecoderConfig):
     """
     Config of a decoder with experts. A family decides which layers have experts, and how they are chosen.
@@ -264,7 +265,7 @@ class MoeConfig(DecoderConfig):
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class Qwen3MoeConfig(MoeConfig):
     """Config of Qwen3 with experts. `mlp_only_layers` are the numbers of layers without experts."""
 

@@ -52,7 +52,9 @@ class Family:
     `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
     `nullable` are keys that may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a
-    config may leave out the sizes of heads. Files may have `model_type` or one of `other_types`. `read` converts a
+    config may leave out the sizes of heads. Files may have `model_type` or one of `other_types`; multimodal models of
+    `nested_types` have such a config as `text_config`, and map to the prefix of the decoder in the model that
+    transformers builds for causal language modeling. `read` converts a
     `config.json` to the keys of the config class, before defaults are filled in, and raises ValueError, with a reason
     that follows the path, for a config that can't be built; `write` is its inverse, for a complete `config.json`.
     `mapper` maps parameters to the tensors of files; `ignored` are patterns (fnmatch) of tensors in files that are not
@@ -71,6 +73,7 @@ class Family:
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
+    nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
     read: Callable[[dict[str, Any]], dict[str, Any]] = _same
     write: Callable[[dict[str, Any]], dict[str, Any]] = _same
@@ -110,7 +113,44 @@ def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> d
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = config_path(path)
-    return _architecture(family, read_json(path), path)
+    return _architecture(family, text_config(family, read_json(path)), path)
+
+
+def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a multimodal model's text part, or any other config unchanged."""
+    text = config.get("text_config")
+    if config.get("model_type") not in family.nested_types or not isinstance(text, Mapping):
+        return config
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**text, **tied}
+
+
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
+
+
+def config_within(
+    family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """
+    Return a folder's config with a model's `written` config in place of the old text model, or unchanged if it is
+    equal.
+
+    Raises UserError if the config at `path` can't be read.
+    """
+    original = read_json(path)
+    old = text_config(family, original)
+    if _architecture(family, old, path) == architecture:
+        return dict(original)
+    rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
+    if isinstance(old_rope := old.get("rope_parameters"), Mapping):
+        rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
+    kept = {key: value for key, value in old.items() if key != "rope_scaling"}
+    if old is original:
+        return {**kept, **written, "rope_parameters": rope}
+    text = {key: value for key, value in written.items() if key != "architectures"}
+    tied = {key: written[key] for key in ("tie_word_embeddings",) if key in original}
+    return {**original, "text_config": {**kept, **text, "rope_parameters": rope}, **tied}
 
 
 def config_path(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +51,10 @@ class Block(nn.Module):
                 norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
                 self.add_module(name, norm)
             self.add_module(branch.name, PARTS[type(branch.spec)](architecture, branch.spec, kernels))
+
+    @property
+    def cost_key(self) -> Hashable:
+        return self.branches
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """

@@ -22,10 +22,10 @@ class Routing:
 
     Scores are the softmax over all experts, or the sigmoid of each. With `bias` each expert has a number that is added
     to its scores for the choice alone. With `n_group` groups of experts a token is sent to experts of `topk_group`
-    groups: those whose two best scores have the greatest sums. The weights of the chosen experts are their scores,
-    with `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
-    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
-    float32, and with `linear_bias` a learned bias is added to them.
+    groups: those whose `best_in_group` best scores have the greatest sums. The weights of the chosen experts are their
+    scores, with `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen
+    experts' logits alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed
+    in at least float32, and with `linear_bias` a learned bias is added to them.
     """
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
@@ -34,6 +34,7 @@ class Routing:
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
+    best_in_group: int = 2
     wide_logits: bool = False
     linear_bias: bool = False
 
@@ -93,6 +94,7 @@ class Router(Linear, RowSums):
     """
 
     supports_float8: ClassVar[bool] = False
+    quantizable: ClassVar[tuple[str, ...]] = ()
     e_score_correction_bias: Tensor | None
 
     def __init__(
@@ -135,11 +137,12 @@ class Router(Linear, RowSums):
 
     def forward(self, hidden: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """
-        The experts of each token, int64, and their weights, at least float32; both (rows, length, choices).
+        Choose experts for all tokens: int64 indices, and the experts' weights, at least float32.
 
-        hidden: (rows, length, hidden_size), or with several `ranks` split tokens (tokens, hidden_size). With weights of
-        tokens, float32 (rows, length), the backward pass adds the gradients of the router's losses. Gradients are
-        divided by the sum of all tokens' weights in the end, so that each loss is a mean by token.
+        hidden is (rows, length, hidden_size), the results (rows, length, choices); if several `ranks` split the tokens,
+        (tokens, hidden_size) and (tokens, choices). Given token weights, float32 (rows, length), the backward pass adds
+        the gradients of the auxiliary and z losses as weighted sums, since after a step's microbatches all gradients
+        are divided by the total token weight.
         """
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         if self.routing.wide_logits:
@@ -174,7 +177,7 @@ class Router(Linear, RowSums):
             scores = scores + self.e_score_correction_bias
         if (groups := self.routing.n_group) > 1:
             grouped = scores.view(*scores.shape[:-1], groups, self.num_experts // groups)
-            best = grouped.topk(2).values.sum(-1).topk(self.routing.topk_group).indices
+            best = grouped.topk(self.routing.best_in_group).values.sum(-1).topk(self.routing.topk_group).indices
             other = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.num_experts_per_tok).indices

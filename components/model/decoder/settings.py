@@ -40,7 +40,7 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     yield from form_faults(given)
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
-            yield from rope_faults(given[key], given.get("head_dim"), key)
+            yield from rope_faults(given[key], _rotary_dim(family, given), key)
     if given.keys() >= set(family.needed):
         yield from family.architecture.faults(given)
 
@@ -95,6 +95,15 @@ def _over_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
     given = _given(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | take_apart(given))
+
+
+def _rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
+    """Return the rotated channels of a head; None if the sizes to compute them are missing."""
+    width, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    head_dim = given.get("head_dim") or (width // heads if width and heads else None)
+    defaults = {field.name: field.default for field in attrs.fields(family.architecture)}
+    factor = given.get("partial_rotary_factor", defaults.get("partial_rotary_factor", 1.0))
+    return None if head_dim is None else int(head_dim * factor)
 
 
 def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:

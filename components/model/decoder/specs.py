@@ -89,6 +89,11 @@ class DeltaSpec:
         """Widths of a head of queries, keys and values."""
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 
+    @property
+    def token_flops(self) -> int:
+        """FLOPs for a token: products of states with key and query, and the outer product of key and value."""
+        return 6 * self.value_heads * self.key_dim * self.value_dim
+
 
 @attrs.frozen(kw_only=True)
 class MlpSpec:
@@ -112,8 +117,9 @@ class ExpertSpec:
     Specification of a router and its experts of inner width `width`, each.
 
     `shared_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0: there is
-    none. `router` is the name of the router's module. With `biases`, experts have biases, and with a `clamp` their gate
-    is clamped SwiGLU. Loss coefficients are those of one layer.
+    none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared` are names
+    of modules. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss coefficients
+    are those of one layer.
     """
 
     experts: int
@@ -121,7 +127,9 @@ class ExpertSpec:
     width: int
     routing: Routing
     shared_width: int = 0
+    shared_gate: bool = False
     router: str = "gate"
+    shared: str = "shared_experts"
     biases: bool = False
     clamp: ClampedSwiGlu | None = None
     aux_loss_coef: float = 0.0

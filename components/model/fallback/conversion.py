@@ -78,7 +78,8 @@ class _Layout:
             with torch.no_grad():
                 converted: dict[str, Tensor] = revert_weight_conversion(self.whole, dict(tensors))
         except Exception as error:  # any conversion of transformers
-            raise SelfCheckError("weights", str(error).strip().partition("\n")[0]) from error
+            reason = str(error).strip().partition("\n")[0]
+            raise SelfCheckError("weights", f"transformers can't convert the parameters for disk: {reason}") from error
         return converted
 
     def to_parameter(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:

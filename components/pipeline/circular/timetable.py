@@ -72,12 +72,12 @@ class Timetable:
         repeat, microbatch = divmod(iteration - self.latency * stage, self.slots)
         return Item(microbatch, repeat) if 0 <= repeat < self.repeats and microbatch < self.microbatches else None
 
-    def reenters(self, iteration: int) -> Item | None:
+    def reentering_item(self, iteration: int) -> Item | None:
         """Return the item leaving the last stage in an iteration with repeats left, or None."""
         item = self.item(iteration, self.stages - 1)
         return item if item is not None and item.repeat < self.repeats - 1 else None
 
-    def finishes(self, iteration: int) -> int | None:
+    def finished_microbatch(self, iteration: int) -> int | None:
         """Return the microbatch leaving the last stage in an iteration after its last repeat, or None."""
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
@@ -91,7 +91,7 @@ class Timetable:
         """
         entered = iteration - (self.stages - stage) * self.columns
         if entered >= 0:
-            return self.finishes(entered)
+            return self.finished_microbatch(entered)
         microbatch = self.slots + entered
         return microbatch if microbatch < self.microbatches else None
 

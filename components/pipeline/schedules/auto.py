@@ -21,7 +21,7 @@ import numpy as np
 from drawloom.components.pipeline.program.builders import loop, vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, list_schedule
 from drawloom.components.pipeline.program.partition import Fit, Fitted, Sizes, Slices, even
-from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy, promising
+from drawloom.components.pipeline.program.policy_search import STARTS, TRIALS, best_policy, select_promising
 from drawloom.components.pipeline.program.recomputation import Recomputed
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
 from drawloom.components.pipeline.schedules.gpipe import GPipe
@@ -226,7 +226,7 @@ class Auto:
         by_cut = [[*slices.tasks(placement, microbatches, limit, cut)] for cut in cuts]
         tasks = [task for of_cut in by_cut for task in of_cut[recomputes:] if task.least <= limit * (1 + ROUNDING)]
         policy = None
-        for number, task in enumerate(promising(tasks) if recomputes else tasks):
+        for number, task in enumerate(select_promising(tasks) if recomputes else tasks):
             policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
             yield Fit(list_schedule(task, policy), slices, limit).best([*cuts, *starts])
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import Sharding, dest_ranks, with_messages
 from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_name, run_events
+from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_key, run_events
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -134,7 +134,7 @@ def simulate(
         return Simulation(program, costs, channels, timing.start, timing.end)
     rank_programs = _rank_programs(program, costs, sharding)
     events = run_events(rank_programs, costs, channels)
-    rows = [events[event_name(program.action(row))] for row in range(len(program.stage))]
+    rows = [events[event_key(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
     shard_bars = [_shard_bars(line, events) for line in rank_programs] if sharding else ()
     return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
@@ -148,7 +148,7 @@ def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) ->
 
 
 def _shard_bars(line: RankProgram, events: Events) -> list[Bar]:
-    timed = [(action, events[event_name(action)]) for action in flat(line) if action.op in SHARD_OPS]
+    timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 
@@ -160,11 +160,11 @@ def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
         key = action.stage, action.op.endswith("F"), action.microbatch
         if action.op in OPS:
             received.discard(key)
-            now = events[event_name(action)].end
+            now = events[event_key(action)].end
         # A sent tensor stays alive until its transfer ends.
         sent = [end for end in sent if end > now]
         if action.op.startswith("SEND"):
-            sent.append(events[event_name(action)].end)
+            sent.append(events[event_key(action)].end)
         elif action.op.startswith("RECV_"):
             received.add(key)
         peak = max(peak, len(sent) + len(received))

@@ -35,8 +35,8 @@ class Summary:
     @property
     def title(self) -> str:
         """Return the name and size of the schedule."""
-        ranks, stages = several(self.ranks, "rank"), several(self.stages_per_rank, "stage")
-        microbatches = several(self.simulation.program.microbatches, "microbatch", "es")
+        ranks, stages = format_count(self.ranks, "rank"), format_count(self.stages_per_rank, "stage")
+        microbatches = format_count(self.simulation.program.microbatches, "microbatch", "es")
         return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
 
     @property
@@ -101,7 +101,7 @@ until weights: the same, until their weight gradients; microbatches: the same, d
 messages: tensors that ranks send one another in a step"""
 
 
-def several(number: int, noun: str, ending: str = "s") -> str:
+def format_count(number: int, noun: str, ending: str = "s") -> str:
     """Return a number with its noun."""
     return f"{number} {noun}{ending * (number != 1)}"
 

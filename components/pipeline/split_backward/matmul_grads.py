@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, hold
+from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
 from drawloom.kernels.recompute import LEAF, TRANSPOSE, Kept, Saved, wrapper_of
 
 Users = dict[Node | None, list[Node | None]]
@@ -108,13 +108,13 @@ class Product:
 
     def capture(self, deferral: Deferral) -> RemovableHandle:
         """Register a hook that queues the gradients of weight and bias once the product's gradient is computed."""
-        queue, gradient, other = deferral.grad_for(self.weight).queue_held, self.gradient, self.other
-        queue_bias = None if self.bias is None else deferral.grad_for(self.bias).queue_held
+        queue, gradient, other = deferral.grad_for(self.weight).queue_versioned, self.gradient, self.other
+        queue_bias = None if self.bias is None else deferral.grad_for(self.bias).queue_versioned
         bias_gradient = self.bias_gradient
 
         def capture_gradient(_: object, grads: tuple[Tensor | None, ...]) -> None:
             if (grad := grads[0]) is not None:
-                factors = hold(grad, other.value())
+                factors = record_versions(grad, other.value())
                 queue(gradient, factors)
                 if queue_bias is not None:
                     queue_bias(bias_gradient, factors)

@@ -51,7 +51,7 @@ def attrs_evolved(evidence: Evidence, error: float) -> Evidence:
 
 
 def test_errors_are_relative_to_the_whole_gradient() -> None:
-    """The norm of the difference over all parameters is divided by the norm of the exact gradient."""
+    """The norm of the difference over all parameters is divided by the exact gradient's norm."""
     exact = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
     other = [torch.tensor([3.0, 0.3]), torch.tensor([[4.4]])]
     assert relative_error(other, exact) == pytest.approx(0.1)

@@ -13,7 +13,9 @@ from support.checkpoints import save_steps
 
 def _verify(folder: Path) -> int:
     project: Any = None
-    return main(argparse.Namespace(run_folder=folder), project)
+    result = main(argparse.Namespace(run_folder=folder), project)
+    print(result.render("text"))
+    return result.exit_code
 
 
 def test_each_checkpoint_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

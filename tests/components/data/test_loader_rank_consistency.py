@@ -1,4 +1,4 @@
-"""Whether ranks that must see the same rows do."""
+"""Equality of rows on ranks that must see the same ones."""
 
 import json
 import threading

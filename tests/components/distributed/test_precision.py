@@ -60,4 +60,6 @@ def test_settings_have_the_names_of_the_port() -> None:
         "linear_in_compute",
         "linear_weights",
         "gather",
+        "frozen",
+        "frozen_in_compute",
     ]

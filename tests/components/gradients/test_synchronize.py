@@ -47,7 +47,7 @@ def run_phase(weights: Weights, mesh: Any, total: float, weight: float, why: str
 
 
 class TwelveAlike:
-    """Twelve ranks that have the same numbers."""
+    """Twelve ranks with the same numbers."""
 
     def sum(self, tensor: Tensor) -> None:
         one = tensor.clone()
@@ -89,7 +89,7 @@ def test_a_non_finite_step_is_skipped(
 
 @both
 def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
-    """A finite step that a phase refuses is skipped, on the device too."""
+    """A finite step refused by a phase is skipped, on the device too."""
     step = run_phase(weights_with(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
     assert step.state["skip"] == 1
     assert step.skip_reason == "a phase says so"

@@ -34,8 +34,8 @@ from support.qwen3 import cpu_kernels, kernels_on
 
 
 @pytest.mark.parametrize("port", [Kernels, ExpertKernels])
-def test_fits_its_ports(port: type) -> None:
-    """The component keeps the promises of both kinds of kernels."""
+def test_auto_fits_its_ports(port: type) -> None:
+    """The component keeps the contracts for both kinds of kernels."""
     assert find_mismatches(AutoKernels, port) == []
 
 
@@ -46,8 +46,8 @@ def test_each_operation_is_a_setting() -> None:
     assert settings == dict.fromkeys(OPERATIONS, "auto")
 
 
-def test_names_of_settings_are_those_of_implementations() -> None:
-    """A recipe can write exactly the names that there are, and auto."""
+def test_settings_name_exactly_the_implementations() -> None:
+    """A recipe can write exactly the names of implementations, and auto."""
     for name, field in read_spec("kernels.auto", AutoKernels).fields.items():
         if name in OPERATIONS:
             assert set(field.type.__args__) == {"auto", *OPERATIONS[name].implementations}
@@ -87,7 +87,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
 
 
 def test_operations_of_experts_are_the_eager_ones() -> None:
-    """As for a model without experts."""
+    """On a CPU, operations of experts equal the eager implementations."""
     kernels = cpu_kernels()
     x, weight, probabilities = torch.randn(5, 8), torch.randn(3, 8, 6), torch.rand(5, 2)
     expert_indices = torch.randint(-1, 3, (5, 2))
@@ -102,8 +102,8 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
 
 
-def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
-    """Its filter is the recipe's, and without one it is exact."""
+def test_the_cut_loss_uses_the_filter_of_the_recipe() -> None:
+    """Without a filter it is exact."""
     torch.manual_seed(0)  # in about one of 75 draws, every tile has a gradient above the threshold
     hidden = torch.randn(9, 16, device=DEVICE, requires_grad=True)
     weight = torch.randn(300, 16, device=DEVICE)
@@ -120,8 +120,8 @@ def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     assert not torch.allclose(grads[0], grads[2])
 
 
-def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any data is read or a model is built."""
+def test_triton_on_a_cpu_is_refused_at_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before any data is read or a model is built."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(UserError, match=r"kernels\.auto: swiglu is 'triton', but Triton runs on GPUs"):
         cpu_kernels(swiglu="triton").open()
@@ -151,16 +151,16 @@ def problems(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
-def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
-    """If the recipe says that the device is the CPU, a setting that needs a GPU is a problem at its place."""
+def test_check_refuses_gpu_kernels_on_a_cpu(choice: str) -> None:
+    """If the recipe's device is the CPU, a setting for GPUs is a problem at its place."""
     (problem,) = problems("device.kind=cpu", f"kernels.{choice}")
     name = choice.partition("=")[2]
     assert f"[kernels] '{name}' runs on GPUs, and the device is the CPU; write 'auto' or 'eager'" in problem
     assert problems(f"kernels.{choice}") == []
 
 
-def test_explain_says_what_auto_takes() -> None:
-    """And why; operations that the recipe chooses are among the settings already."""
+def test_explain_shows_the_choices_of_auto() -> None:
+    """It gives the reasons too; operations chosen by the recipe are among the settings already."""
     project = Project.of("drawloom")
     graph = project.graph(project.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
     notes = list(AutoKernels.notes(graph.view("kernels")))

@@ -94,7 +94,7 @@ class Saved:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_planned_is_what_a_run_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_memory_equals_that_of_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, masters, copies, gradients and moments to the byte; activations of a real step within 10 %."""
     monkeypatch.chdir(tmp_path)
     run_plan = plan_recipe(name)
@@ -149,7 +149,7 @@ MESHES: list[tuple[str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "words"), MESHES, ids=["shards", "tensor", "experts", "pipeline"])
-def test_what_ranks_of_a_mesh_hold_is_planned(
+def test_memory_of_ranks_of_a_mesh_is_planned(
     name: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards, parts of matrices, experts and stages on two real ranks are planned to the byte."""
@@ -182,7 +182,7 @@ def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None
         assert many == pytest.approx(one + 39 * (two - one))
 
 
-def test_operations_are_those_that_the_model_counts() -> None:
+def test_operations_equal_the_count_of_the_model() -> None:
     """Forward and backward products, counted as they run, equal the model's formula."""
     for name in ("dense", "experts"):
         model_plan = plan_recipe(name)
@@ -201,7 +201,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert 0.5 / (pipeline_plan.microbatches + 1) < time.bubble / time.seconds < 3 / (pipeline_plan.microbatches + 1)
 
 
-def test_what_cuda_graphs_issue_takes_no_time_of_the_host() -> None:
+def test_cuda_graphs_take_no_time_of_the_host() -> None:
     """With stages.capture a small model's passes take the GPU's time, far less than the host's."""
     words = DENSE[:-1]
     plain, captured = (
@@ -224,10 +224,10 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
 PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batch.global_size=8", "batch.micro_size=2")
 
 
-def test_attention_of_packed_rows_takes_the_kernel_and_the_documents_that_a_run_has(tmp_path: Path) -> None:
+def test_attention_of_packed_rows_uses_the_kernel_and_documents_of_a_run(tmp_path: Path) -> None:
     """
     A store at hand has the documents' lengths: shorter ones have fewer pairs, at the packed kernel's rate. A kernel
-    named in the recipe has that rate on whole rows, too; a CPU has one rate for all.
+    named in the recipe has this rate on whole rows, too; a CPU has one rate for all.
     """
     store_of(tmp_path / "store", [["a" * 2999, "b" * 4999]])
 
@@ -255,7 +255,7 @@ FAULTS: list[tuple[tuple[str, ...], int | None, str]] = [
 
 
 @pytest.mark.parametrize(("words", "ranks", "reason"), FAULTS)
-def test_what_does_not_fit_a_mesh_is_an_error(words: tuple[str, ...], ranks: int | None, reason: str) -> None:
+def test_a_plan_that_does_not_fit_its_mesh_is_an_error(words: tuple[str, ...], ranks: int | None, reason: str) -> None:
     """The error is a sentence with a remedy."""
     with pytest.raises((UserError, RecipeError), match=reason):
         plan_recipe("dense", *words, ranks=ranks)

@@ -81,12 +81,12 @@ def test_rename_by_pattern() -> None:
 
 
 def test_rename_by_pattern_never_merges() -> None:
-    """Two names that would become one are refused."""
+    """Renaming two tensors to one name is refused."""
     with pytest.raises(ValueError, match=r"attention would be an output of more than one"):
         rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
 
 
-def test_select_child() -> None:
+def test_a_child_is_selected_by_whole_names() -> None:
     """Only names inside the child are selected: a name with the same beginning is another module."""
     mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
     assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])
@@ -104,8 +104,8 @@ MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("mapper", "tensors", "message"), MISFITS.values(), ids=MISFITS.keys())
-def test_sizes_that_could_not_be_undone_are_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
-    """A tensor that a leaf was not made for is refused, also where torch would do something with it."""
+def test_sizes_that_cannot_be_undone_are_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
+    """A tensor of the wrong size for a leaf is refused, also where torch would accept it."""
     with pytest.raises(ValueError, match=message):
         convert(mapper, tensors)
 

@@ -144,7 +144,7 @@ def test_a_user_error_while_opening_names_node_and_position(shop: Shop, project:
 
 
 def _record_failures(container: Any, replacement: BaseException | None = None) -> list[str]:
-    """Register failure handlers, one of which returns an exception; return the list of later events."""
+    """Register failure handlers, one of which returns an exception; return a list for later events."""
     container.build()
     happened: list[str] = []
     kind = type(container["store"])
@@ -181,7 +181,7 @@ def test_failure_handlers_run_before_anything_is_closed(reset_stores: None, shop
 def test_a_failure_while_opening_calls_the_handlers_of_open_objects(
     reset_stores: None, shop: Shop, project: Project
 ) -> None:
-    """Handlers of open objects and of the failing object are called, and its error is raised."""
+    """Handlers of open objects and the failing object are called, and its error is raised."""
     container = project.container(shop(disk_recipe(second="open")))
     happened = _record_failures(container)
     with pytest.raises(RuntimeError, match="second can't open"), container:
@@ -311,7 +311,7 @@ def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, pro
 
 
 def test_a_replacement_need_not_fit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
-    """A replacement need only implement the ports of edges in the built part of the graph."""
+    """A replacement must implement only the ports of edges in the built part of the graph."""
     graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')
     till = Till()  # [menu] accepts a page or a store, and [trainer] pages only
     with project.container(graph, "menu", replacements={"page": till}) as objects:

@@ -29,7 +29,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_casts_of_inputs_and_weights_equal_eager_casts(shape: tuple[int, int]) -> None:
-    """Rows, scales and transposed copies have the bits of eager casts for any number of rows, zeros included."""
+    """Rows, scales and transposed copies equal eager casts bitwise for any number of rows, zeros included."""
     x = spread(*shape)
     x[0] = 0
     for actual, expected in zip(TRITON.quantize(x, True), EAGER.quantize(x, True), strict=True):
@@ -71,7 +71,7 @@ def test_casts_of_swiglu_equal_eager_casts(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_casts_of_gradients_equal_eager_casts(shape: tuple[int, int]) -> None:
-    """Gradients by rows and by columns have the bits of eager casts, with rows and columns of zeros."""
+    """Gradients by rows and by columns equal eager casts bitwise, with rows and columns of zeros."""
     grad, factor = spread(*shape), EAGER.quantize(spread(shape[1], 16, seed=1), False).scale
     row_scale = EAGER.quantize(spread(shape[0], 16, seed=2), False).scale
     grad[-1], grad[:, 3] = 0, 0
@@ -102,7 +102,7 @@ def test_casts_read_strided_rows() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_number_that_is_not_finite_reaches_results(value: float) -> None:
-    """An infinite or undefined element makes the scales of its row and of all columns NaN, and no others."""
+    """An infinite or undefined element makes NaN of the scales for its row and for all columns, and no others."""
     x = spread(20, 32)
     x[4, 5] = value
     scale = TRITON.quantize(x, False).scale
@@ -114,7 +114,7 @@ def test_a_number_that_is_not_finite_reaches_results(value: float) -> None:
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(32, 64, 48), (23, 16, 32), (300, 128, 256)])
 def test_layers_equal_eager_layers(tokens: int, inputs: int, outputs: int) -> None:
-    """Results, gradients and sums of gradients agree with eager ones up to the order of additions."""
+    """Results, gradients and their sums agree with eager ones up to the order of additions."""
     x, weight, grad = spread(tokens, inputs), spread(outputs, inputs, 1), spread(tokens, outputs, 2)
     bias = torch.randn(outputs, device=DEVICE).bfloat16()
     results = []

@@ -22,8 +22,8 @@ def test_triton_has_the_bits_of_eager(
     _seed: object, lengths: list[int], dtype: torch.dtype, factor: float, offset: int
 ) -> None:
     """
-    Any sizes and addresses give the bits of the eager implementation and change nothing beside them; sums of squares
-    agree up to the rounding of float64.
+    For any sizes and addresses, bits equal the eager implementation's and nothing beside them changes; sums of squares
+    agree up to float64's rounding.
     """
     made = [torch.randn(2, length, device=DEVICE).to(dtype) for length in lengths]
     memory = torch.randn(offset + 100, device=DEVICE).to(dtype)

@@ -1,4 +1,4 @@
-"""GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
+"""GLM-4.5, DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.glm4_moe import Glm4Moe
@@ -25,7 +26,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
-    assert_operations_are_those_that_torch_counts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, twin, whole
@@ -39,6 +40,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 9,
     "q_lora_rank": 11,
 }
+EVEN = {"kv_lora_rank": 10, "router_aux_loss_coef": 0.0}  # transformers views pairs of latents as complex numbers
 GROUPS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
@@ -62,6 +64,17 @@ KINDS: dict[str, tuple[type[DecoderBuilder], dict[str, Any]]] = {
         LATENT | GROUPS | {"rope_interleave": False, "attention_bias": True, "rope_scaling": YARN},
     ),
     "moonlight": (DeepseekV3, LATENT | {"q_lora_rank": 0, "first_k_dense_replace": 0}),
+    "deepseek_v2": (
+        DeepseekV2,
+        LATENT | EVEN | {"q_lora_rank": 0, "n_shared_experts": 1},
+    ),
+    "deepseek_v2, every flag": (
+        DeepseekV2,
+        LATENT
+        | EVEN
+        | {key: value for key, value in GROUPS.items() if key != "norm_topk_prob"}
+        | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
+    ),
     "glm4_moe_lite": (Glm4MoeLite, LATENT | {"rope_scaling": YARN, "tie_word_embeddings": True}),
 }
 
@@ -73,7 +86,7 @@ def model_of(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients."""
+    """Logits, packed documents' losses and gradients equal those of transformers."""
     assert_equal_to_transformers(model_of(kind))
 
 
@@ -89,13 +102,13 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     model = model_of(kind)
     assert_generated_as_whole_texts(model)
     # Three choices, gate and up of 12 channels each, and down, over 22 tokens.
-    assert_operations_are_those_that_torch_counts(model, 22 * 3 * 2 * 3 * 24 * 12)
+    assert_operations_equal_the_count_of_torch(model, 22 * 3 * 2 * 3 * 24 * 12)
     assert_all_projections_are_adapted(model)
 
 
 @pytest.mark.parametrize("family", [Dots1, Glm4Moe])
-def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
-    """Logits are products in float32: rounded to bfloat16, other experts would be chosen."""
+def test_routers_choose_like_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
+    """Router logits are float32 products; products rounded to bfloat16 would choose other experts."""
     torch.manual_seed(0)
     model = small(family, **SIZES | {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64})
     module = whole(model)
@@ -111,7 +124,7 @@ def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]
 
 
 def test_tensors_of_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
-    """Published folders have one more layer than the model, which predicts a later token."""
+    """Published folders have one layer more than the model: it predicts a later token and is ignored."""
     model = model_of("deepseek_v3")
     write_folder(tmp_path / "base", model, OneStage(whole(model)))
     path = tmp_path / "base" / "model.safetensors"
@@ -128,7 +141,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
-    """Its config has a model_type of its own."""
+    """A config with Kimi K2's model_type is read as DeepSeek V3."""
     read = read_config(DEEPSEEK_V3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
     assert read == model_of("deepseek_v3").architecture
 
@@ -138,10 +151,12 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     [
         ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4 rotates 3 channels of head_dim = 8"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and latent attention has"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "says topk_method = 'noaux_tc'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "says norm_topk_prob = true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers before sparse ones"),
     ],
 )
 def test_other_configs_are_refused(kind: str, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    """A config that would be built as something near it is refused with its key."""
+    """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
         read_config(KINDS[kind][0].family, write(tmp_path, kind, **changes))

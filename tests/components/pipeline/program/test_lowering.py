@@ -23,7 +23,7 @@ from support.schedules import NAMES, variants
 
 
 def lower_text(text: str, rank: int) -> str:
-    """A rank's lowered program, as text."""
+    """Return a rank's lowered program, as text."""
     return " ".join(map(str, lower(read_program(text), rank)))
 
 
@@ -78,7 +78,7 @@ def test_sharded_stages_are_gathered_early_and_reduced_with_their_last_backward(
     assert " ".join(compute) == ("0UNSHARD0 2UNSHARD0 0F0 2F0 0F1 2F1 2I0 2W0 2REDUCE_GRAD1 2B1 0B0 0REDUCE_GRAD1 0B1")
 
 
-def test_forwards_alone_free_what_they_gathered() -> None:
+def test_forwards_alone_free_gathered_stages() -> None:
     """Without a backward a gathered stage is freed after its last forward, and nothing is reduced."""
     line = with_shard_actions(lower(read_program("0: 0F0 0F1 1F0 1F1\n"), 0), {0, 1}, {0, 1})
     assert " ".join(map(str, line)) == "0UNSHARD0 0F0 1UNSHARD0 0F1 0RESHARD1 1F0 1F1 1RESHARD1"

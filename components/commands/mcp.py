@@ -1,0 +1,108 @@
+"""
+serve commands to an agent over the Model Context Protocol, on stdin and stdout
+
+A tool is a command with `--format json`: its description is the command's help, and its output schema is that of the
+command. Every call is a process of its own, so a failing run ends alone. A cancelled run is stopped with SIGTERM, and
+saves its step.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from drawloom.components.data.sources.files import package
+from drawloom.graph.cli.main import command_help, read_result_schema
+from drawloom.graph.project import Project
+
+TOOLS = {
+    "check": "check a recipe: every problem with its position and remedy",
+    "explain": "explain a value, a node or a whole recipe: origins, types, documentation",
+    "plan": "plan memory and time of a run without a device",
+    "list": "list components, or describe them with their settings",
+    "run": "run a recipe to its end, or resume its run; this may take long",
+    "runs": "list runs with their losses and differing settings",
+    "why": "find out why two runs differ: step, phase, tensor, and the edit that causes it; this repeats steps",
+    "compare": "compare runs: settings, means and spreads over seeds, curves",
+}
+"""Served commands, with a sentence for the agent."""
+
+READ_ONLY = {*TOOLS} - {"run"}
+
+MAX_STDERR = 4000
+"""Characters from the end of standard error in an answer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    parser.epilog = "The tools work in the current folder."
+
+
+def main(options: argparse.Namespace, project: Project) -> None:
+    """Serve until stdin is closed."""
+    package("mcp", "pip install 'drawloom[mcp]'")
+    asyncio.run(_serve(project, options.imports))
+
+
+async def _serve(project: Project, imports: Sequence[str]) -> None:
+    from mcp import types
+    from mcp.server.lowlevel import Server
+    from mcp.server.stdio import stdio_server
+
+    tools = [_describe(types, project, name) for name in TOOLS]
+
+    async def list_tools(_context: Any, _params: Any) -> Any:
+        return types.ListToolsResult(tools=tools)
+
+    async def call_tool(_context: Any, params: Any) -> Any:
+        words = (params.arguments or {}).get("arguments", [])
+        if params.name not in TOOLS or not all(isinstance(word, str) for word in words):
+            text = f"there is no tool {params.name!r}" if params.name not in TOOLS else "arguments is a list of strings"
+            return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
+        options = [f"--import={path}" for path in imports]
+        data, text = await _call(project, [params.name, *words, *options, "--format=json"])
+        content: list[Any] = [types.TextContent(text=part) for part in (json.dumps(data), text) if part]
+        return types.CallToolResult(content=content, structured_content=data, is_error="error" in data)
+
+    server = Server(
+        "drawloom",
+        instructions="Train language models from recipes of components. See AGENTS.md for the usual order of commands.",
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
+    async with stdio_server() as (read_stream, write_stream):
+        await server.run(read_stream, write_stream, server.create_initialization_options())
+
+
+def _describe(types: Any, project: Project, name: str) -> Any:
+    words = {"type": "array", "items": {"type": "string"}, "description": "words as on the command line"}
+    return types.Tool(
+        name=name,
+        description=f"{TOOLS[name]}\n\n{command_help(project, name)}",
+        input_schema={"type": "object", "properties": {"arguments": words}, "additionalProperties": False},
+        output_schema=read_result_schema(project, name),
+        annotations=types.ToolAnnotations(read_only_hint=name in READ_ONLY),
+    )
+
+
+async def _call(project: Project, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Run a command, and return its JSON and the end of its standard error."""
+    program = project.registry.package.partition(".")[0]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", program, *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+    text = err.decode("utf-8", "replace")[-MAX_STDERR:]
+    try:
+        return json.loads(out), text
+    except ValueError:  # the process has crashed or was killed
+        return {"error": {"exit_code": process.returncode, "text": text, "problems": []}}, ""

@@ -1,0 +1,198 @@
+"""Command results: attrs classes with a text, a JSON text, and a JSON Schema."""
+
+import inspect
+import json
+import math
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, time
+from pathlib import PurePath
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+
+import attrs
+
+from drawloom.graph.cli.exit_codes import INVALID, OK, format_problems
+from drawloom.graph.problems import RecipeError, UserError
+from drawloom.graph.types.describe import union_members
+
+Schema = dict[str, Any]
+
+JSON = "json"
+
+T = TypeVar("T")
+
+
+def output(doc: str, default: Any = attrs.NOTHING) -> Any:
+    """Declare a JSON field; `doc` describes it in the schema."""
+    return attrs.field(default=default, metadata={"doc": doc})
+
+
+def internal(default: Any = attrs.NOTHING) -> Any:
+    """Declare a field for `render` alone."""
+    return attrs.field(default=default)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(output, internal))
+def output_class(cls: type[T]) -> type[T]:
+    """Make a frozen attrs class from `output` and `internal` fields: a Result, or a part."""
+    return attrs.frozen(cls)
+
+
+@output_class
+class Result(ABC):
+    """
+    A command's result. Its fields are the JSON text, and `render` returns the other formats.
+
+    A command is a function from its options and a project to a Result; the return annotation names the class, and with
+    it the formats and the schema. Fields are strings, numbers, booleans, paths, None, attrs classes, and sequences and
+    string-keyed mappings of these.
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("text", JSON)
+    """Choices of `--format`; the first is the default."""
+
+    @property
+    def exit_code(self) -> int:
+        """The command's exit code."""
+        return OK
+
+    @abstractmethod
+    def render(self, format: str) -> str:
+        """Return the result in a format other than JSON. An empty string prints nothing."""
+
+
+@output_class
+class ProblemData:
+    """A recipe's problem; line and column are 0 without a position in a file."""
+
+    code: str = output("code of docs/problems.md")
+    warning: bool = output("whether the recipe can still run")
+    source: str = output("file, or `command line`")
+    line: int = output("line, from 1")
+    column: int = output("column, from 1")
+    node: str = output("node, or an empty string")
+    text: str = output("what is wrong")
+    hint: str = output("remedy, or an empty string")
+
+
+@output_class
+class CommandFailure:
+    """Reason why a command has no result."""
+
+    exit_code: int = output("exit code of the command")
+    text: str = output("text on stderr")
+    problems: Sequence[ProblemData] = output("problems of the recipe", default=())
+
+    @classmethod
+    def of(cls, error: RecipeError | UserError) -> "CommandFailure":
+        """Return the failure for a user's error."""
+        if isinstance(error, RecipeError):
+            problems = [ProblemData(**problem.as_data()) for problem in error.problems]
+            return cls(INVALID, format_problems(error.problems), problems)
+        return cls(error.exit_code, str(error))
+
+    def json(self) -> str:
+        """Return an object with the key `error` as JSON."""
+        return dump({"error": as_data(self)})
+
+
+def as_data(value: Any) -> Any:
+    """Return a result, or a part, as data for JSON. Infinities and NaN become None."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case str() | int() | None:
+            return value
+        case PurePath() | date() | time():
+            return str(value)
+        case Mapping():
+            return {str(key): as_data(part) for key, part in value.items()}
+        case _ if attrs.has(type(value)):
+            return {field.name: as_data(getattr(value, field.name)) for field in json_fields(type(value))}
+        case Sequence() | Iterator():
+            return [as_data(part) for part in value]
+    return float(value)  # a number of numpy or torch; TypeError otherwise
+
+
+def json_fields(cls: type) -> list["attrs.Attribute[Any]"]:
+    """Return the fields declared by `output`."""
+    return [field for field in attrs.fields(cls) if "doc" in field.metadata]
+
+
+def dump(data: Any) -> str:
+    """Return JSON with indentation."""
+    return json.dumps(data, indent=1, allow_nan=False)
+
+
+def result_classes(function: Callable[..., Any]) -> list[type[Result]]:
+    """Return the result classes in a command's return annotation. Empty for a server, whose stdout is a protocol."""
+    kind = typing.get_type_hints(function)["return"]
+    return [member for member in union_members(kind) if issubclass(member, Result)]
+
+
+def formats_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return a command's choices for `--format`, the default first."""
+    return tuple(dict.fromkeys(format for cls in result_classes(function) for format in cls.formats))
+
+
+def result_schema(command: str, classes: Sequence[type[Result]]) -> Schema:
+    """Return a command's JSON Schema: a result, or an object with the key `error`."""
+    failure = {"type": "object", "properties": {"error": _type_schema(CommandFailure)}, "required": ["error"]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"drawloom {command} --format json",
+        "type": "object",
+        "anyOf": [*(_type_schema(cls) for cls in classes), failure | {"additionalProperties": False}],
+    }
+
+
+SIMPLE: dict[Any, Schema] = {
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": ["number", "null"]},  # null stands for a number that is not finite
+    type(None): {"type": "null"},
+    Any: {},
+}
+
+
+def _type_schema(kind: Any) -> Schema:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind in SIMPLE:
+        return dict(SIMPLE[kind])
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(member) for member in inner]}
+    if isinstance(kind, type) and issubclass(kind, PurePath):
+        return {"type": "string"}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _type_schema(inner[1])}
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return _array_schema(origin, inner)
+    if attrs.has(kind):
+        return _object_schema(kind)
+    raise TypeError(f"{kind} is not a type of results; see Result")
+
+
+def _array_schema(origin: type, inner: tuple[Any, ...]) -> Schema:
+    if origin is tuple and inner[-1] is not Ellipsis:
+        items = [_type_schema(part) for part in inner]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
+    return {"type": "array", "items": _type_schema(inner[0])}
+
+
+def _object_schema(cls: type) -> Schema:
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field.metadata["doc"] for field in json_fields(cls)}
+    return {
+        "type": "object",
+        "description": inspect.cleandoc(cls.__doc__ or ""),
+        "properties": {
+            name: _type_schema(hints[name]) | ({"description": doc} if doc else {}) for name, doc in fields.items()
+        },
+        "required": list(fields),
+        "additionalProperties": False,
+    }

@@ -1,0 +1,61 @@
+"""`drawloom mcp`, called by the SDK's own client over stdio."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from drawloom.components.commands.mcp import TOOLS
+from support.runs import SOURCE
+
+mcp = pytest.importorskip("mcp", reason="needs the package mcp: pip install 'drawloom[mcp]'")
+
+
+async def call(folder: Path, calls: list[tuple[str, list[str]]]) -> tuple[list[Any], list[Any]]:
+    """Start a server in a folder, and return its tools and the results of calls."""
+    env = {"PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])}
+    parameters = mcp.StdioServerParameters(
+        command=sys.executable, args=["-m", "drawloom", "mcp"], env=env, cwd=str(folder)
+    )
+    async with mcp.Client(parameters) as client:
+        tools = (await client.list_tools()).tools
+        return tools, [await client.call_tool(name, {"arguments": words}) for name, words in calls]
+
+
+def valid_answers(folder: Path, calls: list[tuple[str, list[str]]]) -> list[Any]:
+    """Check the tools, and the answers against the tools' schemas; return the answers."""
+    tools, answers = asyncio.run(call(folder, calls))
+    schemas = {tool.name: tool.output_schema for tool in tools}
+    assert list(schemas) == list(TOOLS) and "--dry-run" in next(t.description for t in tools if t.name == "run")
+    for (name, _), answer in zip(calls, answers, strict=True):
+        jsonschema.validate(answer.structured_content, schemas[name])
+    return answers
+
+
+def test_tools_are_commands(folder: Path) -> None:
+    """An answer is the JSON of the command; a mistake in a recipe is an error with its problems."""
+    listed, failed = valid_answers(folder, [("list", ["optim.adamw"]), ("plan", ["tiny.toml", "optimizer.lrr=1"])])
+    assert not listed.is_error and listed.structured_content["components"][0]["fields"]
+    assert failed.is_error and failed.structured_content["error"]["problems"][0]["code"] == "DL302"
+
+
+@pytest.mark.soak  # every call starts Python
+def test_an_agent_checks_and_runs_a_recipe(folder: Path) -> None:
+    """A run that the agent starts ends, and is in the list of runs."""
+    calls = [
+        ("check", ["tiny.toml", "optimizer.lrr=1"]),
+        ("explain", ["tiny.toml", "optimizer.lr"]),
+        ("run", ["tiny.toml", "trainer.steps=2"]),
+        ("runs", []),
+    ]
+    answers = valid_answers(folder, calls)
+    assert not any(answer.is_error for answer in answers)
+    check, explain, run, runs = (answer.structured_content for answer in answers)
+    assert [problem["code"] for problem in check["problems"]] == ["DL302"]
+    assert "learning rate" in explain["text"]
+    assert run["outcome"]["trainer"]["step"] == 2
+    assert [(row["run"], row["state"]) for row in runs["runs"]] == [("tiny", "finished")]
