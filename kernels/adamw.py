@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.dynamic_map import decode, encode
+from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
 
 PER_DRAW = 2
@@ -124,17 +125,26 @@ class AdamwEager:
         self._maximize = maximize
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `step_scalars`;
-        `counter` selects the step's noise, and None rounds to the nearest.
+        `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by each of
+        `factors`, float32 (factors,) on the device, and the products rounded to their dtype.
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):
-            ascent = grad.reshape(-1).neg() if self._maximize else grad.reshape(-1)
+            flat = grad.reshape(-1)
+            for factor in () if factors is None else factors:
+                flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
+            ascent = flat.neg() if self._maximize else flat
             (_step_codes if param.has_codes else _step)(param, ascent, row, counter, found_inf)
 
 

@@ -1,6 +1,6 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import grouped_gemm_quantized, linear_quantized
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.recompute import cheap, note
 from drawloom.kernels.weight_formats import WeightFormat
@@ -137,7 +138,13 @@ class AutoKernels:
     embedding = staticmethod(embedding_eager)
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._functions["linear_float8"](x, weight, bias)  # type: ignore[no-any-return]
+        return linear_float8(self._functions["linear_float8"], x, weight, bias)
+
+    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return linears_float8(self._functions["linear_float8"], x, weights)
+
+    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return mlp_float8(self._functions["linear_float8"], x, gate, up, down)
 
     def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
         return self._functions["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
@@ -147,13 +154,23 @@ class AutoKernels:
     ) -> Tensor:
         return linear_quantized(self._functions["dequantize"], x, stored, weight_format, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    ) -> Tensor:
+        normed: Tensor = self._functions["rms_norm"](x, weight, eps, zero_centered, float8)
+        note(normed, self._functions["rms_norm"], x, weight, eps, zero_centered)
+        return normed
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool = False,
+        float8: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered)
+        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
         note(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return normed, summed

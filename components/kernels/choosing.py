@@ -32,7 +32,7 @@ def _pair(module: str, triton_module: str, function: str) -> Operation:
 
 
 OPERATIONS = {
-    "linear_float8": _pair("float8", "float8", "linear_float8"),
+    "linear_float8": Operation({"eager": "float8.EAGER", "triton": "triton.float8.TRITON"}),
     "dequantize": _pair("dequantize", "dequantize", "dequantize"),
     "rms_norm": _pair("rms_norm", "rms_norm", "rms_norm"),
     "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -57,6 +57,8 @@ class StochasticAdamW:
     The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the step number.
     It is the same for any rank layout, and resuming is bit-exact.
     """
+
+    defers_scaling: ClassVar[bool] = True
 
     parameters: Parameters
     mesh: Mesh
@@ -162,15 +164,15 @@ class StochasticAdamW:
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
+        step.apply_update(partial(self._update, lr, self._steps_taken() + 1, step.take_factors()))
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
+    def _update(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
-            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
+            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
 
     @property
     def _fields(self) -> dict[str, str]:

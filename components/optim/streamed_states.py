@@ -133,7 +133,12 @@ class StreamedStep:
         self._stored: list[Ticket] = [None] * len(self._pieces)
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
         flat = [grad.reshape(-1) for grad in grads]
@@ -143,7 +148,7 @@ class StreamedStep:
                 arrivals.append(self._fetch(ahead))
             self._slots.transfers.wait(arrivals[number])
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
-            piece.stepper.step(parts, scalars, counter, found_inf)
+            piece.stepper.step(parts, scalars, counter, found_inf, factors)
             left = self._slots.transfers.store(piece.stores, [self._slots.transfers.mark()])
             self._stored[number] = self._slots.free[piece.slot] = left
 

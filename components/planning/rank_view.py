@@ -10,6 +10,7 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.parallel.float8_layers import float8_layers
 from drawloom.components.parallel.shard_transfers import message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
@@ -138,7 +139,16 @@ class RankView:
         """Return the seconds for gathering parameters, by stage."""
         seconds = self._seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
-        return {stage.index: (sizes.root + sum(sizes.blocks)) * seconds for stage, sizes in stages}
+        sizes = {stage: gathered.root + sum(gathered.blocks) for stage, gathered in stages}
+        return {stage.index: (size - self._bytes_saved_by_float8(stage)) * seconds for stage, size in sizes.items()}
+
+    def _bytes_saved_by_float8(self, stage: Stage) -> int:
+        """Return the bytes by which messages with a stage's weights in float8 are smaller."""
+        precision = self.stages.precision
+        if precision.gather != "float8":
+            return 0
+        layers = float8_layers(stage.module, precision).values()
+        return sum(layer.weight.numel() for layer in layers) * (int(precision.compute.itemsize) - 1)
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
 from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, tables
+from drawloom.kernels.triton.adamw import multiply, with_one_dtype
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
 
@@ -60,12 +61,19 @@ class FusedCodesStep:
         return upload(scalars, self._device), noise_step
 
     def run(
-        self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        grads: list[Tensor],
+        scalars: Tensor,
+        counter: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
-        """Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`."""
-        grads = [grad.contiguous() for grad in grads]
-        if len({grad.dtype for grad in grads}) > 1:
-            grads = [grad.float() for grad in grads]
+        """
+        Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
+
+        `factors`, float32 (factors,), multiply the gradients.
+        """
+        grads, factors = with_one_dtype([grad.contiguous() for grad in grads], factors)
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._addresses:
             rows = [_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
@@ -79,8 +87,10 @@ class FusedCodesStep:
             0 if scalars.ndim == 1 else scalars.stride(0),
             counter,
             found_inf,
+            factors,
             self._weight_like,
             grads[0].view(-1)[:0],
+            FACTORS=0 if factors is None else len(factors),
             ROWS=not self._params[0].is_contiguous,
             MASTER=self._params[0].remainder is not None,
             MAXIMIZE=self._maximize,
@@ -109,9 +119,9 @@ def _row(param: ParamState, grad: int, index: int) -> list[int]:
 @lean
 @triton.jit
 def _kernel(
-    table, parts, decays, maps, scalars, scalars_stride, counter, found_inf, weight_like, grad_like,
-    ROWS: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
+    table, parts, decays, maps, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -146,7 +156,7 @@ def _kernel(
             old = ((high << 16) + low).to(tl.float32, bitcast=True)
         else:
             old = tl.load(weight + element, mask=mask).to(tl.float32)
-        g = tl.load(grad + element, mask=mask, other=0.0).to(tl.float32)
+        g = multiply(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
         if MAXIMIZE:
             g = -g
         m = _decode(mean, mean_scale, maps, element, block, mask, is_block)

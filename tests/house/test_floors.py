@@ -56,6 +56,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.weights",
             "components.distributed",
             "kernels.float8",
+            "kernels.float8_message",
+            "kernels.linear_float8",
             "kernels.sum_parts",
             "kernels.weight_formats",
         },

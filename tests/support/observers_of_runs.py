@@ -78,6 +78,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = linear_layers(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
+        parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
 
 

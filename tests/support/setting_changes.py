@@ -368,6 +368,7 @@ ROWS: dict[str, Row] = {
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
             "linear": Change("float8", {"compute": "bfloat16"}),
             "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
+            "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
             "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
             "frozen_in_compute": Change(
                 ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights

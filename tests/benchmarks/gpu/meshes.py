@@ -347,7 +347,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, state_of_batches(batches))
+        step = Step(1, 1, state_of_batches(batches), defers_scaling=True)
         executor.train(step.state)
         for phase in phases:
             phase.run_phase(step)

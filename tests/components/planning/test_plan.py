@@ -50,6 +50,8 @@ RECIPES = {
     "experts": ("moe", EXPERTS),
     "mixed": ("first_run", (*DENSE, *MIXED)),
     "mixed experts": ("moe", (*EXPERTS, *MIXED)),
+    "float8": ("first_run", (*DENSE, *MIXED, "precision.linear=float8")),
+    "float8 once a step": ("first_run", (*DENSE, *MIXED, "precision.linear=float8", "precision.linear_weights=step")),
     "bfloat16": (
         "first_run",
         (*DENSE, "precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
@@ -286,3 +288,23 @@ def test_a_plan_that_does_not_fit_its_mesh_is_an_error(words: tuple[str, ...], r
     """The error is a sentence with a remedy."""
     with pytest.raises((UserError, RecipeError), match=reason):
         plan_recipe("dense", *words, ranks=ranks)
+
+
+def test_float8_is_planned_with_less_time_and_memory() -> None:
+    """On an H200 passes of a wide layer are a third faster in float8 with less memory; kept weights need more."""
+    pytest.importorskip("triton")
+    words = (
+        *("model.num_hidden_layers=2", "model.hidden_size=4096", "model.num_attention_heads=32", "vars.length=4096"),
+        *("model.num_key_value_heads=8", "model.head_dim=128", "model.intermediate_size=14336", "batch.global_size=2"),
+        *("batch.micro_size=2", "device.kind=cuda", *MIXED),
+    )
+    formats = ((), ("precision.linear=float8",), ("precision.linear=float8", "precision.linear_weights=step"))
+    plans = [plan(Recipe.load("first_run", *words, *added), device_model("h200"), 1) for added in formats]
+    plain, in_passes, once = [sum(step.costs[0].passes[op].seconds for op in "FB") for step in plans]
+    assert once < in_passes < plain / 1.3
+    memory = [step.peak_memory_bytes[0] for step in plans]
+    copies = [step.memory[0].persistent["compute_copies"] for step in plans]
+    assert memory[1] < memory[0] and copies[0] == copies[1]
+    weights = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert copies[2] - copies[1] == pytest.approx(2 * weights, rel=1e-3)
+    assert memory[2] - memory[1] == pytest.approx(2 * weights, rel=1e-2)
