@@ -222,6 +222,8 @@ TRITON = (
     "add_rms_norm",
     "swiglu",
     "swiglu_halves",
+    "geglu",
+    "oss_swiglu_halves",
     "causal_conv",
     "gated_delta_rule",
     "rope",
