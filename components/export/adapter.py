@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
@@ -18,12 +20,12 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, with_averages
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
-from drawloom.components.weights.mapper import parallel, same
+from drawloom.components.weights.mapper import parallel, same, sequential
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -86,7 +88,8 @@ class AdapterExport:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
-        return adapter_mapper(whole, tied), adapter_config(whole, tied, self.base_model)
+        mapper = adapter_mapper(whole, tied, self.model.hugging_face_mapper())
+        return mapper, adapter_config(whole, tied, self.base_model)
 
     @property
     def _target(self) -> Path:
@@ -109,10 +112,33 @@ PREFIX = "base_model.model."
 """Prefix that PEFT adds to the tensor names of transformers."""
 
 
-def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
-    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors."""
-    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole)]
-    return parallel(*layers, *(_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole)))
+def adapter_mapper(whole: nn.Module, tied: bool, weights: Mapper) -> Mapper:
+    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `weights` maps the model's own."""
+    alone = [group for group in weights.groups if group.inputs == group.outputs and len(group.inputs) == 1]
+    own = {group.inputs[0]: group for group in alone}
+    layers = [
+        sequential(_reorder_outputs(layer.peft_mapper(name).inputs, own), layer.peft_mapper(name))
+        for name, layer in find_adapted_layers(whole)
+    ]
+    return parallel(*layers, *(_map_saved_tensor(name, tied, own) for name in _list_saved_tensors(whole)))
+
+
+def _reorder_outputs(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
+    """Give the experts' second factors, (experts, outputs, rank), the order of the weights' outputs in files."""
+    groups = []
+    for name in factors:
+        weight, _, ending = name.rpartition("_lora_")
+        if ending == "B" and weight in own:
+            groups.append(TensorGroup((name,), (name,), partial(_convert_outputs, own[weight].convert)))
+    return Mapper(tuple(groups))
+
+
+def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Convert a factor (experts, outputs, rank) like a weight (experts, outputs, inputs), but keep its dimensions."""
+    [factor] = factors
+    probe = convert([torch.empty(len(factor), factor.shape[1], factor.shape[1] + 1, device="meta")])[0]
+    [converted] = convert([factor])
+    return [converted if probe.shape[1] == factor.shape[1] else converted.transpose(1, 2)]
 
 
 def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
@@ -197,9 +223,11 @@ def _list_saved_tensors(whole: nn.Module) -> list[str]:
     ]
 
 
-def _map_saved_tensor(name: str, tied: bool) -> Mapper:
+def _map_saved_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
     """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
         outputs.append(f"{PREFIX}{HEAD}")
+    elif name in own:
+        return Mapper((TensorGroup((name,), tuple(outputs), own[name].convert),))
     return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))

@@ -14,6 +14,7 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.ports.run import FinalTask
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
@@ -73,6 +74,12 @@ def shared_experts_model() -> Any:
     return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
 
 
+def gpt_oss() -> Any:
+    """A model whose experts have other dimensions, and alternating outputs, in files."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12, "router_aux_loss_coef": 0.0}
+    return small(GptOss, **sizes)
+
+
 CASES: dict[str, Any] = {
     "linear": lambda: (dense(), lora("q_proj", "v_proj")),
     "linear, embedding and head": lambda: (dense(), lora("*_proj", "embed_tokens", "lm_head", rslora=True)),
@@ -91,6 +98,8 @@ CASES: dict[str, Any] = {
         lora("self_attn.*", "0.mlp.*", rank=2),
         lora("experts"),
     ),
+    "interleaved experts": lambda: (gpt_oss(), lora("experts", "q_proj")),
+    "interleaved experts tuned in full": lambda: (gpt_oss(), lora("q_proj"), full("experts")),
     "shared experts": lambda: (shared_experts_model(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
     "a router with a bias": lambda: (shared_experts_model(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
