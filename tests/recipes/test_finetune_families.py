@@ -55,7 +55,7 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-def adapted(base: Path, adapter: Path) -> Any:
+def load_with_adapter(base: Path, adapter: Path) -> Any:
     """Return PEFT's model of a base with an adapter."""
     from peft import PeftModel  # takes seconds
 
@@ -79,7 +79,9 @@ def assert_fine_tuned(recipe: str, model_type: str, folder: Path) -> None:
         before, after = load(base)(tokens).logits, load(run / "export")(tokens).logits
         assert float((after - before).abs().max()) > 1e-5
         if recipe != "finetune":
-            torch.testing.assert_close(adapted(base, run / "adapter")(tokens).logits, after, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                load_with_adapter(base, run / "adapter")(tokens).logits, after, atol=1e-4, rtol=1e-4
+            )
     prompt = ("generate", f"runs/{recipe}", "--prompt", "def", "--tokens", "5", "--temperature", "0")
     for command in (prompt, ("evaluate", f"runs/{recipe}"), ("export", f"runs/{recipe}", "--to", "again")):
         [outcome] = drawloom(folder, *command)
