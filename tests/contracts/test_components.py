@@ -387,6 +387,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
+    "checkpoint.mirror": lambda folder: {
+        "listeners": {"mirror": {"use": "checkpoint.mirror", "url": f"file://{folder}/mirror"}}
+    },
     "checkpoint.phase_hashes": lambda folder: {"listeners": {"trace": {"use": "checkpoint.phase_hashes"}}},
     "checkpoint.staging.none": lambda folder: {"staging": {"use": "checkpoint.staging.none"}},
     "checkpoint.staging.overlapped": lambda folder: {"staging": {"use": "checkpoint.staging.overlapped"}},

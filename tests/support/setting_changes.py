@@ -258,6 +258,7 @@ ROWS: dict[str, Row] = {
             "failures": Change(5, {"every": None, "keep": None}, runs.count_failed_saves),
         },
     ),
+    "checkpoint.mirror": Row(parts.copies_of_mirror, {"url": "one"}, {"url": "two", "every": 200.0, "timeout": 5.0}),
     "checkpoint.staging.blocking": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
     "checkpoint.staging.overlapped": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
     "data.conversations": Row(
