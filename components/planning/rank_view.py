@@ -141,7 +141,7 @@ class RankView:
         return {stage.index: (size - self._bytes_saved_by_float8(stage)) * seconds for stage, size in sizes.items()}
 
     def _bytes_saved_by_float8(self, stage: Stage) -> int:
-        """Return the bytes by which messages with a stage's weights in float8 are smaller."""
+        """Return the bytes that float8 saves in the messages with a stage's weights."""
         precision = self.stages.precision
         if precision.gather != "float8":
             return 0
