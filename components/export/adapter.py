@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
-from drawloom.components.export.joined_adapters import joined_layers
+from drawloom.components.export.joined_adapters import PREFIX, joined_layers
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
@@ -118,10 +118,6 @@ def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[
         temporary.commit()
     finally:
         temporary.discard()
-
-
-PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the tensor names of transformers."""
 
 
 DECODER = "model."

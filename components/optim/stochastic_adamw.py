@@ -211,7 +211,7 @@ class StochasticAdamW:
 
     def _step_class(self) -> Any:
         """Return the function from parameters' states to a stepper."""
-        implementation = self._implementation()
+        implementation = self._choose_stepper()
         if self._transfers is None:
             return implementation
         total = sum(pad_size(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
@@ -237,11 +237,15 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device: of all of it, or of the slots."""
-        specs = [
-            spec for _, parameter in self.parameters.named_parameters() for spec in self._specs(parameter).values()
-        ]
-        size = sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
+        size = self._state_bytes()
         return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
+
+    def host_bytes(self) -> int:
+        return self._state_bytes() if self.states == "host" else 0
+
+    def _state_bytes(self) -> int:
+        specs = [self._specs(parameter).values() for _, parameter in self.parameters.named_parameters()]
+        return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
         slices = dict(self.parameters.slices())
@@ -292,7 +296,7 @@ class StochasticAdamW:
                 scale.copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
-    def _implementation(self) -> Any:
+    def _choose_stepper(self) -> Any:
         """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":

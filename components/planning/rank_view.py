@@ -37,13 +37,15 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the matrix product FLOPs in one optimizer step.
+    `update_flops` are the matrix product FLOPs in one optimizer step; `host_bytes` are streamed from host memory and
+    back in every step.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
     update_flops: float
+    host_bytes: int
 
     @property
     def shard_store(self) -> SlicedStore | None:
@@ -166,12 +168,14 @@ class RankView:
         return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
     def _update_seconds(self, device: DeviceModel) -> float:
-        """Return the seconds for an update: gradient norm and scaling, weights, moments, and casts."""
+        """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
         traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
-        return traffic / (device.bandwidth * device.reached.memory) + products
+        # State in host memory is streamed in both directions at once, while the device updates.
+        streamed = self.host_bytes / device.host_link
+        return max(traffic / (device.bandwidth * device.reached.memory) + products, streamed)
 
 
 def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:

@@ -4,13 +4,13 @@ import json
 import logging
 import platform
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import attrs
 
-import drawloom
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
@@ -120,7 +120,12 @@ class LockedFolder:
 
 def read_environment(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]:
     """Return versions, and the choices of nodes by `node.name`."""
-    versions = {"drawloom": drawloom.__version__, "python": platform.python_version(), "machine": platform.platform()}
+    package = __name__.partition(".")[0]
+    versions = {
+        package: str(sys.modules[package].__version__),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+    }
     chosen = {f"{node}.{key}": value for node, source in sources.items() for key, value in source.environment().items()}
     return versions | chosen
 

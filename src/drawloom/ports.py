@@ -95,6 +95,7 @@ from drawloom.components.ports.memory import (
     MEMORY_KINDS as MEMORY_KINDS,
     MemoryKind as MemoryKind,
     Copies as Copies,
+    HostMemoryUser as HostMemoryUser,
     MemoryUser as MemoryUser,
     Ticket as Ticket,
     Transfers as Transfers,

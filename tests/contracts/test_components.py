@@ -387,6 +387,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
+    "checkpoint.phase_hashes": lambda folder: {"listeners": {"trace": {"use": "checkpoint.phase_hashes"}}},
     "checkpoint.staging.none": lambda folder: {"staging": {"use": "checkpoint.staging.none"}},
     "checkpoint.staging.overlapped": lambda folder: {"staging": {"use": "checkpoint.staging.overlapped"}},
     "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},

@@ -37,6 +37,11 @@ EXPERTS = (
 MIXED = ("precision.compute=bfloat16", "precision.gradient=float32", 'precision.uncast=["*norm.weight"]')
 
 ADAPTERS = ('lora={use="adapters.lora",targets=["*_proj"],rank=4,alpha=8.0}', 'stages.adapters=["@lora"]')
+NF4 = ("model.hidden_size=64", "model.intermediate_size=64", "precision.frozen=nf4")
+OFFLOADED = (
+    *("precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
+    *("optimizer.state_dtype=float32", "optimizer.split_master_weights=true", "optimizer.states=host"),
+)
 MUON = ("optimizer.use=optim.muon", "optimizer.lr=0.02")
 
 RECIPES = {
@@ -55,6 +60,8 @@ RECIPES = {
     "blocks": ("moe", (*EXPERTS, "stages.recompute=blocks")),
     "adapters": ("first_run", (*DENSE, *ADAPTERS)),
     "mixed adapters": ("first_run", (*DENSE, *ADAPTERS, *MIXED)),
+    "quantized adapters": ("first_run", (*DENSE, *ADAPTERS, *MIXED[:2], *NF4)),
+    "offloaded": ("first_run", (*DENSE, *OFFLOADED)),
     "muon": ("moe", (*EXPERTS, *MUON)),
     "every second block": ("first_run", (*DENSE, "stages.recompute=2")),
 }
@@ -219,6 +226,28 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
     )
     assert adam < 0.1 * one
     assert two == pytest.approx(one / 2, rel=0.05)
+
+
+def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
+    """Ten bytes per weight are on the host instead of the GPU, except for slots, and an update takes their transfer."""
+    base = (
+        "vars.data=store",
+        "vars.tokenizer=folder",
+        "precision.uncast=[]",
+        "precision.gradient=bfloat16",
+        *OFFLOADED,
+    )
+    resident, offloaded = (
+        plan(Recipe.load("qwen3_0_6b", *base[:-1], f"optimizer.states={where}"), device_model("h200"))
+        for where in ("device", "host")
+    )
+    weights = resident.elements[0].all
+    assert [memory.host for memory in (*resident.memory, *offloaded.memory)] == [0, 10 * weights]
+    assert offloaded.time.update == pytest.approx(10 * weights / 50e9)
+    assert offloaded.time.update > 10 * resident.time.update
+    assert resident.memory[0].persistent["optimizer_state"] == 10 * weights
+    assert offloaded.memory[0].persistent["optimizer_state"] == 3 * 2**28
+    assert as_data(offloaded)["memory"][0]["host"] == 10 * weights
 
 
 PACKED = ("vars.tokenizer=none", *DENSE[:5], "model.intermediate_size=80", "batch.global_size=8", "batch.micro_size=2")
