@@ -372,6 +372,7 @@ ROWS: dict[str, Row] = {
             "linear": Change("float8", {"compute": "bfloat16"}),
             "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
             "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
+            "gather": Change("float8", {"compute": "bfloat16", "linear": "float8"}, runs.planned_gather),
             "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
             "frozen_in_compute": Change(
                 ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights
