@@ -194,6 +194,27 @@ class Referenced(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuresStep(Protocol):
+    """
+    A loss that depends on sums over all microbatches and ranks of the step, such as KTO's reference point.
+
+    A pass without gradients measures them before the step's first backward pass.
+    """
+
+    def measure(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+        """
+        Return a microbatch's sums, float64 (numbers,), from its last hidden states (rows, length, hidden_size).
+
+        Called without gradients; `batch` has its reference log-probabilities, if the loss is `Referenced`.
+        """
+        ...
+
+    def with_measured(self, batch: Any, sums: Tensor) -> Any:
+        """Return the batch with the step's sums, float64 (numbers,)."""
+        ...
+
+
 @port
 class Executor(Protocol):
     """Executor for the schedule's program on this rank's stages."""

@@ -37,6 +37,20 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
     return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 
 
+def judged_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a loss on one good and two bad answers, and its named sums."""
+    inputs = sample()
+    weights = torch.full((3, 5), 0.2)
+    labels = torch.zeros(3, 5)
+    labels[:, 0] = torch.tensor([1.0, -1.0, -1.0])
+    changes: Values = {"weights": weights, "labels": labels, "reference": torch.full((3, 5), -2.0)}
+    batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1), **changes)
+    loss = build(use, **values)
+    batch = loss.with_measured(batch, loss.measure(inputs.hidden.detach(), inputs.head(), batch).detach())
+    total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
+    return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
+
+
 def scores_of(use: str, values: Values, _place: Path) -> Any:
     """Return a reward's weight and its scores for some texts."""
     example = {"answer": "12", "other": "13", "tests": "assert x == 1", "wrong": "assert x == 2"}
