@@ -10,7 +10,7 @@ from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
 from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import render_turns
-from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.corpus import ChatTokenizer, Split
 from drawloom.graph import UserError, component
 
 FORMS = '{"prompt": ..., "completion": ..., "label": true}, with two texts or two lists of messages'
@@ -33,20 +33,9 @@ class Feedback(ChatCorpus):
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """Return a line's document. Raises ValueError for a malformed line."""
-        prompt, completion, label = row.get("prompt"), row.get("completion"), row.get("label")
-        if not isinstance(label, bool):
+        if not isinstance(label := row.get("label"), bool):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
-        if isinstance(prompt, str) and isinstance(completion, str):
-            document = encode_completion(self.tokenizer, prompt, completion)
-        elif isinstance(prompt, list) and isinstance(completion, list):
-            messages = [*prompt, *completion]
-            check_messages(messages)
-            weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
-            rendered = render_turns(template, messages, weights, row.get("tools"))
-            document = encode_rendered(self.tokenizer, rendered, messages, row.get("tools"))
-        else:
-            raise ValueError(f"it has {', '.join(row)}; write {FORMS}")
-        return [attrs.evolve(document, label=1.0 if label else -1.0)]
+        return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
 
     def nothing_trained(self) -> str:
         return f"no line has an answer; write {FORMS}"
@@ -60,6 +49,21 @@ class Feedback(ChatCorpus):
         return [
             part for one, other in zip(documents, others, strict=True) for part in _pair_up(one, _mismatch(one, other))
         ]
+
+
+def encode_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
+    """Encode a line's prompt and completion, with the completion trained. Raises ValueError for a malformed line."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return encode_completion(tokenizer, prompt, completion)
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        keys = ", ".join(row) or "no keys"
+        raise ValueError(f"it has {keys}; write a prompt and a completion, two texts or two lists of messages")
+    messages = [*prompt, *completion]
+    check_messages(messages)
+    weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
+    rendered = render_turns(template, messages, weights, row.get("tools"))
+    return encode_rendered(tokenizer, rendered, messages, row.get("tools"))
 
 
 def _answer_start(document: Encoded) -> int:

@@ -255,7 +255,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "loss.dpo": preferences,
     "data.feedback": feedback,
     "loss.kto": feedback,
-    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.simpo")},
+    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,

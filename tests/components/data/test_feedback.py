@@ -32,7 +32,9 @@ def read(corpus: Feedback) -> list[tuple[str, str, float, float]]:
         trained = part.weights > 0
         decode = corpus.tokenizer.decode_control
         ids = np.asarray(part.ids)
-        result.append((decode(ids[~trained]), decode(ids[trained]), float(part.weights.sum()), part.label))
+        result.append(
+            (decode(ids[~trained].tolist()), decode(ids[trained].tolist()), float(part.weights.sum()), part.label)
+        )
     return result
 
 
@@ -63,7 +65,7 @@ def test_messages_are_rendered_with_the_prompts_of_their_line(tmp_path: Path) ->
     [
         ([{"prompt": "a", "completion": "b"}], "its label is None; write"),
         ([{"prompt": "a", "completion": "b", "label": 1}], "its label is 1; write"),
-        ([{"prompt": "a", "label": True}], "it has prompt, label; write"),
+        ([{"prompt": "a", "label": True}], "it has prompt, label; write a prompt and a completion"),
         ([{"prompt": "a", "completion": "b", "label": True}], "the train split has one answer"),
     ],
 )
