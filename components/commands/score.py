@@ -15,10 +15,10 @@ from drawloom.components.commands._trained import add_run, open_trained
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_answer
 from drawloom.components.data.sources.rows import Line, lines_of
-from drawloom.components.loss.reward import Reward
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.pipeline import Scorer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -39,13 +39,13 @@ def main(options: argparse.Namespace, project: Project) -> int:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     written = []
-    with open_trained(project, options, ProgramExecutor, ChatTokenizer, Reward) as (run, step):
+    with open_trained(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
             encoded = ((line, _encode(tokenizer, line, template)) for line in lines_of(options.paths))
             while batch := [*islice(encoded, options.rows)]:
-                scores = _score(run.get(ProgramExecutor), run.get(Reward), [ids for _, ids in batch])
+                scores = _score(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
                 written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
     with writing(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
@@ -61,7 +61,7 @@ def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Ten
         raise UserError(f"{line.position}: {error}") from error
 
 
-def _score(executor: ProgramExecutor, loss: Reward, answers: Sequence[Tensor]) -> Iterator[float]:
+def _score(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
     """Yield the score of each answer's ids, int64 (tokens,)."""
     lengths = torch.tensor([len(ids) for ids in answers])
     tokens = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)
@@ -70,7 +70,7 @@ def _score(executor: ProgramExecutor, loss: Reward, answers: Sequence[Tensor]) -
     outputs: dict[int, Tensor] = {}
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return loss.scores(hidden)
+        return scorer.score_tokens(hidden)
 
     executor.infer_each([(tokens, context)], outputs.__setitem__, finish)
     if not outputs:

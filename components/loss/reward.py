@@ -42,7 +42,7 @@ class ScoreHead(nn.Module):
 
 
 @component
-class Reward(DecoderInputs):
+class RewardModel(DecoderInputs):
     """
     Reward model: -log(sigmoid(margin)) of every pair of answers, where the margin is the difference of their scores.
 
@@ -75,8 +75,7 @@ class Reward(DecoderInputs):
         with torch.device("meta"):
             return ScoreHead(width)
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Return scores by token, at least float32 (rows, length), of hidden states (rows, length, hidden_size)."""
+    def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None
         scores: Tensor = self.module(hidden)
         return scores
@@ -84,7 +83,7 @@ class Reward(DecoderInputs):
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
         documents = batch.document_ids
-        rewards = sum_by_pair(self.scores(hidden) * is_last_token(documents), documents)
+        rewards = sum_by_pair(self.score_tokens(hidden) * is_last_token(documents), documents)
         weights = sum_by_pair(batch.weights, documents).sum(-1)
         chosen, rejected = rewards.unbind(-1)
         margins = 0.0 if batch.labels is None else sum_by_pair(batch.labels, documents)[..., 0]

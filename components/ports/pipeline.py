@@ -216,6 +216,19 @@ class MeasuresStep(Protocol):
 
 
 @port
+class Scorer(Protocol):
+    """A loss whose own parameters score documents, such as a reward model's."""
+
+    def score_tokens(self, hidden: Tensor) -> Tensor:
+        """
+        Return a score by token, at least float32 (rows, length), from hidden states (rows, length, hidden_size).
+
+        A document's score is that of its last token. Called inside the last stage's forward pass.
+        """
+        ...
+
+
+@port
 class Executor(Protocol):
     """Executor for the schedule's program on this rank's stages."""
 

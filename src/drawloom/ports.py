@@ -136,6 +136,7 @@ from drawloom.components.ports.parameter_roles import (
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
     MeasuresStep as MeasuresStep,
+    Scorer as Scorer,
     ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,

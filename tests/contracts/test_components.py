@@ -421,6 +421,7 @@ EXCEPT = {
     ("data.prompt_collator", "Collator"): "its rows are prompts, and the contract's examples are token ids",
     ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
     ("loss.kto", "Loss"): "it reads labels and sums over the step, and the contract has rows without them",
+    ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
     ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }

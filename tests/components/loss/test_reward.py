@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.loss.reward import Reward, is_last_token
+from drawloom.components.loss.reward import RewardModel, is_last_token
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
@@ -21,9 +21,9 @@ from support.losses import sample
 MARGINS = torch.tensor([0.5, -0.2, 1.0])
 
 
-def make_loss(**values: Any) -> Reward:
+def make_loss(**values: Any) -> RewardModel:
     """A loss with drawn head weights of 8 channels."""
-    loss = Reward(model=fake(LanguageModel, hugging_face_config={"hidden_size": 8}), mesh=fake(Mesh), **values)
+    loss = RewardModel(model=fake(LanguageModel, hugging_face_config={"hidden_size": 8}), mesh=fake(Mesh), **values)
     assert loss.module is not None
     loss.module.to_empty(device="cpu")
     torch.manual_seed(1)
@@ -84,7 +84,7 @@ def test_a_score_is_float32_however_narrow_the_hidden_states_are() -> None:
     assert loss.module is not None
     narrow = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = loss.module.get_parameter("weight")
-    assert loss.scores(narrow).equal(narrow.float() @ weight) and loss.scores(narrow).dtype == torch.float32
+    assert loss.score_tokens(narrow).equal(narrow.float() @ weight) and loss.score_tokens(narrow).dtype == torch.float32
     assert abs(float(weight.detach().std()) * 3 - 1) < 0.7
 
 
@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_trl() -> None:
     hidden, batch, ends = make_pairs()
     loss = make_loss(centring=0.3)
     total, weight, _ = loss.loss(hidden, None, batch)  # type: ignore[arg-type]
-    scores = loss.scores(hidden).gather(1, ends)
+    scores = loss.score_tokens(hidden).gather(1, ends)
     trainer: Any = MagicMock()
     trainer.args.center_rewards_coefficient = 0.3
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda value: value
