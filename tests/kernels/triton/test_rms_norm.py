@@ -123,11 +123,13 @@ def test_norms_round_their_results_to_float8(rows: int, width: int) -> None:
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_result_alone_has_its_gradient(used: int) -> None:
     """The norm or the sum alone has its gradients, as if the other had zeros."""
-    leaves = [torch.randn(5, 32, device=DEVICE, requires_grad=True) for _ in "xr"]
-    leaves.append(torch.randn(32, device=DEVICE, requires_grad=True))
+    x, residual = (torch.randn(5, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    weight = torch.randn(32, device=DEVICE, requires_grad=True)
     for function in (add_rms_norm_triton, add_rms_norm_eager):
-        result = function(*leaves, 1e-6)[used]
-        grads = torch.autograd.grad(result.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        result = function(x, residual, weight, 1e-6)[used]
+        grads = torch.autograd.grad(
+            result.square().sum(), [x, residual, weight], allow_unused=True, materialize_grads=True
+        )
         if function is add_rms_norm_triton:
             actual = grads
     assert_all_close(actual, grads, 8)
