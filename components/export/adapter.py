@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
-from drawloom.components.export.joined_adapters import PREFIX, joined_layers
+from drawloom.components.export.joined_adapters import PREFIX, in_file_order, joined_layers
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
@@ -151,7 +151,8 @@ def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
     """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `files` is the model's mapper."""
     joined = list(joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
-    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts]
+    single = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts]
+    layers = [in_file_order(mapper, files) for mapper in single]
     saved = (_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole))
     return parallel(*(layer.mapper for layer in joined), *layers, *saved)
 

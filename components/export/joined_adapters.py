@@ -1,6 +1,7 @@
 """Adapters of layers that files of a family join or rename, in the form of the joined layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -104,3 +105,32 @@ def joined_layers(whole: nn.Module, files: Mapper) -> Iterator[JoinedLayer]:
         if parts and (group.outputs != group.inputs or group.convert is not same):
             rows = [len(whole.get_parameter(name)) for name in group.inputs]
             yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)
+
+
+FACTOR = "_lora_B"
+"""End of the name of a factor of stacked experts, after the parameter's name."""
+
+
+def in_file_order(mapper: Mapper, files: Mapper) -> Mapper:
+    """
+    Return an adapter's mapper to PEFT's tensors, with rows of B of stacked experts in the order of the files.
+
+    The files of gpt-oss, for example, alternate gate and up.
+    """
+    groups = {group.inputs[0]: group for group in files.groups if len(group.inputs) == len(group.outputs) == 1}
+    reordered = [
+        TensorGroup((name,), (name,), partial(_reorder_rows, group))
+        for name in mapper.inputs
+        if name.endswith(FACTOR)
+        and (group := groups.get(name.removesuffix(FACTOR))) is not None
+        and group.convert is not same
+    ]
+    return sequential(Mapper(tuple(reordered)), mapper)
+
+
+def _reorder_rows(group: TensorGroup, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return B (experts, outputs, rank) with the outputs in the order of files, which may have transposed weights."""
+    experts, outputs, _ = tensors[0].shape
+    [probe] = group.convert([torch.empty(experts, outputs, outputs + 1, device="meta")])
+    [converted] = group.convert(tensors)
+    return [converted if probe.shape[1] == outputs else converted.transpose(1, 2)]

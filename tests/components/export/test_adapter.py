@@ -14,6 +14,7 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.phi3 import Phi3
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_next import Qwen3Next
@@ -118,6 +119,10 @@ CASES: dict[str, Any] = {
     ),
     "joined projections with DoRA": lambda: (small(Phi3, hidden_size=32), lora("qkv_proj", "down_proj", dora=True)),
     "parts of joined projections": lambda: (small(Phi3, hidden_size=32), lora("k_proj", "layers.1.mlp.up_proj")),
+    "experts whose gate and up alternate in files": lambda: (
+        small(GptOss, num_experts=5, num_experts_per_tok=2),
+        lora("experts", "q_proj", rslora=True),
+    ),
     "a router with a bias": lambda: (shared_experts_model(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
 }
