@@ -159,6 +159,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
         ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4 rotates 3 channels of head_dim = 8"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and latent attention has"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "says topk_method = 'noaux_tc'"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "says moe_layer_freq = 2"),
         ("deepseek_v2", {"norm_topk_prob": True}, "says norm_topk_prob = true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers before sparse ones"),
     ],
