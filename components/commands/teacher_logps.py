@@ -86,7 +86,7 @@ def _predictions(
 def _likeliest(hidden: Tensor, head: Head, top_k: int) -> Tensor:
     """Return ids, log-probabilities and that of the rest: float64 (length, 2 k + 1), for hidden (length, width)."""
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
-    for chunk in hidden.split(step):
+    for chunk in torch.split(hidden, step):
         logits = head.logits(chunk).float()
         if top_k > logits.shape[-1]:
             raise UserError(f"--top-k {top_k} is more than the vocabulary of {logits.shape[-1]}; write less", 2)
