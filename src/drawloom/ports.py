@@ -273,6 +273,9 @@ from drawloom.components.ports.stages import (
 from drawloom.components.ports.staging import (
     Stager as Stager,
 )
+from drawloom.components.ports.teacher import (
+    TeacherPredictions as TeacherPredictions,
+)
 from drawloom.components.ports.tracking import (
     Context as Context,
     ContextTracker as ContextTracker,
