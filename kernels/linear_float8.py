@@ -143,7 +143,7 @@ class KeptWeights:
 
 
 def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round an operation's weights (outputs, inputs), or return what it keeps; only then with a transposed copy."""
+    """Round an operation's weights (outputs, inputs), or return its kept rows; only then with a transposed copy."""
     kept: KeptWeights | None = getattr(weights[0], "float8", None)
     if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)

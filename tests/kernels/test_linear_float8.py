@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite_reach_all_gradients(value: float) -> None:
 
 
 class CountedFloat8(EagerFloat8):
-    """Eager casts that record the shapes of the tensors that they round."""
+    """Eager casts that record the shapes of rounded tensors."""
 
     def __init__(self) -> None:
         self.shapes: list[torch.Size] = []

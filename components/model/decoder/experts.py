@@ -138,5 +138,5 @@ class Experts(ExpertParallel, QuantizableLayer):
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
         weight = getattr(self, name)
         if (weight_format := self.weight_formats.get(name)) is not None:
-            return self.kernels.grouped_gemm_quantized(rows, weight, weight_format, ends)
+            return self.kernels.multiply_quantized_experts(rows, weight, weight_format, ends)
         return self.kernels.grouped_gemm(rows, weight, ends, transposed=True)
