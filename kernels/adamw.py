@@ -136,8 +136,8 @@ class AdamwEager:
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `step_scalars`;
-        `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by each of
-        `factors`, float32 (factors,) on the device, and the products rounded to their dtype.
+        `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by all
+        `factors`, float32 (factors,) on the device, and every product is rounded to their dtype.
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):

@@ -1,5 +1,5 @@
 """
-Messages of weights, some of them in float8: elements in e4m3 and a power-of-two scale per row.
+Messages with weights, some in float8: elements in e4m3 and a power-of-two scale per row.
 
 A float8 element times its scale is exact in bfloat16, and rounding the product by rows again gives the same number, so
 a layer that multiplies in float8 gets the weights that it would compute itself.
@@ -14,10 +14,10 @@ from drawloom.kernels.float8 import E4M3, EAGER, Float8Rows
 from drawloom.kernels.operation import why_no_triton
 
 ALIGNMENT = 16
-"""Message sizes are multiples of this number of bytes."""
+"""Message sizes in bytes are multiples."""
 
 MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7}
-"""Number of bits below the exponent."""
+"""Bits below the exponent."""
 
 
 def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
@@ -35,7 +35,7 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
 
 def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
-    """Fill outputs, bfloat16 (ranks, n), from the messages of all ranks, uint8 (ranks, bytes)."""
+    """Fill outputs, bfloat16 (ranks, n), from all ranks' messages, uint8 (ranks, bytes)."""
     rounded = [(output, width) for output, width in zip(outputs, widths, strict=True) if width]
     plain = [output for output, width in zip(outputs, widths, strict=True) if not width]
     sizes = [output.shape[1] * output.itemsize for output in plain]

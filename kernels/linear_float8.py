@@ -43,7 +43,7 @@ def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tenso
 def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     Return x @ weight.T (..., outputs) for up to three weights (outputs, inputs), multiplied in float8: x (..., inputs),
-    all bfloat16. The gradient of x is one product.
+    all bfloat16. The input's gradient is one product.
     """
     return _multiply(kernels, x, weights, None)
 
@@ -102,7 +102,7 @@ def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -
 
 
 def keep_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
-    """Keep the rounded rows of x (..., width) as long as x lives, for operations in float8, and return them."""
+    """Keep rounded rows for operations in float8, as long as x (..., width) lives, and return them."""
     if not x.is_inference():  # without a version
         x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
     return rows
@@ -114,10 +114,10 @@ def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows
 
 
 class KeptWeights:
-    """Rounded weights of an operation, which are kept in the same memory from one update to the next."""
+    """An operation's rounded weights, kept in the same memory from one update to the next."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        """Allocate memory for the weights (outputs, inputs) of an operation, which finds it through the first one."""
+        """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
         self.weights = weights
         self.rows = empty_weights(weights)
         self._kernels: Float8Kernels | None = None
@@ -143,7 +143,7 @@ class KeptWeights:
 
 
 def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round an operation's weights (outputs, inputs), or return its kept rows; only then with a transposed copy."""
+    """Round an operation's weights (outputs, inputs), or return the kept ones, with a transposed copy."""
     kept: KeptWeights | None = getattr(weights[0], "float8", None)
     if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
         elements, scale = kernels.quantize_weights(weights)
@@ -203,7 +203,7 @@ class _LinearFloat8(Function):
 
 
 def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of weights (outputs, inputs) with the transposed input x, or defer them."""
+    """Return gradients for weights (outputs, inputs) with the transposed input x, or defer them."""
     results: list[Tensor | None] = []
     first = 0
     for number, weight in enumerate(weights):
@@ -222,7 +222,7 @@ class _WeightGradient(Addable):
     """
     Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,).
 
-    `number` is the weight's number among the weights of its operation.
+    `number` is the weight's number among its operation's weights.
     """
 
     kernels: Float8Kernels
@@ -241,7 +241,7 @@ class _WeightGradient(Addable):
 
 @dataclass(frozen=True)
 class _ByWeight:
-    """Weight gradients of an operation with several weights."""
+    """Weight gradients for an operation with several weights."""
 
     gradients: Sequence[WeightGradient]
 
@@ -253,7 +253,7 @@ class _ByWeight:
 
 @deferring
 class _MlpFloat8(Function):
-    """Gated feed-forward network; it saves the outputs of gate and up, and rounded inputs of products."""
+    """Gated feed-forward network; it saves the outputs from gate and up, and rounded factors."""
 
     @staticmethod
     def forward(
@@ -301,7 +301,7 @@ class _MlpFloat8(Function):
 
 
 def _backward_of_down(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the down projection's input (tokens, width) and of its weight."""
+    """Return gradients for the down projection's input (tokens, width) and weight."""
     _, _, down, _, scale, _, _, _, inner_scale, inner = ctx.saved_tensors
     kernels: Float8Kernels = ctx.kernels
     needs_down = ctx.needs_weights[2]

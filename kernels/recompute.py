@@ -286,7 +286,7 @@ def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def cheap_inside(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a `cheap` operation in the forward pass of an autograd Function, where no tensor requires a gradient."""
+    """Call a `cheap` operation inside an autograd Function's forward pass, where no tensor requires a gradient."""
     results = function(*arguments)
     if (selective := _selective.get()) is not None:
         selective.note(results, function, arguments)

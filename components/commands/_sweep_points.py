@@ -30,7 +30,7 @@ OPENING, CLOSING, QUOTES = "[{(", "]})", "\"'"
 
 
 @attrs.frozen
-class Interval:
+class AxisInterval:
     """Numbers from `low` to `high`, drawn uniformly or, on the log scale, with a uniform logarithm."""
 
     low: float
@@ -50,7 +50,7 @@ class Axis:
 
     key: str
     values: list[str]
-    interval: Interval | None = None
+    interval: AxisInterval | None = None
 
     @property
     def varies(self) -> bool:
@@ -182,13 +182,13 @@ def _axis(word: str) -> Axis:
     return Axis(key, [value for part in _split(text) for value in _expand_range(key, part)])
 
 
-def _interval(word: str, low: float, high: float, scale: str) -> Interval:
+def _interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
     if scale not in SCALES:
         raise UserError(f"{word}: the scale is {scale!r}; write {' or '.join(SCALES)}", 2)
     if not low < high or (scale == "log" and low <= 0):
         above = " above 0" if scale == "log" else ""
         raise UserError(f"{word} is not an interval; write a smaller number{above} first, such as 1e-4..1e-2:log", 2)
-    return Interval(low, high, scale)
+    return AxisInterval(low, high, scale)
 
 
 def _split(text: str) -> list[str]:

@@ -64,7 +64,8 @@ class WhyResult(Result):
     step: int | None = output("first step that differs; null if no difference was found")
     phase: str = output("phase after which it differs, if known")
     tensors: Sequence[str] = output("names of the differing tensors, the first ones of the step first")
-    metrics: Sequence[WhySetting] = output("recorded metrics that differ at their first differing step")
+    metrics_step: int | None = output("first step whose recorded metrics differ; it may be later than `step`")
+    metrics: Sequence[WhySetting] = output("recorded metrics that differ in that step")
     source: str = output("recorded hashes, replay, or metrics")
     causes: Sequence[WhySetting] = output("settings, any one of which makes the first run differ there")
     settings: Sequence[WhySetting] = output("all settings in which the recipes differ")
@@ -79,7 +80,7 @@ class WhyResult(Result):
             lines.append(f"the runs first differ in step {self.step}{f', {where}' if where else ''} ({self.source})")
             more = f", and {len(self.tensors) - MAX_NAMES_SHOWN} more" if len(self.tensors) > MAX_NAMES_SHOWN else ""
             lines += [f"  {', '.join(self.tensors[:MAX_NAMES_SHOWN])}{more}"] if self.tensors else []
-        lines += _section("metrics of that step", self.metrics)
+        lines += _section(f"recorded metrics of step {self.metrics_step}", self.metrics)
         lines += _section("caused by", self.causes)
         others = [setting for setting in self.settings if setting not in self.causes]
         lines += _section("also different in the recipes" if self.causes else "different in the recipes", others)
@@ -187,6 +188,7 @@ class Pair:
             step=difference.step if difference else self.step,
             phase=difference.phase if difference else "",
             tensors=list(difference.names) if difference else [],
+            metrics_step=self.step,
             metrics=[
                 WhySetting(name, str(one[self.step].get(name, "")), str(other[self.step].get(name, "")))
                 for name in names

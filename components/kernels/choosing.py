@@ -38,6 +38,8 @@ OPERATIONS = {
     "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),
     "swiglu": _pair("swiglu", "swiglu", "swiglu"),
     "swiglu_halves": _pair("swiglu", "swiglu", "swiglu_halves"),
+    "geglu": _pair("geglu", "geglu", "geglu"),
+    "oss_swiglu_halves": _pair("oss_swiglu", "oss_swiglu", "oss_swiglu_halves"),
     "rope": _pair("rope", "rope", "rope"),
     "qk_norm_rope": _pair("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(

@@ -408,7 +408,7 @@ def _fsdp_params(unit: Any) -> Iterator[Any]:
 
 
 def _float8_widths(unit: Any) -> list[int]:
-    """Return the row widths of a unit's weights in layers that multiply in float8, and 0 for other parameters."""
+    """Return row widths for a unit's weights in float8 layers, and 0 for other parameters."""
     return [_float8_width(param) for param in _fsdp_params(unit)]
 
 

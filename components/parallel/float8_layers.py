@@ -64,7 +64,7 @@ class KeptFloat8:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
-        """Allocate memory for the weights of stages' modules, which are real themselves, if the recipe keeps them."""
+        """Allocate memory for the weights in stages' real modules, if the recipe keeps them."""
         if precision.linear_weights == "pass":
             return cls([])
         groups = [group for module in modules for group in _operations(module, precision)]
@@ -81,17 +81,17 @@ class KeptFloat8:
         self._rounded_at = versions
 
     def expire(self) -> None:
-        """Expect new values of the weights without new version numbers, from a fused optimizer."""
+        """Expect new weights without new version numbers, from a fused optimizer."""
         self._rounded_at = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of elements, transposed elements and scales."""
+        """Bytes for elements, transposed elements and scales."""
         return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
 
 
 def _operations(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
-    """Yield the layers in float8, those together that multiply one input in one operation."""
+    """Yield layers in float8 by operation; an operation may multiply one input by several weights."""
     layers = float8_layers(module, precision)
     joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
     yield from joint

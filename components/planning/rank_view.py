@@ -139,11 +139,13 @@ class RankView:
         """Return the seconds for gathering parameters, by stage."""
         seconds = self._seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
-        sizes = {stage: gathered.root + sum(gathered.blocks) for stage, gathered in stages}
-        return {stage.index: (size - self._bytes_saved_by_float8(stage)) * seconds for stage, size in sizes.items()}
+        return {
+            stage.index: (sizes.root + sum(sizes.blocks) - self._bytes_saved_by_float8(stage)) * seconds
+            for stage, sizes in stages
+        }
 
     def _bytes_saved_by_float8(self, stage: Stage) -> int:
-        """Return the bytes by which messages with a stage's weights in float8 are smaller."""
+        """Return the bytes that float8 saves in the messages with a stage's weights."""
         precision = self.stages.precision
         if precision.gather != "float8":
             return 0

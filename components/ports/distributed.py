@@ -414,7 +414,7 @@ class Precision(Protocol):
 
     @property
     def gather(self) -> LinearFormat:
-        """Format in which FSDP ranks gather the weights of layers that multiply in float8."""
+        """Format for FSDP messages with weights in float8 layers."""
         ...
 
     @property

@@ -200,10 +200,10 @@ class LinearLayer(QuantizableLayer):
 
 @runtime_checkable
 class JointLayers(Protocol):
-    """A module that multiplies one input by the weights of several layers in one operation."""
+    """A module that multiplies one input by several layers' weights in one operation."""
 
     def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
-        """Return the layers of such operations in float8."""
+        """Return the layers by operation in float8."""
         ...
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.scale import scale
+from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
@@ -165,27 +165,6 @@ def _align(grad: Tensor) -> Tensor:
     """Return the gradient, contiguous and aligned for vectorized loads."""
     grad = grad.contiguous()
     return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
-
-
-def with_one_dtype(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """
-    Return gradients in one dtype, as a launch reads them, and their factors; mixed ones are rare enough for copies.
-    """
-    if len({grad.dtype for grad in grads}) == 1:
-        return grads, factors
-    for factor in () if factors is None else factors.double():
-        scale(grads, factor)
-    return [grad.float() for grad in grads], None
-
-
-@triton.jit
-def multiply(g, factors, FACTORS: tl.constexpr):
-    """Return g, in float32, times each factor, rounded each time to the dtype of g, like a tensor scaled in place."""
-    dtype = g.dtype
-    g = g.to(tl.float32)
-    for number in tl.static_range(FACTORS):
-        g = (g * tl.load(factors + number)).to(dtype).to(tl.float32)
-    return g
 
 
 # fmt: off

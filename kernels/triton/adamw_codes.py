@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
 from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, tables
-from drawloom.kernels.triton.adamw import multiply, with_one_dtype
+from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
 

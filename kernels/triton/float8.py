@@ -39,10 +39,10 @@ STAGES = 2
 """Rows that a program loads at a time for SwiGLU or from several tensors."""
 
 WIDE = 2**14
-"""Largest width for two rows at a time of SwiGLU's gradient: they take 160 KiB of shared memory."""
+"""Largest width for two rows at a time in SwiGLU's gradient: they take 160 KiB shared memory."""
 
 REGISTERS = 2**16
-"""Registers of a multiprocessor."""
+"""Registers per multiprocessor."""
 
 TOKENS, CHANNELS = 128, 128
 """Float8Rows and columns in a program's transposed tile."""
@@ -306,7 +306,7 @@ def _launch_cast(
 ) -> None:
     """
     Fill data and scale, and with row_scale also row_factor and parts (programs, width), for rows in up to three parts
-    side by side, or for silu(x) * up, with the strides of x, of a single part x.
+    side by side, or with a single part x for silu(x) * up, with x's strides.
     """
     count, width = data.shape
     x = parts_of_rows[0]
@@ -348,7 +348,7 @@ def _launch_swiglu_gradient(
     parts: Tensor | None,
     programs: int,
 ) -> None:
-    """Fill the results of `_launch_cast` for SwiGLU's gradient: grad (rows, width), both (rows, 2 * width)."""
+    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), both (rows, 2 * width)."""
     count, width = grad.shape
     _swiglu_gradient_kernel[(programs,)](
         grad,
@@ -389,18 +389,18 @@ UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN
 
 
 INFINITY = tl.constexpr(0x7F800000)
-"""Bits of infinity in float32."""
+"""Infinity's bits in float32."""
 
 
 @triton.jit
 def magnitude(values):
-    """Return the bits of absolute values in float32, integers in the order of the values, with NaN above infinity."""
+    """Return absolute values' bits in float32, integers in the values' order, with NaN above infinity."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_and_inverse(largest):
-    """Return `scale_of` the largest magnitude and its inverse, both powers with base two; NaN if it is not finite."""
+    """Return a largest magnitude's scale and its inverse, both powers with base two; NaN if it is not finite."""
     exponent = tl.maximum(((largest + UP) >> 23) - BIAS, LEAST)
     is_finite = largest < INFINITY
     scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -410,7 +410,7 @@ def scale_and_inverse(largest):
 
 @triton.jit
 def sigmoid(values):
-    """Return sigmoids to some units in the last place of float32: a square costs less than a division."""
+    """Return sigmoids, exact to some units in the last place: a square costs less than a division."""
     root = tl.rsqrt(1.0 + tl.exp2(values * -1.4426950408889634))
     return root * root
 

@@ -69,11 +69,14 @@ class _RmsNorm(Function):
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.mark_non_differentiable(*rows)
+        ctx.set_materialize_grads(False)  # the rounded rows have none
         return normed, *rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         grad_x, grad_weight = _backward(grad, None, *ctx.saved_tensors, ctx.zero_centered, ctx.needs_input_grad[1])
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
 
@@ -86,18 +89,23 @@ class _AddRmsNorm(Function):
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
-        Return the norm and the sum, both like x and residual (..., hidden_size), and rounded rows and scales of the
-        norm; weight is (hidden_size,).
+        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's rounded rows and
+        scales; weight is (hidden_size,).
         """
         normed, summed, rstd, *rows = _forward(x, residual, weight, eps, zero_centered, float8)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered
         ctx.mark_non_differentiable(*rows)
+        ctx.set_materialize_grads(False)  # the rounded rows have none
         return normed, summed, *rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_summed: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            if grad_summed is None:
+                return (None,) * 6
+            grad = torch.zeros_like(grad_summed)
         needs = ctx.needs_input_grad[2]
         grad_x, grad_weight = _backward(grad, grad_summed, *ctx.saved_tensors, ctx.zero_centered, needs)
         return grad_x, grad_x, grad_weight if needs else None, None, None, None

@@ -43,10 +43,12 @@ from drawloom.components.ports.data import (
     RowsOfTokens as RowsOfTokens,
     TracedRows as TracedRows,
     TrainingData as TrainingData,
+    UnpairedAnswers as UnpairedAnswers,
     ValidationData as ValidationData,
     WritesBatches as WritesBatches,
     batch_types as batch_types,
     has_pairs as has_pairs,
+    is_unpaired as is_unpaired,
     target_bytes as target_bytes,
     token_batch as token_batch,
 )
@@ -145,6 +147,8 @@ from drawloom.components.ports.parameter_roles import (
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
+    MeasuresStep as MeasuresStep,
+    Scorer as Scorer,
     ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,

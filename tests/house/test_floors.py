@@ -40,7 +40,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"graph", "components.ports", "components.state", "kernels.attention_options"},
         {"attrs", "numpy", "torch"},
     ),
-    "components.storage": ({"graph", "components.ports", "components.state"}, {"attrs", "torch", "safetensors"}),
+    "components.storage": (
+        {"graph", "components.ports", "components.state"},
+        {"attrs", "fsspec", "torch", "safetensors"},
+    ),
     "components.weights": (
         {"graph", "components.ports", "components.state", "components.storage", "kernels.weight_formats"},
         {"attrs", "torch"},

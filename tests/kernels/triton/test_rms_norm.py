@@ -118,3 +118,18 @@ def test_norms_round_their_results_to_float8(rows: int, width: int) -> None:
         expected = EAGER.quantize(normed, False)
         assert torch.equal(kept.scale.nan_to_num(7.0), expected.scale.nan_to_num(7.0))
         assert torch.equal(kept.data.float().nan_to_num(7.0), expected.data.float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_result_alone_has_its_gradient(used: int) -> None:
+    """The norm or the sum alone has its gradients, as if the other had zeros."""
+    x, residual = (torch.randn(5, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    weight = torch.randn(32, device=DEVICE, requires_grad=True)
+    for function in (add_rms_norm_triton, add_rms_norm_eager):
+        result = function(x, residual, weight, 1e-6)[used]
+        grads = torch.autograd.grad(
+            result.square().sum(), [x, residual, weight], allow_unused=True, materialize_grads=True
+        )
+        if function is add_rms_norm_triton:
+            actual = grads
+    assert_all_close(actual, grads, 8)
