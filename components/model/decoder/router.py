@@ -86,8 +86,8 @@ def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
 
 class Router(Linear, RowSums):
     """
-    Scores the experts for each token and chooses some. It is not a `Linear` to adapters: PEFT has none for routers.
-    Every rank has the whole router, and routes its own tokens.
+    Router that scores the experts for every token and chooses some. It is not a `Linear` to adapters: PEFT has none for
+    routers. Every rank has the whole router, and routes its own tokens.
 
     `e_score_correction_bias`, float32 (experts,), is the bias of `routing`; it has no gradient, since the choice it
     decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
@@ -128,7 +128,7 @@ class Router(Linear, RowSums):
         return {}
 
     def observe(self, observer: ObserveRouting) -> None:
-        """Call `observer` in each forward pass of training from now on, once for a microbatch."""
+        """Call `observer` in every forward pass of training from now on, once for a microbatch."""
         self._observers.append(observer)
 
     def ignore(self, observer: ObserveRouting) -> None:
