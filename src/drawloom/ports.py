@@ -177,6 +177,7 @@ from drawloom.components.ports.program import (
     Program as Program,
     RankProgram as RankProgram,
     ShardOp as ShardOp,
+    TransferOp as TransferOp,
     flat as flat,
     group_overlaps as group_overlaps,
 )

@@ -45,6 +45,7 @@ def schedule_words(name: str) -> list[str]:
     return [f"schedule.use=pipeline.schedules.{name}", *executor]
 
 
+OFFLOADING = ("gpipe", "zero_bubble_1p", "zero_bubble_v", "interleaved_1f1b")
 QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares steps of all schedules
 
 
@@ -53,9 +54,10 @@ QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares 
     [pytest.param(name, marks=[] if name.endswith(QUICK) else [pytest.mark.soak]) for name in SCHEDULES],
 )
 def test_every_schedule_has_the_losses_of_one_process(folder: Path, schedule: str) -> None:
-    """Two ranks with a tied embedding have the losses, the export and the sample of one process."""
+    """Two ranks with a tied embedding have the losses, the export and the sample of one process; some offload."""
     name = schedule.rpartition(".")[2]
-    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", *schedule_words(name)]
+    offload = f"stages.offload={'true' if name in OFFLOADING else 'false'}"
+    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", offload, *schedule_words(name)]
     outcomes = drawloom(folder, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert_same(folder / "runs/one", folder / "runs" / name)

@@ -759,6 +759,7 @@ ROWS: dict[str, Row] = {
             "recompute": Change("blocks", observer=runs.count_recomputations),
             "compile": Change(True, observer=runs.count_compilations),
             "capture": Change(True, observer=runs.captures_cuda_graphs),
+            "offload": Change(True, observer=runs.bytes_in_host_memory),
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),
