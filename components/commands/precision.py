@@ -94,7 +94,7 @@ class Evidence:
     loss: float
     seconds: float
 
-    def excluded(self, tolerance: float) -> list[str]:
+    def find_excluded(self, tolerance: float) -> list[str]:
         """Return the layers whose error is more than `tolerance` times the median."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
@@ -106,7 +106,7 @@ def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolera
 
 
 def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
-    together, excluded = evidence.together, evidence.excluded(tolerance)
+    together, excluded = evidence.together, evidence.find_excluded(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
     yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."

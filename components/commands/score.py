@@ -62,7 +62,7 @@ def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Ten
 
 
 def _score(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
-    """Yield the score of each answer's ids, int64 (tokens,)."""
+    """Yield a score per answer, from its ids, int64 (tokens,)."""
     lengths = torch.tensor([len(ids) for ids in answers])
     tokens = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -27,7 +27,7 @@ class DeepseekV2Config(LatentConfig):
 
     @property
     def routing(self) -> Routing:
-        """Routing by softmax scores, of logits in float32, within the groups that have the best experts."""
+        """Routing by softmax scores, with float32 logits, within the groups with the best experts."""
         return Routing(
             norm_topk_prob=False,
             routed_scaling_factor=self.routed_scaling_factor,

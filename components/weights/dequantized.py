@@ -104,8 +104,8 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
     blocks of 256; a JSON text in bytes has the shape.
     """
     for key in specs:
-        name, found, kind = key.rpartition(OTHER_STATE)
-        if not found:
+        name, marker, kind = key.rpartition(OTHER_STATE)
+        if not marker:
             continue
         if kind != NF4.name:
             raise UserError(f"{name} is in {kind} of bitsandbytes, and only nf4 is read; take another folder")

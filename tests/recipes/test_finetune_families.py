@@ -45,7 +45,7 @@ def folder_of(model_type: str, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Any:
-    """Return transformers' model of a folder that has all weights and no others."""
+    """Return transformers' model of a folder with all weights and no others."""
     from transformers import AutoModelForCausalLM
 
     kinds: Any = AutoModelForCausalLM

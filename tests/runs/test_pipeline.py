@@ -90,7 +90,7 @@ class LayerFiles:
 
 
 def test_stages_have_the_layers_that_auto_assigned(folder: Path) -> None:
-    """If the last layer costs three, the second rank has fewer layers, and losses equal those of one process."""
+    """If the last layer costs three, the second rank has fewer layers, and losses equal one process's."""
     (folder / "my_lab").mkdir()
     (folder / "my_lab/__init__.py").write_text('"""Components of our own."""')
     (folder / "my_lab/layer_files.py").write_text(LAYER_FILES)
@@ -121,7 +121,7 @@ def test_a_run_resumes_on_another_pipeline_layout(folder: Path) -> None:
 
 
 def test_a_run_without_tied_weights_resumes_bit_exactly_on_another_layout(folder: Path) -> None:
-    """Without tied weights, all metrics, weights and moments equal those of the run on one rank."""
+    """Without tied weights, all metrics, weights and moments equal the run's on one rank."""
     words = ("model.tie_word_embeddings=false", "trainer.on_finish=[]")
     assert drawloom(folder, *COMMON, *words, "run.name=straight")[0].code == 0
     runs = run_on_layouts(folder, "to-and-fro", (1, 2, 1), *words), folder / "runs/straight"

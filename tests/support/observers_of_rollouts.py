@@ -151,7 +151,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the completions that were sampled up to each step, and the numbers that the phase wrote."""
+    """Return the completions sampled up to every step, and the phase's numbers."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"
@@ -180,7 +180,7 @@ def fake_data(batch: PromptBatch, is_training: bool) -> Any:
 
 
 def completions_of(use: str, values: Values, place: Path) -> Any:
-    """Return tokens and log-probabilities that a small run's stages sample."""
+    """Return tokens and log-probabilities sampled by a small run's stages."""
     tables: Values = {
         "vars": {"base": "unused"},
         "run": {"name": "small", "folder": str(place / "run")},

@@ -118,13 +118,13 @@ class CallOrder:
 
 def outside_of_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
-    found = []
+    modules = []
     owner = parts.layers.rpartition(".")[0]
     while owner:
-        found += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
+        modules += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
         owner = owner.rpartition(".")[0]
-    on_the_way = {name for name, _ in found if f"{parts.layers}.".startswith(f"{name}.")}
-    return [(name, part) for name, part in found if name not in on_the_way | {parts.embedding}]
+    on_the_way = {name for name, _ in modules if f"{parts.layers}.".startswith(f"{name}.")}
+    return [(name, part) for name, part in modules if name not in on_the_way | {parts.embedding}]
 
 
 class PassThrough(nn.Module):

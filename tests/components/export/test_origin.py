@@ -165,7 +165,7 @@ def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
 def test_adapters_load_over_the_multimodal_folder(kind: str, tmp_path: Path, one_rank: Any) -> None:
-    """Names fit the model that transformers builds for causal language modeling, and PEFT adapts it."""
+    """Names equal those in transformers' model for causal language modeling, which PEFT adapts."""
     write_multimodal(kind, tmp_path / "origin", is_old=False)
     model = AutoModel(kernels=cpu_kernels(), path=tmp_path / "origin")
     adapters = (

@@ -122,7 +122,7 @@ def test_races_are_noticed(faulty: Any) -> None:
 
 
 def test_copies_of_a_cpu_are_made_at_once() -> None:
-    """The transfers of a run have the same bits, and memory on the device is at most that of the slots."""
+    """The transfers of a run have the same bits, and memory on the device is at most the slots'."""
     resident, streamed = narrow_weights(), narrow_weights()
     ours, theirs = open_optimizer(streamed, DeviceTransfers(DEVICE)), open_optimizer(resident)
     for weights, optimizer in ((streamed, ours), (resident, theirs)):
@@ -133,7 +133,7 @@ def test_copies_of_a_cpu_are_made_at_once() -> None:
 
 
 def rows_of_columns() -> ParamState:
-    """Return a weight that is columns 20 to 50 in rows of 100, as tensor-parallel ranks have it."""
+    """Return columns 20 to 50, in rows of 100, as a tensor-parallel rank has them."""
     weight = torch.randn(90, 30, device=DEVICE).bfloat16()
     mean, square = (torch.zeros_like(weight) for _ in "ms")
     return ParamState(weight, mean, square, 0.1, 5, 20, 30, 100)

@@ -98,7 +98,7 @@ def test_each_prompt_has_a_group_of_scored_completions(one_rank: Any) -> None:
     """
     A prompt's rows follow one another, with keys unique in the step, and every reward sees text and example.
 
-    Totals are weighted sums over the rewards that have a score.
+    Totals are weighted sums over the rewards with a score.
     """
     phase, echo = rollout(one_rank, [prompts_of("a", "z"), prompts_of("b", "c")], {"count": Count(2.0), "cut": Cut()})
     step = Step(3, 9)
@@ -251,7 +251,7 @@ def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -
 
 
 def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
-    """The executor trains on the state that earlier phases have written."""
+    """The executor trains on the state from earlier phases."""
     seen: list[Any] = []
     step = Step(1, 1)
     PolicyGradient(executor=fake(Executor, train=seen.append)).run_phase(step)
