@@ -40,7 +40,7 @@ class FailureHandler(Protocol):
 
 @runtime_checkable
 class Predecessor(Protocol):
-    """A component with values for its successor, the same node of a graph that is opened again after a failure."""
+    """A component with values for its successor: the same node, when a graph is opened again after a failure."""
 
     def hand_over(self) -> Any:
         """Return the values; the component is open, and closed right afterwards."""

@@ -94,10 +94,10 @@ class ReportedError(UserError):
 
 class ReopenError(UserError):
     """
-    Request to close a graph and open it again, after a failure that the same nodes can survive.
+    Request to close a graph and open it again, after a failure the same nodes can survive.
 
-    The container fills `handed_over` with the values that nodes leave to their successors, by node. Without a caller
-    that opens the graph again, it is the error that ends the run.
+    The container fills `handed_over` with the nodes' values for their successors, by node. A caller without support for
+    reopening lets it end the run.
     """
 
     def __init__(self, message: str) -> None:

@@ -164,6 +164,8 @@ class Checkpointer:
         is_successor, self._is_successor = self._is_successor, False
         if is_successor and (done := self._restore_from_memory()):
             return done
+        if self._memory is not None:
+            self._memory = StateMemory()  # a run that goes back repeats no later step
         loaded = self._load_newest()
         if loaded is not None:
             self._load(loaded)

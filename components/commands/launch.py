@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 from uuid import uuid4
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -71,32 +72,36 @@ class LaunchResult(Result):
         return ""
 
 
-class _Agent(LocalElasticAgent):  # type: ignore[misc]
-    """Agent of torchrun that lets workers continue without a lost one, if they declare that they do."""
+class _Agent(LocalElasticAgent):
+    """Agent of torchrun that lets workers continue without a lost one, if they have declared that they do."""
+
+    _surviving = ""  # the attempt whose workers survive losses
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the workers' state; a loss that they survive counts as healthy while one of them runs."""
-        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-        codes = [process.poll() for process in processes]
-        if not any(codes) or not self._continues(worker_group):
-            return super()._monitor_workers(worker_group)
-        if None in codes:
-            return RunResult(state=WorkerState.HEALTHY)
-        if OK in codes:  # of a worker that has completed the run without the lost ones
-            values = {worker.global_rank: None for worker in worker_group.workers}
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        return super()._monitor_workers(worker_group)
+        workers: Any = self._pcontext  # torch's SubprocessContext, because the entry point is a command
+        codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
+        if any(codes) and self._survives(worker_group):
+            if None in codes:
+                return RunResult(state=WorkerState.HEALTHY)
+            if OK in codes:  # of a worker that has completed the run without the lost ones
+                values = {worker.global_rank: None for worker in worker_group.workers}
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        outcome: RunResult = super()._monitor_workers(worker_group)
+        return outcome
 
-    def _continues(self, worker_group: WorkerGroup) -> bool:
-        """Return whether these workers have set the key CONTINUES in the store."""
+    def _survives(self, worker_group: WorkerGroup) -> bool:
+        """Return whether these workers have set the key CONTINUES in the store, as Launch.attempt names it."""
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
 
         def ask() -> bool:
-            address, port = worker_group.master_addr, worker_group.master_port
-            return bool(connect(address, port, attempt, STORE_SECONDS).check([CONTINUES]))
+            group: Any = worker_group  # torch declares the address as None
+            return bool(connect(group.master_addr, group.master_port, attempt, STORE_SECONDS).check([CONTINUES]))
 
-        return bool(call_with_timeout(STORE_SECONDS, ask))
+        if self._surviving != attempt and call_with_timeout(STORE_SECONDS, ask):
+            self._surviving = attempt
+        return self._surviving == attempt
 
 
 def main(options: argparse.Namespace, project: Project) -> LaunchResult:
@@ -110,7 +115,8 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
     for name in AGENT_LOGS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     command = [*options.arguments, *options.words, *(f"--import={path}" for path in options.imports)]
-    api.LocalElasticAgent = _Agent  # elastic_launch has no argument for the agent's class
+    launcher: Any = api
+    launcher.LocalElasticAgent = _Agent  # elastic_launch has no argument for the agent's class
     package = project.registry.package.partition(".")[0]
     try:
         start = elastic_launch(_config(options), sys.executable)

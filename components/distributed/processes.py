@@ -25,9 +25,9 @@ from drawloom.components.distributed.process_group import SingleProcess, TorchGr
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.survivors import Survivors, agree_on_survivors
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, machine, read_launch
-from drawloom.components.ports.distributed import Device, Group, P2PChannel
+from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
-from drawloom.graph import UserError, above, component, setting
+from drawloom.graph import Every, UserError, above, component, setting
 from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.problems import ReopenError, ReportedError
 
@@ -47,6 +47,7 @@ class TorchProcesses:
     """
 
     device: Device
+    limits: Every[ReplicaLimit] = attrs.field(factory=Every)
     timeout: float = setting(
         default=600.0, check=above(0), doc="seconds until a collective that waits for other ranks fails"
     )
@@ -241,6 +242,7 @@ class TorchProcesses:
                 monitor.store,
                 self.rank,
                 self.replicas,
+                fits=lambda count: all(limit.fits_replicas(count) for limit in self.limits.values()),
                 lost=lambda: monitor.lost_ranks,
                 is_over=lambda: monitor.failure is not None or monitor.is_lost or time.monotonic() > end,
             )
@@ -250,14 +252,14 @@ class TorchProcesses:
             return None
         losses = monitor.describe_losses()
         if self.rank not in members:
-            text = f"rank {self.rank} ends, because its replica is incomplete: {losses}"
+            text = f"rank {self.rank} ends, because its replica is incomplete or not needed: {losses}"
             log.warning("%s", text)
             return ReportedError(text)
         text = f"{losses}; {len(members)} of {self.world_size} processes continue"
         log.warning("%s", text, extra={PRINTED: True})
         if self.rank == members[0]:
             print_text(text, "stderr")
-        self._survivors = Survivors(members, f"{self._name}/members", sorted(monitor.lost_ranks))
+        self._survivors = Survivors(members, f"{self._name}/survivors")
         self._survivors.renumber(self.rank)
         return ReopenError(f"{text} if `drawloom run` started them")
 

@@ -244,6 +244,15 @@ class SurvivingProcesses(Protocol):
 
 
 @port
+class ReplicaLimit(Protocol):
+    """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
+
+    def fits_replicas(self, count: int) -> bool:
+        """Return whether `count` replicas (DDP) can share the work; the node is open."""
+        ...
+
+
+@port
 class Timed(Protocol):
     """Timeouts for collectives, and diagnosis of hangs and failures."""
 

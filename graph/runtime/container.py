@@ -262,7 +262,8 @@ class Container(Mapping[str, Any]):
             if problems := self.check_machine():
                 raise RecipeError(problems)
             for name, values in self.handed_over.items():
-                self._objects[name].take_over(values)
+                if hasattr(self._objects[name], "take_over"):
+                    self._objects[name].take_over(values)
             self.handed_over = {}  # the values may be large
             self._watchers = [name for name, item in self._built.items() if hasattr(item, "stage_context")]
             for name, item in self._built.items():

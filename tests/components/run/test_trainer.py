@@ -45,6 +45,9 @@ class Record:
     def wait_until_staged(self) -> None:
         self.calls.append("wait")
 
+    def hold(self, step: Step) -> None:
+        self.calls.append(f"hold {step.index}")
+
     def is_finished(self, step: int) -> bool:
         return self.finished == step
 
