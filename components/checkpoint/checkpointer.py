@@ -198,13 +198,13 @@ class Checkpointer:
     def _restore_from_memory(self) -> int:
         """Load the newest state that all ranks hold, and return its step; 0 if a checkpoint is newer."""
         assert self._memory is not None
-        held = {step: state for step, state in self._memory.held().items() if state.fits(self.states)}
-        steps = set[int].intersection(*map(set, self._world.gather_json([*held])))
+        states = {step: state for step, state in self._memory.states_by_step().items() if state.fits(self.states)}
+        steps = set[int].intersection(*map(set, self._world.gather_json([*states])))
         saved = run_on_rank0(self._world, lambda: [step_of(path) for path in list_checkpoints(self._checkpoints)])
         newest = max(saved, default=0)
         if not steps or max(steps) < newest:
             return 0
-        state = held[max(steps)]
+        state = states[max(steps)]
         run_on_all(self._world, lambda: self._load_held(state))
         self._memory.keep(state)  # for another loss in the next step
         self._saved = state.step if state.step == newest else 0

@@ -56,8 +56,8 @@ class StateMemory:
             current, self._current, self._copy = self._current, None, None
             self._copy = attrs.evolve(current, states=self._stager.stage({**current.states}))
 
-    def held(self) -> dict[int, HeldState]:
-        """Return the held states by step."""
+    def states_by_step(self) -> dict[int, HeldState]:
+        """Return the states in memory, one or two, by step."""
         return {state.step: state for state in (self._copy, self._current) if state is not None}
 
     def keep(self, state: HeldState) -> None:

@@ -55,10 +55,10 @@ class Connections:
 
 def _sockets() -> dict[int, int]:
     """Return this process's sockets: descriptors by inode, which no later socket gets while this one is open."""
-    found: dict[int, int] = {}
+    descriptors: dict[int, int] = {}
     with suppress(OSError):
         for name in os.listdir(DESCRIPTORS):
             with suppress(OSError):
                 if match := INODE.fullmatch(os.readlink(f"{DESCRIPTORS}/{name}")):
-                    found[int(match[1])] = int(name)
-    return found
+                    descriptors[int(match[1])] = int(name)
+    return descriptors
