@@ -84,6 +84,15 @@ class Previewable(Protocol):
 
 
 @runtime_checkable
+class StepSource(Protocol):
+    """A root component whose run can be watched step by step."""
+
+    def iterate(self) -> Iterator[Any]:
+        """Run, and yield every step when it has ended."""
+        ...
+
+
+@runtime_checkable
 class OutcomeSource(Protocol):
     """A component with facts about an ended run, for `run --format json`."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from drawloom.kernels.dynamic_map import decode, encode
+from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
 
 PER_DRAW = 2
@@ -29,7 +31,9 @@ class ParamState:
     None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise
     of an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
     part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on. `remainder`,
-    int16, makes a bfloat16 weight a float32 master weight (`join_master`), which is rounded to the nearest.
+    int16, makes a bfloat16 weight a float32 master weight (`join_master`), which is rounded to the nearest. If the
+    means are codes of 8 bits, uint8 (`dynamic_map.py`), `exp_avg_scale` and `exp_avg_sq_scale`, float32 (..., blocks),
+    have the scales of their rows' blocks.
     """
 
     weight: Tensor
@@ -42,6 +46,8 @@ class ParamState:
     stride: int = 0
     max_exp_avg_sq: Tensor | None = field(default=None, kw_only=True)
     remainder: Tensor | None = field(default=None, kw_only=True)
+    exp_avg_scale: Tensor | None = field(default=None, kw_only=True)
+    exp_avg_sq_scale: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         moments = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
@@ -51,17 +57,27 @@ class ParamState:
             raise ValueError(f"{text}; make them one dtype")
         if self.remainder is not None and self.weight.dtype != torch.bfloat16:
             raise ValueError(f"a weight in {self.weight.dtype} has no remainder; make it bfloat16")
+        scales = [scale for scale in (self.exp_avg_scale, self.exp_avg_sq_scale) if scale is not None]
+        if len(scales) != (2 if self.exp_avg.dtype == torch.uint8 else 0):
+            raise ValueError(f"means in {self.exp_avg.dtype} have {len(scales)} scales; codes of 8 bits have 2")
+        if scales and self.max_exp_avg_sq is not None:
+            raise ValueError("the largest mean of squares can't have 8 bits; take float32 or bfloat16")
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the weight and its state: two means, the largest mean of squares if any, and the remainder if any."""
-        optional = (self.max_exp_avg_sq, self.remainder)
+        """Return the weight and its state: two means, and the largest mean of squares, remainder and scales if any."""
+        optional = (self.max_exp_avg_sq, self.remainder, self.exp_avg_scale, self.exp_avg_sq_scale)
         return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
 
     @property
     def is_contiguous(self) -> bool:
         """Return whether the weight is one range of the parameter's elements."""
         return self.width >= self.weight.numel()
+
+    @property
+    def has_codes(self) -> bool:
+        """Return whether the means are codes of 8 bits."""
+        return self.exp_avg_scale is not None
 
     @property
     def has_pairs(self) -> bool:
@@ -109,18 +125,58 @@ class AdamwEager:
         self._maximize = maximize
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `step_scalars`;
-        `counter` selects the step's noise, and None rounds to the nearest.
+        `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by all
+        `factors`, float32 (factors,) on the device, and every product is rounded to their dtype.
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):
-            ascent = grad.reshape(-1).neg() if self._maximize else grad.reshape(-1)
-            _step(param, ascent, row, counter, found_inf)
+            flat = grad.reshape(-1)
+            for factor in () if factors is None else factors:
+                flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
+            ascent = flat.neg() if self._maximize else flat
+            (_step_codes if param.has_codes else _step)(param, ascent, row, counter, found_inf)
+
+
+def _step_codes(
+    param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
+) -> None:
+    """Step with means of 8 bits: decode, update, and encode whole rows."""
+    width = param.weight.shape[-1]
+    by_row = [tensor.detach().reshape(-1, tensor.shape[-1]) for tensor in param.tensors]
+    rows = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
+    for first in range(0, len(by_row[0]), rows):
+        weight, mean, square, *others = (tensor[first : first + rows] for tensor in by_row)
+        *remainders, mean_scale, square_scale = others
+        read = [join_master(weight.flatten(), part.flatten()) for part in remainders] or [weight.flatten()]
+        read += [decode(mean, mean_scale, True).flatten(), decode(square, square_scale, False).flatten()]
+        part = slice(first * width, first * width + weight.numel())
+        new, *means = _update(read, grad[part], param.weight_decay, scalars)
+        if counter is not None:
+            elements = torch.arange(part.start, part.stop, device=grad.device)
+            new = _round_if_bfloat16(new, next(_noise(param, elements, counter)), read[0])
+        results = [*split_master(new)] if remainders else [new]
+        (codes, mean_scales), (square_codes, square_scales) = (
+            encode(numbers.view(weight.shape), signed) for numbers, signed in zip(means, (True, False), strict=True)
+        )
+        results[1:1] = [codes, square_codes]
+        results += [mean_scales, square_scales]
+        for target, result in zip((weight, mean, square, *others), results, strict=True):
+            changed = result.view(target.shape).to(target.dtype)
+            target.copy_(changed if found_inf is None else torch.where(found_inf == 0, changed, target))
+    for tensor, rows_of_tensor in zip(param.tensors, by_row, strict=True):
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(rows_of_tensor.view(tensor.shape))
 
 
 def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None) -> None:

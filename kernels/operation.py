@@ -108,7 +108,7 @@ def register_kernel(
         @wraps(function)
         def call_kernel_or_operator(*arguments: Any) -> Any:
             # torch's dispatcher takes longer than a launch, so eager code avoids it.
-            first = arguments[0]
+            first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
             is_concrete = type(first) in CONCRETE_TYPES and not first.is_meta
             return function(*arguments) if is_concrete and not torch.compiler.is_compiling() else registered(*arguments)
 

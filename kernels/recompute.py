@@ -285,9 +285,21 @@ def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
     return results
 
 
+def cheap_inside(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a `cheap` operation inside an autograd Function's forward pass, where no tensor requires a gradient."""
+    results = function(*arguments)
+    if (selective := _selective.get()) is not None:
+        selective.note(results, function, arguments)
+    return results
+
+
 def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
     """Record that this function call returns these results, a tensor or a tuple of tensors."""
-    if not torch.compiler.is_compiling() and (selective := _selective.get()) is not None:
+    if torch.compiler.is_compiling() or (selective := _selective.get()) is None:
+        return
+    values = *(results if isinstance(results, tuple) else (results,)), *arguments
+    # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
         selective.note(results, function, arguments)
 
 
@@ -315,9 +327,6 @@ class Selective:
     def note(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember how to compute these results."""
         tensors = results if isinstance(results, tuple) else (results,)
-        # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
-        if not any(isinstance(value, Tensor) and value.requires_grad for value in (*tensors, *arguments)):
-            return
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
         for result in tensors:
             # The part lives as long as its result, or as long as autograd keeps it.

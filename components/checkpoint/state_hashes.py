@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import attrs
+from torch import Tensor
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, Stateful, Step
@@ -56,8 +57,13 @@ class StateHashes:
 def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
     """Return tensor digests by path, and digests for the nodes' other values by node name."""
     tree, tensors = pack(states)
-    tensor_hashes = {name: _digest(bytes_of(tensor)) for name, tensor in tensors.items()}
+    tensor_hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
     return tensor_hashes | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Return the digest of a tensor's bytes, any shape and dtype."""
+    return _digest(bytes_of(tensor))
 
 
 def _digest(data: memoryview | bytes) -> str:

@@ -34,7 +34,9 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     graph = recipe.graph.require_valid()
     rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
-        raise UserError(f"[{data}] is not a data.loader, so the rows that it should have given are unknown", 2)
+        raise UserError(
+            f"[{data}] is not a data.loader, and no other node's rows can be audited; audit a run with data.loader", 2
+        )
     # the rows of a step are the same on any number of ranks
     one_rank = fake(Mesh, sizes=PerDimension(), indices=PerDimension.of_first_rank())
     with recipe.with_values({data: {"workers": 0}}).open(data, replacements={mesh: one_rank}) as objects:

@@ -1,27 +1,61 @@
-"""The points of a sweep: words `node.key=a,b,c` or `node.key=0..3` as a grid, each with a name and its words."""
+"""
+The points of a sweep, each with a name and its words: a grid, random points, or a list.
+
+Axes are words `node.key=a,b,c`, `node.key=0..3` or `node.key=1e-4..1e-2:log`, and tables of a TOML file.
+"""
 
 import itertools
+import math
+import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import attrs
+import tomli
 
 from drawloom.graph import UserError
 from drawloom.graph.recipe.overrides import read_overrides
-from drawloom.graph.toml.emit import dumps
+from drawloom.graph.toml.emit import dump_key, dumps
 
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+INTERVAL = re.compile(rf"({NUMBER})\.\.({NUMBER}):(\w+)")
+SCALES = ("log", "uniform")
 MAX_POINTS = 10_000
 MAX_NAME_LENGTH = 200  # file names have at most 255 bytes
+MAX_DRAWS = 100  # for each random point, if values repeat
 OPENING, CLOSING, QUOTES = "[{(", "]})", "\"'"
 
 
 @attrs.frozen
+class AxisInterval:
+    """Numbers from `low` to `high`, drawn uniformly or, on the log scale, with a uniform logarithm."""
+
+    low: float
+    high: float
+    scale: str
+
+    def draw(self, generator: random.Random) -> str:
+        """Return a number with four digits."""
+        if self.scale == "uniform":
+            return f"{generator.uniform(self.low, self.high):.4g}"
+        return f"{math.exp(generator.uniform(math.log(self.low), math.log(self.high))):.4g}"
+
+
+@attrs.frozen
 class Axis:
-    """A key, and the texts of its values."""
+    """A key, and the texts of its values, or the interval of its values."""
 
     key: str
     values: list[str]
+    interval: AxisInterval | None = None
+
+    @property
+    def varies(self) -> bool:
+        """Whether the axis has several values."""
+        return self.interval is not None or len(self.values) > 1
 
 
 @attrs.frozen
@@ -32,26 +66,28 @@ class Point:
     words: list[str]
 
 
-def points_of(words: Sequence[str]) -> list[Point]:
+def points_of(words: Sequence[str], file: Path | None = None, count: int | None = None, seed: int = 0) -> list[Point]:
     """
-    Return the grid over all words with several values; the last axis varies first.
+    Return the grid over all axes, the last one varying first, or `count` random points, or the points of a file.
 
-    Words with one value apply to every point. Raises UserError if no word has several values, if a value is repeated,
-    or if there are too many points.
+    Words with one value apply to every point. The same seed gives the same points, and a larger count adds some. Raises
+    UserError if nothing varies, if a value is repeated, or if there are too many points.
     """
-    axes, common = [], []
-    for word in words:
-        axis = _axis(word)
-        if len(axis.values) > 1:
-            axes.append(axis)
-        else:
-            common.append(word)
-    if not axes:
-        raise UserError("there is nothing to vary; write several values, such as optimizer.lr=1e-3,3e-4", 2)
+    table = {} if file is None else _read(file)
+    given = [*(axis for axis in _axes_of(table.get("axes", {}), str(file))), *map(_axis, words)]
+    axes, common = [axis for axis in given if axis.varies], [axis for axis in given if not axis.varies]
     keys = [axis.key for axis in axes]
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
-    points = [_point(axes, values, common) for values in _grid(axes)]
+    common_words = [f"{axis.key}={value}" for axis in common for value in axis.values]
+    if listed := table.get("points"):
+        points = _listed_points(listed, str(file), axes, common_words)
+    elif not axes:
+        raise UserError("there is nothing to vary; write several values, such as optimizer.lr=1e-3,3e-4", 2)
+    elif count is not None:
+        return _random_points(axes, common_words, count, seed)
+    else:
+        points = [_point(keys, values, common_words) for values in _grid(axes)]
     names = [point.name for point in points]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two points of the sweep are named {repeated[0]}; write every value once", 2)
@@ -59,19 +95,100 @@ def points_of(words: Sequence[str]) -> list[Point]:
 
 
 def _grid(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
-    count = 1
     for axis in axes:
-        count *= len(axis.values)
+        if axis.interval is not None:
+            raise UserError(f"{axis.key} has an interval, which has no grid; write --random 20 for twenty points", 2)
+    _check_count(math.prod(len(axis.values) for axis in axes))
+    return itertools.product(*(axis.values for axis in axes))
+
+
+def _check_count(count: int) -> None:
     if count > MAX_POINTS:
         raise UserError(
             f"the sweep has {count:,} points, and at most {MAX_POINTS:,} are possible; write fewer values", 2
         )
-    return itertools.product(*(axis.values for axis in axes))
+
+
+def _random_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
+    _check_count(count)
+    generator, points = random.Random(seed), dict[str, Point]()
+    for _ in range(count * MAX_DRAWS):
+        values = [axis.interval.draw(generator) if axis.interval else generator.choice(axis.values) for axis in axes]
+        point = _point([axis.key for axis in axes], values, common)
+        points.setdefault(point.name, point)
+        if len(points) == count:
+            return list(points.values())
+    raise UserError(f"--random {count}: the axes have only about {len(points)} points; write fewer, or a grid", 2)
+
+
+def _listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
+    if axes:
+        raise UserError(f"{axes[0].key} has several values, and {file} lists [[points]]; write one or the other", 2)
+    if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
+        raise UserError(f"{file}: points is not a list of tables; write [[points]] before every point", 2)
+    _check_count(len(listed))
+    rows = [{key: dumps(value) for key, value in _flatten(table)} for table in listed]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
+    return [
+        _point(
+            [key for key in differing if key in row],
+            [row[key] for key in differing if key in row],
+            [*common, *(f"{key}={value}" for key, value in row.items() if key not in differing)],
+        )
+        for row in rows
+    ]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        table = tomli.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"--axes {file}: {error.strerror}; name a TOML file", 2) from error
+    except ValueError as error:
+        raise UserError(f"--axes {file} is not TOML: {error}", 2) from error
+    if unknown := table.keys() - {"axes", "points"}:
+        raise UserError(f"--axes {file}: there is no table [{min(unknown)}]; write [axes] or [[points]]", 2)
+    return table
+
+
+def _axes_of(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
+    """Yield the axes of a table: a list of values, a range as a string, an interval, or one value."""
+    for key, value in _flatten(table):
+        match value:
+            case list():
+                yield Axis(key, [dumps(item) for item in value])
+            case {"low": int() | float() as low, "high": int() | float() as high, "scale": str(scale)}:
+                yield Axis(key, [], _interval(f"{file}: {key}", low, high, scale))
+            case str() if RANGE.fullmatch(value) or INTERVAL.fullmatch(value):
+                yield _axis(f"{key}={value}")
+            case _:
+                yield Axis(key, [dumps(value)])
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        key = f"{prefix}{dump_key(name)}"
+        if isinstance(value, dict) and not {"low", "high"} <= value.keys():
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def _axis(word: str) -> Axis:
     key, _, text = word.partition("=")
+    if match := INTERVAL.fullmatch(text.strip()):
+        return Axis(key, [], _interval(word, float(match[1]), float(match[2]), match[3]))
     return Axis(key, [value for part in _split(text) for value in _expand_range(key, part)])
+
+
+def _interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
+    if scale not in SCALES:
+        raise UserError(f"{word}: the scale is {scale!r}; write {' or '.join(SCALES)}", 2)
+    if not low < high or (scale == "log" and low <= 0):
+        above = " above 0" if scale == "log" else ""
+        raise UserError(f"{word} is not an interval; write a smaller number{above} first, such as 1e-4..1e-2:log", 2)
+    return AxisInterval(low, high, scale)
 
 
 def _split(text: str) -> list[str]:
@@ -104,8 +221,7 @@ def _expand_range(key: str, text: str) -> list[str]:
     return [str(number) for number in range(first, last + 1)]
 
 
-def _point(axes: Sequence[Axis], values: Sequence[str], common: Sequence[str]) -> Point:
-    keys = [axis.key for axis in axes]
+def _point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
     short = [key.rpartition(".")[2] for key in keys]
     labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
     words = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, quick_check, step_of
 from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import only
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, Stages
@@ -23,11 +25,30 @@ from drawloom.graph.runtime.container import Container
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the run folder and its checkpoint."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
+    help = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=run_folder, help=help)
     parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="use the checkpoint after this step (default: newest)")
     which.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
+
+
+def run_folder(text: str) -> Path | str:
+    """Return the path of a run folder, or the URL of a mirror."""
+    return text if "://" in text else Path(text)
+
+
+@contextmanager
+def local_run(options: argparse.Namespace) -> Iterator[None]:
+    """Replace the URL of a mirror by a temporary folder with the checkpoint that the options choose."""
+    url = options.run_folder
+    if isinstance(url, Path):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="drawloom-mirror-") as folder:
+        options.run_folder = Path(folder) / (url.rstrip("/").rpartition("/")[2] or "run")
+        fetch_run(url, options.run_folder, options.step)
+        yield
 
 
 @contextmanager
@@ -40,11 +61,12 @@ def open_trained(
     Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe. The run folder
     is only read, and the run may continue meanwhile.
     """
-    step, recipe, names, weights = _read(project, options, (Stages, *ports), change)
-    with recipe.open(names) as run:
-        run[names[0]].load_state_dict(weights)
-        del weights
-        yield run, step
+    with local_run(options):
+        step, recipe, names, weights = _read(project, options, (Stages, *ports), change)
+        with recipe.open(names) as run:
+            run[names[0]].load_state_dict(weights)
+            del weights
+            yield run, step
 
 
 def _read(

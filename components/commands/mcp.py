@@ -24,6 +24,8 @@ TOOLS = {
     "list": "list components, or describe them with their settings",
     "run": "run a recipe to its end, or resume its run; this may take long",
     "runs": "list runs with their losses and differing settings",
+    "why": "find out why two runs differ: step, phase, tensor, and the edit that causes it; this repeats steps",
+    "compare": "compare runs: settings, means and spreads over seeds, curves",
 }
 """Served commands, with a sentence for the agent."""
 

@@ -1,26 +1,29 @@
 """
-run a recipe for every combination of some values, one run after another
+run a recipe for every combination of some values, or for random ones
 
 The runs are in a folder of the sweep, named by their values. Every run is a process of its own, so that a failure ends
 only one run. Started again, the command skips finished runs and resumes the others.
 """
 
 import argparse
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import attrs
 
+from drawloom.components.commands._options import integer, output_file, writing
+from drawloom.components.commands._process_pool import forwarding
 from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._slurm import array_script
 from drawloom.components.commands._sweep_points import Point, points_of
 from drawloom.components.commands.runs import as_text
+from drawloom.components.distributed.device_model import DeviceModel, device_model
+from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, read_rows, run_state, sort_rows
+from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
@@ -28,8 +31,6 @@ from drawloom.graph.cli.terminal import print_text
 from drawloom.graph.inspect.changes import resolve
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 @attrs.frozen(eq=False)
@@ -93,40 +94,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
     add_overlays(parser)
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder for the runs (default: runs/NAME-sweep)")
+    help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
+    parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
+    parser.add_argument("--random", type=integer(), metavar="N", help="N random points instead of the grid")
+    parser.add_argument("--random-seed", type=int, default=0, metavar="S", help="seed of the random points (default 0)")
+    parser.add_argument("--jobs", type=integer(), default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
+    devices = "as in `drawloom plan`: plan all runs for this device first, and refuse those that do not fit"
+    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    help = "write a SLURM array script of the unfinished runs instead of running them"
+    parser.add_argument("--submit", type=output_file, metavar="FILE", help=help)
+    help = "with --submit: an option of sbatch, such as --sbatch=--gres=gpu:1; may be repeated"
+    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=help)
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
-    parser.epilog = "Write several values as node.key=a,b,c, and whole numbers as node.key=0..2."
+    parser.epilog = (
+        "Write several values as node.key=a,b,c, whole numbers as node.key=0..2, and with --random intervals "
+    )
+    parser.epilog += "as node.key=1e-4..1e-2:log or node.key=0.1..0.3:uniform."
 
 
 def main(options: argparse.Namespace, project: Project) -> SweepResult:
-    """Check all runs, then run them."""
+    """Check and plan all runs, and then run or submit them."""
+    if options.sbatch and options.submit is None:
+        raise UserError("--sbatch is for the script of --submit; write --submit FILE, too", 2)
     runs = _check(options, project)
     folder = runs[0].folder.parent
+    if options.device:
+        _plan(runs, device_model(options.device))
     print_text(f"{len(runs)} runs in {folder}")
     points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
-    if options.dry_run:
+    unfinished = [number for number, point in enumerate(points) if point.state != "finished"]
+    if options.dry_run or options.submit is not None:
+        if options.submit is not None:
+            _submit(options, folder, [_command(options, project, runs[number]) for number in unfinished])
         return SweepResult(folder, points, [], 0)
-    stopped = 0
-    with _forwarding() as sender:
-        for number, run in enumerate(runs, 1):
-            if (state := points[number - 1].state) == "finished":
-                print_text(f"run {number} of {len(runs)}: {run.point.name} is finished")
-                continue
-            print_text(f"run {number} of {len(runs)}: {run.point.name}{'' if state == 'new' else f' ({state} before)'}")
-            code = sender.run(_command(options, project, run))
-            points[number - 1] = SweepPoint(run.point.name, run.words, state, code)
-            if code > STOPPED:
-                print_text("the sweep is stopped; the same command resumes it", "stderr")
-                stopped = code - STOPPED
-                break
-    if not stopped and (failed := [point.run for point in points if point.exit_code]):
+    for number in sorted({*range(len(points))} - {*unfinished}):
+        print_text(f"run {number + 1} of {len(runs)}: {points[number].run} is finished")
+
+    def report_start(index: int) -> None:
+        point = points[unfinished[index]]
+        before = "" if point.state == "new" else f" ({point.state} before)"
+        print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
+
+    with forwarding(options.jobs) as pool:
+        commands = [_command(options, project, runs[number]) for number in unfinished]
+        for index, code in pool.run(commands, report_start):
+            point = points[unfinished[index]]
+            points[unfinished[index]] = SweepPoint(point.run, point.words, point.state, code)
+            if options.jobs > 1:
+                print_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
+    if pool.received:
+        print_text("the sweep is stopped; the same command resumes it", "stderr")
+    elif failed := [point.run for point in points if point.exit_code]:
         print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-    return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), stopped)
+    return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), pool.received)
+
+
+def _plan(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+    """Plan all runs. Raises UserError with those that do not fit the device."""
+    plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
+    if large := [(name, planned) for name, planned in plans if not planned.fits]:
+        lines = [f"  {name}: {byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
+        limit = f"{device.name} has {byte_size(device.memory)}" if device.memory else device.name
+        raise UserError("\n".join([f"{len(large)} of {len(runs)} runs do not fit: {limit}", *lines]))
+    slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)
+    seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)
+    hours = f"{seconds / 3600:,.2g} hours of {device.name} in all"
+    print_text(f"all runs fit; {hours}, the longest is {slowest[0]}")
+
+
+def _submit(options: argparse.Namespace, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    if not commands:
+        raise UserError("all runs of the sweep are finished; there is nothing to submit")
+    limit = options.jobs if options.jobs > 1 else None
+    script = array_script(folder.name, commands, folder, at_a_time=limit, options=options.sbatch)
+    folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
+    with writing(options.submit):
+        replace_file(options.submit, script.encode())
+    print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
 def _check(options: argparse.Namespace, project: Project) -> list[SweepRun]:
     """Return the runs. Raises RecipeError with the problems of all of them, each problem once."""
-    points = points_of(options.words)
+    points = points_of(options.words, options.axes, options.random, options.random_seed)
     folder = options.to or _default_folder(options, project, points[0])
     problems: dict[str, Problem] = {}
     runs = []
@@ -158,37 +208,3 @@ def _command(options: argparse.Namespace, project: Project, run: SweepRun) -> li
     overlays = [word for path in options.overlay for word in ("--overlay", path)]
     imports = [f"--import={path}" for path in options.imports]
     return [sys.executable, "-m", package, "run", options.recipe, *overlays, *imports, *run.words]
-
-
-class _Sender:
-    """Starter of processes, which forwards signals to the newest one."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._received = 0
-
-    def run(self, command: Sequence[str]) -> int:
-        """Run a process, and return its exit code. After a signal it starts nothing, and returns the signal's code."""
-        if self._received:
-            return STOPPED + self._received
-        self._process = subprocess.Popen(command)
-        code = self._process.wait()
-        return FAILED if code < 0 else code
-
-    def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Forward a signal; the process saves a checkpoint, and ends."""
-        self._received = number
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
-
-
-@contextmanager
-def _forwarding() -> Iterator[_Sender]:
-    """Forward signals to the sender's process, instead of ending this one."""
-    sender = _Sender()
-    before = {number: signal.signal(number, sender.handle) for number in FORWARDED}
-    try:
-        yield sender
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -14,6 +14,7 @@ from drawloom.components.ports.run import (
     AfterRestore,
     Batching,
     Durable,
+    EnvironmentSource,
     Event,
     EventKind,
     Events,
@@ -398,6 +399,15 @@ def a_task_is_finished_once(task: FinalTask) -> None:
 def nothing_to_restore_is_no_error(node: AfterRestore) -> None:
     """A node accepts the call in a new run, which has nothing to restore."""
     node.after_restore(0)
+
+
+def choices_are_named_texts(source: EnvironmentSource) -> None:
+    """Names and values are texts, and the same at every call, because the process keeps its choices."""
+    chosen = dict(source.environment())
+    expect(
+        all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
+    )
+    expect(chosen == dict(source.environment()), "a second call returns other choices")
 
 
 def files_that_are_read_exist(node: ReadsFiles) -> None:

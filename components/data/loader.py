@@ -260,7 +260,9 @@ def check_leaves(rows: PackedDataset, batch: Any) -> None:
     if not isinstance(batch, declared):
         actual = type(batch).__name__
         raise UserError(
-            f"rows: {type(rows).__name__} makes {declared.__name__}, and a batch is a {actual}; return one", 2
+            f"rows: {type(rows).__name__} declares the batch class {declared.__name__}, but returned a {actual}; "
+            "correct one of the two",
+            2,
         )
     try:
         batch.check()

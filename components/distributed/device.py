@@ -69,6 +69,12 @@ class ComputeDevice:
         index = read_launch().local_rank
         return torch.device("cuda", index % torch.cuda.device_count() if self._shares_gpu else index)
 
+    def environment(self) -> dict[str, str]:
+        """Return the versions of torch and CUDA, and the device."""
+        kind = self.device.type
+        name = torch.cuda.get_device_name(self.device) if kind == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+        return {"torch": torch.__version__, "cuda": str(torch.version.cuda or "none"), "name": name}
+
     @property
     def _shares_gpu(self) -> bool:
         return self.share and 0 < torch.cuda.device_count() < read_launch().local_world_size

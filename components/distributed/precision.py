@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.ports.distributed import FrozenFormat, LinearFormat
+from drawloom.components.ports.distributed import FrozenFormat, LinearFormat, RoundingTime
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -75,6 +75,18 @@ class DtypePolicy:
         doc='patterns of the names of linear layers that float8 excludes: "model.layers.0.*", "*.down_proj"',
     )
 
+    linear_weights: RoundingTime = setting(
+        default="pass",
+        impact="safe",
+        doc="when weights are rounded to float8: 'pass', in every pass, without memory; 'step', once a step, with 2 "
+        "bytes per weight, which saves time with several microbatches or recomputation; the bits are the same",
+    )
+
+    gather: LinearFormat = setting(
+        default="compute",
+        doc="format in which FSDP ranks gather the weights of layers that multiply in float8: 'compute', or 'float8', "
+        "half the bytes of bfloat16 and one more pass over the weights; for links slower than the GPU's computation",
+    )
     frozen: FrozenFormat = setting(
         default="compute",
         impact="incompatible",
@@ -92,7 +104,13 @@ class DtypePolicy:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
             *find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_format_conflicts(self._compute or self._parameter, self.linear, self.linear_in_compute),
+            *find_format_conflicts(
+                self._compute or self._parameter,
+                self.linear,
+                self.linear_in_compute,
+                self.linear_weights,
+                self.gather,
+            ),
             *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute, self.linear),
         ]
         for _, text, hint in conflicts:
@@ -108,7 +126,9 @@ class DtypePolicy:
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
         conflicts = [
-            *find_format_conflicts(used, values["linear"], values["linear_in_compute"]),
+            *find_format_conflicts(
+                used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
+            ),
             *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"], values["linear"]),
         ]
         for key, text, hint in conflicts:
@@ -148,7 +168,11 @@ def find_dtype_conflicts(
 
 
 def find_format_conflicts(
-    compute: str, linear: LinearFormat, linear_in_compute: tuple[str, ...]
+    compute: str,
+    linear: LinearFormat,
+    linear_in_compute: tuple[str, ...],
+    linear_weights: RoundingTime,
+    gather: LinearFormat,
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the conflicts of the format of linear layers with the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
@@ -157,6 +181,12 @@ def find_format_conflicts(
     if linear_in_compute and linear == "compute":
         text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"
         yield "linear_in_compute", text, "write linear = 'float8', or remove linear_in_compute"
+    if linear_weights == "step" and linear == "compute":
+        text = "all linear layers multiply in the compute dtype, so that no weight is rounded"
+        yield "linear_weights", text, "write linear = 'float8', or remove linear_weights"
+    if gather == "float8" and linear == "compute":
+        text = "gather = 'float8' concerns the weights of layers that multiply in float8, and linear = 'compute'"
+        yield "gather", text, "write linear = 'float8', or remove gather"
 
 
 def find_frozen_conflicts(

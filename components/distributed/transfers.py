@@ -1,5 +1,6 @@
 """Copies between a device and host memory, on streams of their own, ordered by events."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,11 @@ class DeviceTransfers:
     _registered: list[Tensor] = attrs.field(init=False, factory=list)
 
     def allocate(self, size: int) -> Tensor:
+        if size > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise UserError(
+                f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
+                "narrower state_dtype, more ranks along data_shard, or keep the state on the device"
+            )
         memory = torch.zeros(size, dtype=torch.uint8)
         if self.device.type == "cuda" and size:
             # Torch's allocator of pinned memory would round the size up to a power of two.

@@ -2,24 +2,26 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
-from drawloom.components.export.joined_adapters import joined_layers
+from drawloom.components.export.joined_adapters import PREFIX, joined_layers
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, with_averages
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
@@ -120,10 +122,6 @@ def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[
         temporary.discard()
 
 
-PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the tensor names of transformers."""
-
-
 DECODER = "model."
 """Prefix of the decoder's modules in a text model."""
 
@@ -133,6 +131,24 @@ def _rename_outputs(mapper: Mapper, prefix: str) -> Mapper:
     start = PREFIX + DECODER
     outputs = {name: PREFIX + prefix + name.removeprefix(start) for name in mapper.outputs if name.startswith(start)}
     return sequential(mapper, rename(outputs))
+
+
+def _reorder_outputs(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
+    """Give the experts' second factors, (experts, outputs, rank), the order of the weights' outputs in files."""
+    groups = []
+    for name in factors:
+        weight, _, ending = name.rpartition("_lora_")
+        if ending == "B" and weight in own:
+            groups.append(TensorGroup((name,), (name,), partial(_convert_outputs, own[weight].convert)))
+    return Mapper(tuple(groups))
+
+
+def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Convert a factor (experts, outputs, rank) like a weight (experts, outputs, inputs), but keep its dimensions."""
+    [factor] = factors
+    probe = convert([torch.empty(len(factor), factor.shape[1], factor.shape[1] + 1, device="meta")])[0]
+    [converted] = convert([factor])
+    return [converted if probe.shape[1] == factor.shape[1] else converted.transpose(1, 2)]
 
 
 def _renamed(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -153,10 +169,12 @@ TABLES = ("rank_pattern", "alpha_pattern")
 
 def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
     """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `files` is the model's mapper."""
+    own = {group.inputs[0]: group for group in files.groups if group.inputs == group.outputs and len(group.inputs) == 1}
     joined = list(joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
-    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts]
-    saved = (_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole))
+    alone = (layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
+    layers = (sequential(_reorder_outputs(mapper.inputs, own), mapper) for mapper in alone)
+    saved = (_map_saved_tensor(name, tied, own) for name in _list_saved_tensors(whole))
     return parallel(*(layer.mapper for layer in joined), *layers, *saved)
 
 
@@ -263,9 +281,11 @@ def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
                 )
 
 
-def _map_saved_tensor(name: str, tied: bool) -> Mapper:
+def _map_saved_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
     """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
         outputs.append(f"{PREFIX}{HEAD}")
+    elif name in own:
+        return Mapper((TensorGroup((name,), tuple(outputs), own[name].convert),))
     return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))

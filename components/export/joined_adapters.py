@@ -6,69 +6,76 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.adapters.lora_layers import PEFT, LoraLinear
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import find_adapted_layers
-from drawloom.components.weights.mapper import same
+from drawloom.components.weights.mapper import parallel, same, sequential
 from drawloom.graph import UserError
+
+PREFIX = "base_model.model."
+"""Prefix that PEFT adds to the tensor names of transformers."""
+
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+"""PEFT's names of a linear layer's factors, and of DoRA's magnitudes."""
 
 
 @attrs.frozen(eq=False)
 class JoinedLayer:
     """
-    Linear layer `name` of a family's files, with the layers of the model whose weights `group` joins to its weight.
+    Linear layer `name` in files of a family, whose weight `group` makes of the weights of several layers.
 
-    The low-rank factors of the parts are one pair: W + scale * B A, where A has the rows of all parts, and B has the
-    columns of a part in the rows of this part, and zeros elsewhere.
+    `parts` are the adapted ones among these layers. Their factors become one pair: in W + scale * B A, A has the rows
+    of all parts, and B has a part's columns in the part's rows, and zeros elsewhere. `rows` are the rows of each
+    layer's weight.
     """
 
     name: str
     group: TensorGroup
-    parts: Mapping[str, LoraLinear]
+    parts: Mapping[str, AdaptedLayer]
     rows: Sequence[int]
 
     @property
     def pair(self) -> LowRank:
         """The description of the factors for PEFT. Raises UserError for a part without DoRA beside one with it."""
-        forms = [layer.form for layer in self.parts.values()]
-        if any(form.dora for form in forms) and len(self.parts) < len(self.rows):
+        pairs = list(self._pairs.values())
+        if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
             others = ", ".join(name for name in self._layers if name not in self.parts)
             raise UserError(
                 f"PEFT has {self.name} as one layer, of which a part is adapted with DoRA; adapt {others}, too"
             )
-        return attrs.evolve(forms[0].low_rank(self.name), rank=sum(form.rank for form in forms))
+        return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
 
     @property
     def mapper(self) -> Mapper:
         """The mapper from the factors of the parts to the factors of the joined layer, under PEFT's names."""
-        target = f"{PEFT}{self.name}"
-        a, b, magnitude = (
-            tuple(f"{name}.{leaf}" for name in self.parts) for leaf in ("lora_A", "lora_B", "lora_magnitude")
-        )
+        joins = {A: _join_rows, B: self._join_columns} | ({MAGNITUDE: self._join_magnitudes} if self.pair.dora else {})
         groups = [
-            TensorGroup(a, (f"{target}.lora_A.weight",), lambda tensors: [torch.cat([*tensors])]),
-            TensorGroup(b, (f"{target}.lora_B.weight",), self._join_columns),
+            TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
+            for leaf, join in joins.items()
         ]
-        if self.pair.dora:
-            groups.append(TensorGroup(magnitude, (f"{target}.lora_magnitude_vector",), self._join_magnitudes))
-        return Mapper(tuple(groups))
+        return sequential(
+            parallel(*(layer.peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+        )
 
     @property
     def _layers(self) -> list[str]:
         return [name.removesuffix(".weight") for name in self.group.inputs]
 
+    @property
+    def _pairs(self) -> dict[str, LowRank]:
+        """The descriptions of the parts' factors, by name."""
+        return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
+
     def _join_columns(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join B of the parts, each (outputs, rank), to (all outputs, all ranks)."""
-        factors, forms = dict(zip(self.parts, tensors, strict=True)), [layer.form for layer in self.parts.values()]
-        width, start, blocks = sum(form.rank for form in forms), 0, []
+        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs
+        width, scale, start, blocks = self.pair.rank, self.pair.scale, 0, []
         for name, rows in zip(self._layers, self.rows, strict=True):
             block = tensors[0].new_zeros(rows, width)
             if name in factors:
-                form, factor = self.parts[name].form, factors[name]
                 # One scale for all parts: a part with another one has the quotient in its factor.
-                block[:, start : start + form.rank] = factor * (form.scale / forms[0].scale)
-                start += form.rank
+                block[:, start : start + pairs[name].rank] = factors[name] * (pairs[name].scale / scale)
+                start += pairs[name].rank
             blocks.append(block)
         return self.group.convert(blocks)
 
@@ -79,12 +86,21 @@ class JoinedLayer:
         return [joined.squeeze(1)]
 
 
-def joined_layers(whole: nn.Module, mapper: Mapper) -> Iterator[JoinedLayer]:
-    """Yield the adapted layers of a whole model that have another form or name in files of its family."""
-    adapted: dict[str, AdaptedLayer] = dict(find_adapted_layers(whole))
-    for group in mapper.groups:
+def _join_rows(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Join A of the parts, each (rank, inputs), to (all ranks, inputs)."""
+    return [torch.cat([*tensors])]
+
+
+def joined_layers(whole: nn.Module, files: Mapper) -> Iterator[JoinedLayer]:
+    """Yield a whole model's adapted linear layers with another form or name in files; `files` maps to these."""
+    adapted = {
+        name: layer
+        for name, layer in find_adapted_layers(whole)
+        if f"{PREFIX}{name}.{A}" in layer.peft_mapper(name).outputs
+    }
+    for group in files.groups:
         layers = [name.removesuffix(".weight") for name in group.inputs]
-        parts = {name: layer for name in layers if isinstance(layer := adapted.get(name), LoraLinear)}
+        parts = {name: adapted[name] for name in layers if name in adapted}
         if parts and (group.outputs != group.inputs or group.convert is not same):
             rows = [len(whole.get_parameter(name)) for name in group.inputs]
             yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)

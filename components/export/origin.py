@@ -29,7 +29,7 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 
 
 @attrs.frozen
-class Origin:
+class OriginFolder:
     """
     Folder of a model's initial weights, of which exports keep tensors that are not loaded, `carried`.
 
@@ -74,7 +74,7 @@ class _Both:
         return (self.folder if name in self.carried else self.own).tensor(name)
 
 
-def find_origin(model: LanguageModel, stages: Stages, group: Group) -> Origin | None:
+def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
     """
     Return the folder of the initial weights if it has other parts; None if the model is all of it.
 
@@ -84,11 +84,11 @@ def find_origin(model: LanguageModel, stages: Stages, group: Group) -> Origin | 
     if folder is None or not isinstance(model, KeepsConfig):
         return None
     found = run_on_rank0(group, lambda: _describe(model, folder))
-    return None if found is None else Origin(folder, **found)
+    return None if found is None else OriginFolder(folder, **found)
 
 
 def _describe(model: Any, folder: Path) -> dict[str, Any] | None:
-    """Return the fields of an Origin beside its folder, as JSON; None for a folder without other parts."""
+    """Return the fields of an OriginFolder beside its folder, as JSON; None for a folder without other parts."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored
         carried = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

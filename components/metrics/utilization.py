@@ -75,9 +75,9 @@ class Utilization:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """
-        Read the clock, and count positions, 0-dimensional, and query-key pairs (windows,), both float64.
+        Measure the step's time, and return float64 counts: positions (), and query-key pairs by window (windows,).
 
-        Only the first pipeline rank counts, because all pipeline ranks have the same microbatches.
+        Pipeline ranks after the first return nothing, because all pipeline ranks have the same microbatches.
         """
         self._seconds = max(self.clock() - step.started - step.excluded_seconds, MIN_SECONDS)
         if self._flops is None or self.mesh.indices.pipeline:

@@ -98,6 +98,13 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return {"weight": RESIDUAL_ROLE if self.is_residual else MATRIX_ROLE, "bias": BIAS_ROLE}
 
 
+def multiplies_in_float8(layer: nn.Module) -> bool:
+    """Return whether a layer is a plain product in float8: no adapter, no bias, and no hook that sees its result."""
+    if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    return layer.uses_float8
+
+
 class RMSNorm(nn.Module):
     """
     RMSNorm over the last dimension, x / sqrt(mean(x^2) + eps) * weight; the weight is (width,).
@@ -112,9 +119,9 @@ class RMSNorm(nn.Module):
         self.zero_centered = zero_centered
         self.kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width), in its dtype."""
-        return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered)
+    def forward(self, x: Tensor, float8: bool = False) -> Tensor:
+        """Normalise x (..., width), in its dtype; with `float8` layers in float8 find the result already rounded."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered, float8)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"weight": Role(False, 0.0) if self.zero_centered else SCALE_ROLE}
@@ -128,10 +135,10 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         self.width = width
         self.unit = unit
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, float8: bool = False) -> Tensor:
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
         if self.ranks.size == 1:
-            return super().forward(x)
+            return super().forward(x, float8)
         wide = x.to(_wide(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
         squares = self.ranks.copy(self.ranks.sum(wide.square().sum(-1, keepdim=True)))

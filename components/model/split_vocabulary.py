@@ -108,7 +108,7 @@ def _add_rows(layer: nn.Module, split: Split, width: int) -> None:
 
 
 class PartedEmbedding(Embedding):
-    """Embedding with a table `weight` (rows, hidden_size) and a parameter (ids, hidden_size) for every name."""
+    """Embedding with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
     def __init__(self, base: Embedding, split: Split) -> None:
         rows, width = base.weight.shape
@@ -135,7 +135,7 @@ class PartedEmbedding(Embedding):
 
 
 class PartedHead(Linear):
-    """Head with a table `weight` (rows, hidden_size) and a parameter (ids, hidden_size) for every name."""
+    """Head with a table `weight` (rows, hidden_size), and a parameter (ids, hidden_size) per name in the split."""
 
     def __init__(self, base: Linear, split: Split) -> None:
         rows, width = base.weight.shape

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_patterns, param_groups
-from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, allocate_state, padded, state_of
+from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, allocate_state, pad_size, state_of
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.run import RunInfo, Step
@@ -23,9 +23,15 @@ from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
+from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, blocks_in_rows
 from drawloom.kernels.operation import why_no_triton
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SCALES = ".scales"
+"""End of the names of entries with the scales of a parameter's means, whose slices are those of blocks."""
+
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of a parameter's state by the fields of ParamState."""
 
 
 @attrs.frozen
@@ -52,6 +58,8 @@ class StochasticAdamW:
     It is the same for any rank layout, and resuming is bit-exact.
     """
 
+    defers_scaling: ClassVar[bool] = True
+
     parameters: Parameters
     mesh: Mesh
     job: RunInfo
@@ -69,10 +77,11 @@ class StochasticAdamW:
     )
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
-    state_dtype: Literal["bfloat16", "float32"] = setting(
+    state_dtype: Literal["uint8", "bfloat16", "float32"] = setting(
         default="bfloat16",
         impact="incompatible",
-        doc="running mean dtype; bfloat16 is rounded stochastically too",
+        doc="running mean dtype; bfloat16 is rounded stochastically too; with uint8, the means of matrices are codes "
+        "of 8 bits with a scale for 256 elements of a row, and others are float32",
     )
     split_master_weights: bool = setting(
         default=False,
@@ -108,6 +117,9 @@ class StochasticAdamW:
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
+        if node.settings["amsgrad"] and node.settings["state_dtype"] == "uint8":
+            text = "the largest mean of squares can't have 8 bits"
+            yield node.problem("amsgrad", text, "write state_dtype = 'bfloat16', or amsgrad = false")
         if node.settings["states"] == "device" and node.settings["slot_bytes"] != 2**28:
             text = "the state is on the device, so that nothing is streamed through slots"
             yield node.problem("slot_bytes", text, "write states = 'host', or remove slot_bytes")
@@ -122,6 +134,7 @@ class StochasticAdamW:
         slices, named = self.parameters.slices(), self.parameters.named_parameters()
         if self.states == "host":
             self._transfers = self.open_transfers(self.device.device)
+        self.state_slices()  # raises an error for slices that cut blocks
         state = self._allocate_state(dict(named))
         groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
@@ -151,15 +164,15 @@ class StochasticAdamW:
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
+        step.apply_update(partial(self._update, lr, self._steps_taken() + 1, step.take_factors()))
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
+    def _update(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
-            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
+            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
 
     @property
     def _fields(self) -> dict[str, str]:
@@ -168,29 +181,40 @@ class StochasticAdamW:
         fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
         return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
 
-    @property
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        """Return dtypes by ParamState's fields."""
-        return {
-            field: torch.int16 if field == "remainder" else DTYPES[self.state_dtype] for field in self._fields.values()
-        }
+    def _specs(self, parameter: nn.Parameter) -> Specs:
+        """Return the shapes and dtypes of a parameter's state."""
+        shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
+        has_codes = means == torch.uint8 and parameter.ndim > 1
+        if means == torch.uint8 and not has_codes:
+            means = torch.float32  # a slice of a vector would cut blocks
+        specs = {field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields.values()}
+        scales = (blocks_in_rows(shape), torch.float32)
+        return specs | ({"exp_avg_scale": scales, "exp_avg_sq_scale": scales} if has_codes else {})
 
     def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
+        specs = {name: self._specs(parameter) for name, parameter in parameters.items()}
         if self._transfers is not None:
-            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-            return allocate_state(self._transfers, shapes, self._dtypes)
-        return {
-            name: {field: torch.zeros_like(parameter.detach(), dtype=dtype) for field, dtype in self._dtypes.items()}
-            for name, parameter in parameters.items()
-        }
+            state = allocate_state(self._transfers, specs)
+        else:
+            state = {
+                name: {
+                    field: torch.zeros(shape, dtype=dtype, device=parameter.device)
+                    for field, (shape, dtype) in specs[name].items()
+                }
+                for name, parameter in parameters.items()
+            }
+        for fields in state.values():
+            if "exp_avg_scale" in fields:
+                fields["exp_avg"].fill_(ZERO_CODE)
+        return state
 
     def _step_class(self) -> Any:
         """Return the function from parameters' states to a stepper."""
-        implementation = self._implementation()
+        implementation = self._choose_stepper()
         if self._transfers is None:
             return implementation
-        total = sum(padded(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
+        total = sum(pad_size(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
         slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
         slots.open()
         return partial(StreamedStep, implementation, slots)
@@ -213,28 +237,53 @@ class StochasticAdamW:
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device: of all of it, or of the slots."""
-        width = sum(dtype.itemsize for dtype in self._dtypes.values())
-        size = width * sum(parameter.numel() for _, parameter in self.parameters.named_parameters())
+        size = self._state_bytes()
         return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
 
+    def host_bytes(self) -> int:
+        return self._state_bytes() if self.states == "host" else 0
+
+    def _state_bytes(self) -> int:
+        specs = [self._specs(parameter).values() for _, parameter in self.parameters.named_parameters()]
+        return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
+
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        return self.parameters.slices()
+        slices = dict(self.parameters.slices())
+        return slices | {
+            f"{name}{SCALES}": slice_of_blocks(name, slices[name])
+            for name, parameter in self.parameters.named_parameters()
+            if "exp_avg_scale" in self._specs(parameter)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
         steps = self._steps_taken()
         if self._transfers is not None:
             self._transfers.synchronize()
-        return {
+        state = {
             name: {key: getattr(param, field) for key, field in self._fields.items()} | {"steps": steps}
             for name, param in self._params.items()
+        }
+        return state | {f"{name}{SCALES}": scales for name, scales in self._scales().items()}
+
+    def _scales(self) -> dict[str, dict[str, Tensor]]:
+        """Return the scales of means by parameter, for those with codes of 8 bits."""
+        named = {
+            name: {"mean": param.exp_avg_scale, "square": param.exp_avg_sq_scale}
+            for name, param in self._params.items()
+        }
+        return {
+            name: {key: scale for key, scale in scales.items() if scale is not None}
+            for name, scales in named.items()
+            if self._params[name].has_codes
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
-        if state.keys() != self._params.keys():
-            raise KeyError(f"optimizer state differs for {sorted(state.keys() ^ self._params.keys())}")
-        steps = {values["steps"] for values in state.values()}
+        scales = {f"{name}{SCALES}": values for name, values in self._scales().items()}
+        if other := state.keys() ^ (self._params.keys() | scales.keys()):
+            raise KeyError(f"optimizer state differs for {sorted(other)}")
+        steps = {state[name]["steps"] for name in self._params}
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
         if self._transfers is not None:
@@ -242,9 +291,12 @@ class StochasticAdamW:
         for name, param in self._params.items():
             for key, field in self._fields.items():
                 getattr(param, field).copy_(state[name][key])
+        for name, values in scales.items():
+            for key, scale in values.items():
+                scale.copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
-    def _implementation(self) -> Any:
+    def _choose_stepper(self) -> Any:
         """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":
@@ -258,6 +310,19 @@ class StochasticAdamW:
         from drawloom.kernels.triton.adamw import AdamwTriton
 
         return AdamwTriton
+
+
+def slice_of_blocks(name: str, part: TensorSlice | None) -> TensorSlice | None:
+    """
+    Return the slice of scales for a slice of a parameter. Raises UserError if the slice cuts a block.
+    """
+    if part is None:
+        return None
+    first, size = part.offsets[-1], part.size[-1]
+    if first % BLOCK or (size % BLOCK and first + size != part.shape[-1]):
+        text = f"{name} has columns {first} to {first + size} on this rank, and means of 8 bits have blocks of {BLOCK}"
+        raise UserError(f"optim.stochastic_adamw: {text}; write state_dtype = 'bfloat16', or another mesh.tensor", 2)
+    return TensorSlice(blocks_in_rows(part.shape), (*part.offsets[:-1], first // BLOCK), blocks_in_rows(part.size))
 
 
 def slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:

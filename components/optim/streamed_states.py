@@ -6,9 +6,9 @@ use at once, as in llmq and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.0
 therefore every bit, is that of a state on the device.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from math import prod
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.graph import UserError
-from drawloom.kernels.adamw import ALL, ParamState
+from drawloom.kernels.adamw import ALL, PER_DRAW, ParamState
 
 SLOTS = 3
 """Slots on the device: of a piece that arrives, one that is updated, and one that leaves."""
@@ -64,10 +64,10 @@ class Range:
     @property
     def bytes(self) -> int:
         """Bytes of the state in a slot."""
-        return sum(padded(tensor.nbytes) for tensor in self.state.values())
+        return sum(pad_size(tensor.nbytes) for tensor in self.state.values())
 
 
-def padded(size: int) -> int:
+def pad_size(size: int) -> int:
     """Return a number of bytes, rounded up to whole alignments."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -79,28 +79,38 @@ def state_of(param: ParamState) -> dict[str, Tensor]:
 
 
 def allocate_state(
-    transfers: Transfers, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    transfers: Transfers, specs: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return zeros in host memory for every parameter's shape and every field's dtype, in one allocation."""
-    keys = [(name, field) for name in shapes for field in dtypes]
-    sizes = [prod(shapes[name]) * dtypes[field].itemsize for name, field in keys]
-    parts = torch.split(transfers.allocate(sum(map(padded, sizes))), [*map(padded, sizes)])
-    state: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}
+    """Return zeros in host memory by parameter and field, with these shapes and dtypes, in one allocation."""
+    keys = [(name, field) for name in specs for field in specs[name]]
+    sizes = [math.prod(specs[name][field][0]) * specs[name][field][1].itemsize for name, field in keys]
+    parts = torch.split(transfers.allocate(sum(map(pad_size, sizes))), [*map(pad_size, sizes)])
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
     for (name, field), size, part in zip(keys, sizes, parts, strict=True):
-        state[name][field] = part[:size].view(dtypes[field]).view(shapes[name])
+        shape, dtype = specs[name][field]
+        state[name][field] = part[:size].view(dtype).view(shape)
     return state
 
 
 def cut(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in state_of(param).items()}
-    unit = PIECE if param.is_contiguous else param.width
-    count = param.weight.numel()
-    width = sum(tensor.element_size() for tensor in state.values())
-    step = max((size - ALIGNMENT * len(state)) // (width * unit), 1) * unit
+    unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
+    if param.has_codes:
+        # An even number of whole rows, since blocks end with rows.
+        unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_contiguous else 1)
+    unit_bytes = sum(tensor.nbytes for tensor in state.values()) * unit // max(count, 1)
+    step = max((size - ALIGNMENT * len(state)) // unit_bytes, 1) * unit if count else 1
     for start in range(0, count, step):
         stop = min(start + step, count)
-        yield Range(number, start, stop, {name: tensor[start:stop] for name, tensor in state.items()})
+        yield Range(
+            number, start, stop, {name: _cut_flat(tensor, start, stop, count) for name, tensor in state.items()}
+        )
+
+
+def _cut_flat(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
+    """Return the elements of a flat tensor for a range of `count` elements, of which it has a number or a scale."""
+    return tensor[start * len(tensor) // count : stop * len(tensor) // count]
 
 
 @attrs.frozen(eq=False)
@@ -123,7 +133,12 @@ class StreamedStep:
         self._stored: list[Ticket] = [None] * len(self._pieces)
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
         flat = [grad.reshape(-1) for grad in grads]
@@ -133,7 +148,7 @@ class StreamedStep:
                 arrivals.append(self._fetch(ahead))
             self._slots.transfers.wait(arrivals[number])
             parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
-            piece.stepper.step(parts, scalars, counter, found_inf)
+            piece.stepper.step(parts, scalars, counter, found_inf, factors)
             left = self._slots.transfers.store(piece.stores, [self._slots.transfers.mark()])
             self._stored[number] = self._slots.free[piece.slot] = left
 
@@ -164,7 +179,7 @@ class StreamedStep:
             for name, tensor in part.state.items():
                 on_device[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
                 fetches.append((on_device[name], tensor))
-                offset += padded(tensor.nbytes)
+                offset += pad_size(tensor.nbytes)
             states.append(_part_of(params[part.number], part, on_device))
         stores = [(host, device) for device, host in fetches]
         return _Piece(group, slot, implementation(states, maximize), fetches, stores)
@@ -175,5 +190,8 @@ def _part_of(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> Par
     before = part.start if param.is_contiguous else part.start // param.width * param.stride
     width = ALL if param.is_contiguous else param.width
     weight = param.weight.view(-1)[part.start : part.stop]
+    if param.has_codes:
+        rows = weight.numel() // param.weight.shape[-1]
+        weight, state = weight.view(rows, -1), {name: tensor.view(rows, -1) for name, tensor in state.items()}
     changes: dict[str, Any] = {"weight": weight, "first": param.first + before, "width": width, **state}
     return replace(param, **changes)

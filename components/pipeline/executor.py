@@ -23,7 +23,7 @@ from drawloom.components.ports.adapters import thaws_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
-from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule, embeds_on_every_rank
+from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
@@ -103,7 +103,7 @@ class ProgramExecutor:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._training_of(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._with_references(state["batches"])
+        inputs = self._with_measured(self._with_references(state["batches"]))
         if self._captures is not None:
             inputs = self._captures.unify_rows(inputs)
         runner = self._runner(inputs, state, training.stages, training.split)
@@ -120,7 +120,8 @@ class ProgramExecutor:
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        runner = self._runner(self._with_references(state["batches"]), state, self.stages.local)
+        inputs = self._with_measured(self._with_references(state["batches"]))
+        runner = self._runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(state.microbatches))
@@ -188,11 +189,28 @@ class ProgramExecutor:
             for number, microbatch in enumerate(inputs)
         ]
 
+    def _with_measured(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+        """Return the microbatches' inputs, with the step's sums on the last stage's rank. A collective."""
+        objective = self.objective
+        if not isinstance(objective, MeasuresStep):
+            return inputs
+        outputs: dict[int, Tensor] = {}
+        finishing = [_finishing(objective.measure, microbatch) for microbatch in inputs]
+        self._finish_each(finishing, outputs.__setitem__)
+        if not outputs:  # alike on all ranks of the data group, which have the same stages
+            return inputs
+        sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
+        self.mesh.data_group.sum(sums)
+        return [
+            attrs.evolve(microbatch, batch=objective.with_measured(microbatch.batch, sums)) for microbatch in inputs
+        ]
+
     def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
         """Return log-probabilities under the model without adapters by microbatch, on the last stage's rank."""
         outputs: dict[int, Tensor] = {}
         with without_adapters(stage.module for stage in self.stages.local):
-            self._finish_each([_for_reference(objective, microbatch) for microbatch in inputs], outputs.__setitem__)
+            finishing = [_finishing(objective.token_logps, microbatch) for microbatch in inputs]
+            self._finish_each(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
 
@@ -270,13 +288,13 @@ class ProgramExecutor:
         return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
-def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:
-    """Return a microbatch whose result on the last stage is the log-probabilities for the loss's comparison."""
+def _finishing(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """Return a microbatch whose result on the last stage is a function of hidden states, head and batch."""
     if (batch := inputs.batch) is None:
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return objective.token_logps(hidden, head, batch)
+        return function(hidden, head, batch)
 
     # Without weights the model computes no losses of its own, such as a router's.
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
@@ -291,12 +309,13 @@ def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | 
 
 def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
-    if loss.settings.get("reference") != "adapters":
+    if loss.settings.get("reference") != "adapters" and not issubclass(loss.component, MeasuresStep):
         return
     adapters = stages.neighbours("adapters")
     if not adapters:
+        other = ', or reference = "data"' if "reference" in loss.settings else ""
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
-        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}], or reference = "data"')
+        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
     for adapter in adapters:
         if thaws_weights(adapter.component):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"

@@ -22,7 +22,7 @@ from drawloom.components.planning.stage_costs import Recordings, StageCosts, Sta
 from drawloom.components.planning.step_time import StepTime, cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
-from drawloom.components.ports.memory import memory_by_kind
+from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
@@ -41,7 +41,7 @@ class RankMemory:
 
     Gradients belong to the step, because the first backward pass allocates them and the update frees them. During
     backward passes the gradients of sharded parameters (FSDP, ZeRO) may be whole: then they take `whole_gradients`.
-    `final_peak` is the bytes for gradients and their reduction when the step ends.
+    `final_peak` is the bytes for gradients and their reduction when the step ends; `host` are bytes in host memory.
     """
 
     stages: Sequence[int]
@@ -51,6 +51,7 @@ class RankMemory:
     step: Peak
     buffers: Mapping[str, int]
     final_peak: int
+    host: int
 
     @property
     def peak(self) -> int:
@@ -298,7 +299,8 @@ class Planner:
         users = [container[name] for name in self.nodes.memory_users]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
-        return RankView(mesh, stages, sizes, update_flops)
+        host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
+        return RankView(mesh, stages, sizes, update_flops, host_bytes)
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
@@ -336,6 +338,7 @@ class Planner:
             step=peak,
             buffers=view.buffers(costs, self.device, self._batch_bytes(program.microbatches)),
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_bytes(),
+            host=view.host_bytes,
         )
 
     def _message(self, costs: Mapping[int, StageCosts]) -> float:

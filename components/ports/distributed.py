@@ -389,6 +389,9 @@ class Device(Protocol):
         ...
 
 
+RoundingTime = Literal["pass", "step"]
+"""When weights are rounded to float8: in every forward and backward pass, or once a step."""
+
 LinearFormat = Literal["compute", "float8"]
 """Format of the operands of linear layers' matrix products: the compute dtype, or e4m3 with a scale for each row."""
 
@@ -433,6 +436,16 @@ class Precision(Protocol):
     @property
     def linear_in_compute(self) -> Sequence[str]:
         """Patterns (fnmatch) of the names of linear layers whose products stay in the compute dtype."""
+        ...
+
+    @property
+    def gather(self) -> LinearFormat:
+        """Format for FSDP messages with weights in float8 layers."""
+        ...
+
+    @property
+    def linear_weights(self) -> RoundingTime:
+        """When weights are rounded to float8."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """Memory kinds, and the port for nodes that occupy memory from step to step."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor
 
@@ -26,6 +26,15 @@ class MemoryUser(Protocol):
 
         An optimizer answers before `open`: its bytes follow from the parameters, which may be on the meta device.
         """
+        ...
+
+
+@runtime_checkable
+class HostMemoryUser(Protocol):
+    """A memory user with tensors in host memory, which are streamed to the device and back in every step."""
+
+    def host_bytes(self) -> int:
+        """Return the bytes in host memory on this rank; like `memory_bytes`, before `open`."""
         ...
 
 

@@ -198,6 +198,15 @@ class LinearLayer(QuantizableLayer):
     uses_float8: bool = False
 
 
+@runtime_checkable
+class JointLayers(Protocol):
+    """A module that multiplies one input by several layers' weights in one operation."""
+
+    def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
+        """Return the layers by operation in float8."""
+        ...
+
+
 @port
 class Model(Protocol):
     """
@@ -403,6 +412,17 @@ class Kernels(Protocol):
         """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
         ...
 
+    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Compute `linear_float8` with up to three weights (outputs, inputs): (..., outputs) by weight."""
+        ...
+
+    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """
+        Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs) with products in float8: x (..., inputs), gate
+        and up (width, inputs), down (outputs, width), all bfloat16.
+        """
+        ...
+
     def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
         """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
         ...
@@ -417,12 +437,17 @@ class Kernels(Protocol):
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    ) -> Tensor:
+        """
+        Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight. With
+        `float8` the result is also rounded, for `linears_float8` and others.
+        """
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...

@@ -194,6 +194,40 @@ class Referenced(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuresStep(Protocol):
+    """
+    A loss that depends on sums over all microbatches and ranks of the step, such as KTO's reference point.
+
+    A pass without gradients measures them before the step's first backward pass.
+    """
+
+    def measure(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+        """
+        Return a microbatch's sums, float64 (numbers,), from its last hidden states (rows, length, hidden_size).
+
+        Called without gradients; `batch` has its reference log-probabilities, if the loss is `Referenced`.
+        """
+        ...
+
+    def with_measured(self, batch: Any, sums: Tensor) -> Any:
+        """Return the batch with the step's sums, float64 (numbers,)."""
+        ...
+
+
+@port
+class Scorer(Protocol):
+    """A loss whose own parameters score documents, such as a reward model's."""
+
+    def score_tokens(self, hidden: Tensor) -> Tensor:
+        """
+        Return a score by token, at least float32 (rows, length), from hidden states (rows, length, hidden_size).
+
+        A document's score is that of its last token. Called inside the last stage's forward pass.
+        """
+        ...
+
+
 @port
 class Executor(Protocol):
     """Executor for the schedule's program on this rank's stages."""

@@ -49,14 +49,7 @@ class Column:
 
     def thin(self, points: int) -> MetricCurve:
         """Return a curve with at most this many points."""
-        steps, values = np.asarray(self.steps), np.asarray(self.values)
-        if len(steps) <= points:
-            return MetricCurve(steps.tolist(), _short(values))
-        starts = np.arange(0, len(steps), math.ceil(len(steps) / points))
-        ends = np.append(starts[1:], len(steps))
-        means = np.add.reduceat(values, starts) / (ends - starts)
-        low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-        return MetricCurve(steps[ends - 1].tolist(), _short(means), _short(low), _short(high))
+        return thin(np.asarray(self.steps), np.asarray(self.values), points)
 
 
 @attrs.define(eq=False)
@@ -124,8 +117,7 @@ class Metrics:
 
     def curves(self) -> dict[str, MetricCurve]:
         """Return all metrics' thinned curves, by name."""
-        points = MAX_NUMBERS // (4 * max(1, len(self.columns)))
-        points = min(MAX_POINTS, max(MIN_POINTS, points))
+        points = point_count(len(self.columns))
         return {name: column.thin(points) for name, column in self.columns.items()}
 
     def axes(self) -> dict[str, list[float]]:
@@ -144,6 +136,30 @@ class Metrics:
             self.left_out.add(name[:MAX_NAME_LENGTH])
             return None
         return self.columns.setdefault(name, Column())
+
+
+def point_count(series: int) -> int:
+    """Return the most points of a curve, for a run with this many metrics."""
+    return min(MAX_POINTS, max(MIN_POINTS, MAX_NUMBERS // (4 * max(1, series))))
+
+
+def thin(
+    steps: NDArray[np.int64],
+    values: NDArray[np.float64],
+    points: int,
+    low: NDArray[np.float64] | None = None,
+    high: NDArray[np.float64] | None = None,
+) -> MetricCurve:
+    """Return a curve with at most this many points, through values with a band from `low` to `high`, all (steps,)."""
+    if len(steps) <= points:
+        bounds = [[] if bound is None else _short(bound) for bound in (low, high)]
+        return MetricCurve(steps.tolist(), _short(values), low=bounds[0], high=bounds[1])
+    starts = np.arange(0, len(steps), math.ceil(len(steps) / points))
+    ends = np.append(starts[1:], len(steps))
+    means = np.add.reduceat(values, starts) / (ends - starts)
+    smallest = np.minimum.reduceat(values if low is None else low, starts)
+    largest = np.maximum.reduceat(values if high is None else high, starts)
+    return MetricCurve(steps[ends - 1].tolist(), _short(means), _short(smallest), _short(largest))
 
 
 def read_metrics(folder: Path) -> Metrics:

@@ -9,13 +9,14 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from drawloom.components.report.ettr import compute_ettr
 from drawloom.components.report.events import LogEvent
-from drawloom.components.report.run_record import RunRecord, differences
+from drawloom.components.report.run_record import RunRecord
+from drawloom.components.report.seed_groups import SeedGroup, group_seeds, last_common_step
 from drawloom.components.storage.byte_size import byte_size
 
 FOLDER = Path(__file__).parent
@@ -41,6 +42,7 @@ def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
     allowed = f"script-src {_hash(script)}; style-src {_hash(style)}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
     title = ", ".join(run.name for run in runs)
+    groups = group_seeds(runs)
     parts = [
         f"<!doctype html>{f'<!-- {heading} -->' if heading else ''}",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -49,12 +51,12 @@ def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
         '<meta name="color-scheme" content="light dark">',
         f"<title>{text(title)}</title><style>{style}</style></head><body>",
         f"<header><h1>{text(title)}</h1></header><main>",
-        *_overview(runs),
-        *_differences(runs),
+        *(_comparison(groups) if len(runs) > 1 else ()),
+        *_overview(runs, groups),
         *CONTROLS,
-        *(part for number, run in enumerate(runs) for part in _run_section(run, number)),
+        *(part for number, group in enumerate(groups) for run in group.runs for part in _run_section(run, number)),
         "</main>",
-        f'<script type="application/json" id="data">{_json(runs)}</script>',
+        f'<script type="application/json" id="data">{_json(groups)}</script>',
         f"<script>{script}</script></body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -85,29 +87,63 @@ def _hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _json(runs: Sequence[RunRecord]) -> str:
+def _json(groups: Sequence[SeedGroup]) -> str:
     """Return the curves as JSON, escaped to not close the HTML element."""
-    data = {"titles": CURVES, "runs": [_data(run) for run in runs]}
+    data = {"titles": CURVES, "runs": [_data(group) for group in groups]}
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, without surrogates
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(run: RunRecord) -> dict[str, object]:
+def _data(group: SeedGroup) -> dict[str, object]:
+    """Return a group's curves; over several seeds, the mean with a band from the smallest to the largest value."""
     curves = {
         _printable(name): {"x": curve.x, "y": curve.y, **({"low": curve.low, "high": curve.high} if curve.low else {})}
-        for name, curve in run.metrics.curves().items()
+        for name, curve in group.curves().items()
     }
-    marks = [[event.step, event.kind] for event in run.log.events if event.kind in MARKED_KINDS]
-    return {"name": _printable(run.name), "axes": run.metrics.axes(), "curves": curves, "marks": marks}
+    marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
+    return {"name": _printable(group.title), "axes": group.runs[0].metrics.axes(), "curves": curves, "marks": marks}
 
 
-def _overview(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield a table with planned and measured figures, with a column per run."""
+def _comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
+    """Yield a table with a row per group of seeds: the settings in which they differ, and their losses."""
+    keys = list(groups[0].settings)
+    losses = [name for name in ("loss", "validation_loss") if last_common_step(groups, name) is not None]
+    ends = {name: last_common_step(groups, name) for name in losses}
+    head = [
+        "recipe",
+        "seeds",
+        *(f"{CURVES[name]}, step {ends[name]:,}" for name in losses),
+        "best validation loss",
+        *keys,
+    ]
+    rows = []
+    for group in groups:
+        spreads = [group.at(name, step) for name, step in ends.items() if step is not None]
+        cells = ["" if spread is None else str(spread) for spread in [*spreads, group.best("validation_loss")]]
+        values = [group.settings[key][:MAX_VALUE_LENGTH] for key in keys]
+        rows.append([group.name, str(len(group.runs)), *cells, *values])
+    head, rows, equal = _drop_equal_columns(head, rows)
+    colours = [number % COLOURS for number in range(len(groups))]
+    yield '<section id="differences"><h2>Recipes</h2>'
+    yield from _table(head, rows, row_colours=colours)
+    if equal:
+        yield f'<p class="equal">{text(equal)}</p>'
+    if len(groups) > 1 and not keys:
+        yield "<p>Some recipes can't be read, so that their differences are not known.</p>"
+    elif len(groups) == 1:
+        yield "<p>The recipes differ in seeds and names alone.</p>"
+    yield "</section>"
+
+
+def _overview(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
+    """Yield a table with planned and measured figures, with a column per run in the colour of its group."""
     columns = [dict(_figures(run)) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
+    numbers = {id(run): number for number, group in enumerate(groups) for run in group.runs}
+    colours = [numbers[id(run)] % COLOURS for run in runs]
     yield '<section id="overview">'
-    yield from _table(["", *(run.name for run in runs)], rows, coloured=True)
+    yield from _table(["", *(run.name for run in runs)], rows, column_colours=colours)
     yield "</section>"
 
 
@@ -136,19 +172,6 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "effective training time", str(ratio)
     if log.starts > 1:
         yield "processes", f"{log.starts}, one after another"
-
-
-def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
-    if len(runs) < 2:
-        return
-    rows = differences([run.recipe for run in runs])
-    yield '<section id="differences"><h2>Recipes</h2>'
-    if rows:
-        short = [[key, *(value[:MAX_VALUE_LENGTH] for value in values)] for key, values in rows]
-        yield from _table(["differs in", *(run.name for run in runs)], short, coloured=True)
-    else:
-        yield "<p>The recipes do not differ.</p>"
-    yield "</section>"
 
 
 def _run_section(run: RunRecord, number: int) -> Iterator[str]:
@@ -232,21 +255,27 @@ def _drop_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[st
 
 
 def _table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, coloured: bool = False, prose: bool = False
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    column_colours: Sequence[int] = (),
+    row_colours: Sequence[int] = (),
+    prose: bool = False,
 ) -> Iterator[str]:
     """
     Yield a table whose first column names its rows.
 
-    With `coloured`, the other columns are runs in their colours, and a row with equal cells becomes one wide cell. With
-    `prose`, the last column is text.
+    With `column_colours`, the other columns are runs, and a row with equal cells becomes one wide cell. With
+    `row_colours`, rows are runs. With `prose`, the last column is text.
     """
-    classes = [f' class="c{number % COLOURS}"' if coloured else "" for number in range(len(head) - 1)]
+    classes = [f' class="c{number}"' for number in column_colours] or [""] * (len(head) - 1)
+    row_classes = [f' class="c{number}"' for number in row_colours] or [""] * len(rows)
     cells = "".join(f"<th{name}>{text(cell)}</th>" for name, cell in zip(classes, head[1:], strict=True))
     kind = f"table{' prose' if prose else ''}"
     yield f'<div class="{kind}" tabindex="0"><table><thead><tr><th>{text(head[0])}</th>{cells}</tr></thead><tbody>'
-    for name, *values in rows:
-        if coloured and len(values) > 1 and len(set(values)) == 1:
+    for row_class, (name, *values) in zip(row_classes, rows, strict=True):
+        if column_colours and len(values) > 1 and len(set(values)) == 1:
             yield f'<tr><th>{text(name)}</th><td colspan="{len(values)}">{text(values[0])}</td></tr>'
         else:
-            yield f"<tr><th>{text(name)}</th>{''.join(f'<td>{text(cell)}</td>' for cell in values)}</tr>"
+            yield f"<tr><th{row_class}>{text(name)}</th>{''.join(f'<td>{text(cell)}</td>' for cell in values)}</tr>"
     yield "</tbody></table></div>"

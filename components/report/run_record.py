@@ -20,6 +20,8 @@ from drawloom.graph.toml.parsing import parse
 SAMPLE, PLAN, REPORT = "sample.txt", "plan.txt", "report.html"
 MAX_SAMPLE_BYTES, MAX_RECIPE_BYTES = 20_000, 2**20
 MAX_CHECKPOINTS = 100
+OWN_SETTINGS = ("run.name", "run.folder")
+"""Settings in which all runs differ."""
 
 
 @attrs.frozen
@@ -79,13 +81,14 @@ def differences(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
 
     A missing value is "". A recipe that can't be read counts as empty.
     """
-    values = [_parse_values(text) for text in recipes]
+    values = [read_settings(text) for text in recipes]
     keys = dict.fromkeys(key for settings in values for key in settings)
     rows = [(key, [settings.get(key, "") for settings in values]) for key in keys]
     return [(key, row) for key, row in rows if len(set(row)) > 1]
 
 
-def _parse_values(text: str) -> dict[str, str]:
+def read_settings(text: str) -> dict[str, str]:
+    """Return the values of a resolved recipe as TOML, by `node.key`. Empty for a recipe that can't be read."""
     try:
         nodes: Mapping[str, Mapping[str, Any]] = flatten(serialize_recipe(MergedRecipe.of(parse(text))))
     except (RecipeError, ValueError):

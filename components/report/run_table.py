@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import METRICS
-from drawloom.components.report.run_record import Drawings, RunRecord, differences, read_run
+from drawloom.components.report.run_record import OWN_SETTINGS, Drawings, RunRecord, differences, read_run
 from drawloom.components.run.locks import is_holder_alive
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import output, output_class
@@ -18,8 +18,6 @@ State = Literal["finished", "stopped", "interrupted", "failed", "running", "unre
 """`interrupted`: killed, or failed with an error that only the terminal shows. `unknown`: the run has no log."""
 
 END_STATES: dict[str, State] = {"ended": "finished", "stopped": "stopped", "error": "failed"}
-OWN_SETTINGS = ("run.name", "run.folder")
-"""Settings in which all runs differ."""
 
 
 @output_class

@@ -1,8 +1,11 @@
 """The run folder: locked by one run at a time (run.lock), and bound to one recipe (recipe.lock.toml)."""
 
+import json
 import logging
+import platform
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import attrs
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import FILES, ReadsFiles, RunInfo
+from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import make_folder, open_regular_file
@@ -18,6 +21,9 @@ from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, compon
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
 log = logging.getLogger("drawloom.run")
+
+ENVIRONMENT = "environment.json"
+"""File in the run's `log` folder: versions and choices of the newest process of rank 0, for `drawloom why`."""
 
 REMEDY = "remove it, or use another run name"
 
@@ -33,6 +39,7 @@ class LockedFolder:
     mesh: Mesh
     recipe: ResolvedRecipe
     readers: Every[ReadsFiles] = attrs.field(factory=Every)
+    environments: Every[EnvironmentSource] = attrs.field(factory=Every)
 
     _lock: FolderLock | None = attrs.field(init=False, default=None)
     _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
@@ -98,6 +105,9 @@ class LockedFolder:
             for setting, paths in reader.files_read().items():
                 copy_files(make_folder(make_folder(self.folder / FILES) / node) / setting, paths)
 
+        content = json.dumps(read_environment(self.environments), indent=1).encode()
+        replace_file(make_folder(self.folder / "log") / ENVIRONMENT, content)
+
     def _compare_ranks(self) -> None:
         hashes = self.mesh.world.gather_json(self.recipe.hash)
         if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
@@ -106,6 +116,18 @@ class LockedFolder:
                 "start all ranks with the same command and files",
                 exit_code=2,
             )
+
+
+def read_environment(sources: Mapping[str, EnvironmentSource]) -> dict[str, str]:
+    """Return versions, and the choices of nodes by `node.name`."""
+    package = __name__.partition(".")[0]
+    versions = {
+        package: str(sys.modules[package].__version__),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+    }
+    chosen = {f"{node}.{key}": value for node, source in sources.items() for key, value in source.environment().items()}
+    return versions | chosen
 
 
 def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:

@@ -2,8 +2,9 @@
 
 import logging
 import signal as signals
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from drawloom.components.ports.run import (
     Stop,
     StoppedError,
     StoppingPhase,
+    defers_scaling,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import missing_leaves
@@ -60,6 +62,7 @@ class Trainer:
     )
     _last_step: int = attrs.field(init=False, default=0)
     _end_reason: str = attrs.field(init=False, default="")
+    _signal: int = attrs.field(init=False, default=0)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -91,24 +94,39 @@ class Trainer:
                     hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
                     yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
 
-    def run(self) -> int:
+    def run(self, *callbacks: Callable[[Step], object]) -> int:
         """
         Train from the newest checkpoint, or from the start, to the last step.
 
-        Returns 0, or the stopping signal's number, such as SIGINT for Ctrl-C. A stopped run is saved, and the same
-        command resumes it.
+        Calls every callback after every step, as in a loop over `iterate`. Returns 0, or the stopping signal's number,
+        such as SIGINT for Ctrl-C. A stopped run is saved, and the same command resumes it.
         """
+        for step in self.iterate() if callbacks else self._iterate(is_watched=False):
+            for callback in callbacks:
+                callback(step)
+        return self._signal
+
+    def iterate(self) -> Iterator[Step]:
+        """
+        Train like `run`, and yield every step after its phases.
+
+        A call of the step's `stop` ends the run after the step, with a checkpoint and the final tasks; one rank's call
+        is enough. If the loop is left early, the run is as after a kill: it resumes from its newest checkpoint.
+        """
+        return self._iterate(is_watched=True)
+
+    def _iterate(self, *, is_watched: bool) -> Iterator[Step]:
+        self._signal = 0
         try:
-            self._run()
+            yield from self._steps(is_watched=is_watched)
         except StoppedError as stopped:
-            return stopped.signal
-        return 0
+            self._signal = stopped.signal
 
     def outcome(self) -> dict[str, Any]:
         """Return the last step and the reason of an early end, for programs."""
         return {"step": self._last_step, "steps": self.steps, "stop_reason": self._end_reason}
 
-    def _run(self) -> None:
+    def _steps(self, *, is_watched: bool) -> Iterator[Step]:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore(done)
@@ -120,10 +138,23 @@ class Trainer:
             self._run_step(step)
             done, reason = (self._go_back(step), "") if step.goes_back else (step.index, step.stop_reason)
             self._last_step, self._end_reason = done, reason
+            yield step
+            if is_watched and not reason and not step.goes_back and done < self.steps:
+                reason = self._end_reason = self._stop_if_asked(step)
         with self.stop.raising():
             self._finish(done)
         self.events.emit(Event("run_ended"))
         self._skipped.fail_at_the_end()
+
+    def _stop_if_asked(self, step: Step) -> str:
+        """Return the reason of a stop that the loop over the steps asks for on any rank, after saving the step."""
+        reason = self.stop.agree_on_reason(step.stop_reason)
+        if reason:
+            log.info("the run ends after step %d: %s", step.index, reason)
+            if self.checkpointer:
+                with self._saving(step):
+                    self.checkpointer.save(step)
+        return reason
 
     def _stop_reason(self) -> str:
         """Return why the restored run has ended before its last step, or ""."""
@@ -145,8 +176,8 @@ class Trainer:
 
     def _next_step(self, index: int) -> Step:
         if self.checkpointer is None:
-            return Step(index, self.steps)
-        return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged)
+            return Step(index, self.steps, defers_scaling=True)
+        return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged, defers_scaling=True)
 
     def _after_restore(self, done: int) -> None:
         for node in self.restored.values():
@@ -180,6 +211,8 @@ class Trainer:
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
             asked = step.stop_reason
+            if name in self._readers_of_gradients:
+                step.settle_scaling()
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._saving(step) if saves else nullcontext():
                 phase.run_phase(step)
@@ -195,6 +228,16 @@ class Trainer:
         if signal := self.stop.agree_on_signal():
             self._skipped.read()
             self._stop(step, signal)
+
+    @cached_property
+    def _readers_of_gradients(self) -> set[str]:
+        """The phases that read gradients with all factors."""
+        values = {
+            name: (*flow_of(phase).reads, *flow_of(phase).changes)
+            for name, phase in zip(self.phases.names, self.phases, strict=True)
+            if not defers_scaling(phase)
+        }
+        return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
 
     def _agree_on_stop(self, step: Step, name: str, phase: Phase, before: str) -> None:
         """

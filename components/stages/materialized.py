@@ -17,7 +17,13 @@ from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_blo
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
-from drawloom.components.parallel.float8_layers import check_float8, check_gpu, describe_float8, linear_layers
+from drawloom.components.parallel.float8_layers import (
+    KeptFloat8,
+    check_float8,
+    check_gpu,
+    describe_float8,
+    linear_layers,
+)
 from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
@@ -140,6 +146,7 @@ class MaterializedStages:
     store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
+    _float8: KeptFloat8 = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -268,6 +275,7 @@ class MaterializedStages:
     def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
         """Make the modules this rank's stages, with parameters in `store`."""
         self.store = store
+        self._float8 = KeptFloat8.of(parallel.modules.values(), self.precision)
         self.local = [
             Stage(
                 index=index,
@@ -323,16 +331,21 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast(only_if_changed)
+        self._float8.round(only_if_changed)
 
     def hand_over_gradients(self) -> None:
         self.store.hand_over_gradients()
+        self._float8.expire()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """
         Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients; {} before
         `open`.
         """
-        return self._parameters.memory_bytes() if self._parameters is not None else {}
+        if self._parameters is None:
+            return {}
+        sizes = self._parameters.memory_bytes()
+        return sizes | {"compute_copies": sizes.get("compute_copies", 0) + self._float8.nbytes}
 
     def sum_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""

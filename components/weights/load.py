@@ -20,7 +20,7 @@ from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import BITS, Dequantized
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, like
-from drawloom.components.weights.nested import TextPart
+from drawloom.components.weights.nested import TextTensors
 from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats import STORAGE, WeightFormat
@@ -105,7 +105,7 @@ def fitting_folder(
     Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
     module.
     """
-    source = TextPart(open_safetensors_folder(folder), frozenset(mapper.inputs))
+    source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
     targets = _find_targets(module, mapper, without)
     shapes = {name: _whole_shape(name, tensor, places) for name, tensor in targets.items()}
     for name, weight_format in stored_formats(module).items():
@@ -119,7 +119,7 @@ def fitting_folder(
 def open_dequantized(folder: Path, mapper: Mapper) -> TensorSource:
     """Open a folder as a source with the mapper's inputs: dequantized, with stacked experts, the text part alone."""
     inputs = frozenset(mapper.inputs)
-    return StackedExperts(Dequantized(TextPart(open_safetensors_folder(folder), inputs)), inputs)
+    return StackedExperts(Dequantized(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
 def load(

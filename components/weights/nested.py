@@ -44,7 +44,7 @@ def text_name(name: str, style: Style) -> str:
 
 
 @attrs.frozen(slots=False)
-class TextPart:
+class TextTensors:
     """Source in which tensors of a multimodal model's text part have names as in a text model, unless `needed` has."""
 
     source: TensorSource

@@ -172,6 +172,20 @@ class Container(Mapping[str, Any]):
                 start = end
         self._fill_all()
 
+    def steps(self) -> Iterator[Any]:
+        """
+        Run the root node, and yield every step after its phases. Raises TypeError if the root has no steps.
+
+            with recipe.open() as run:
+                for step in run.steps():
+                    print(step.index, step.state.number("loss"))
+        """
+        root = self._built.get(self.graph.root)
+        if root is None or not hasattr(root, "iterate"):
+            raise TypeError(f"[{self.graph.root}] is not open, or has no steps")
+        steps: Iterator[Any] = root.iterate()
+        return steps
+
     def outcome(self) -> dict[str, Mapping[str, Any]]:
         """Return facts about an ended run, by node."""
         return {name: item.outcome() for name, item in self._built.items() if hasattr(item, "outcome")}

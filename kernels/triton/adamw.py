@@ -9,6 +9,7 @@ and square root are rounded by IEEE 754, so the results are bitwise equal to the
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
+from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
@@ -42,16 +44,27 @@ class AdamwTriton:
         filled = [index for index, param in enumerate(params) if param.weight.numel()]
         kinds = sorted(filled, key=lambda index: _kind(params[index]))
         groups = [list(group) for _, group in groupby(kinds, key=lambda index: _kind(params[index]))]
-        self._launches = [
-            (indices, _FusedStep([params[index] for index in indices], indices, maximize)) for indices in groups
-        ]
+        self._launches = [(indices, _build_step([params[n] for n in indices], indices, maximize)) for indices in groups]
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
         for indices, launch in self._launches:
-            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf)
+            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf, factors)
+
+
+def _build_step(params: list[ParamState], indices: list[int], maximize: bool) -> Any:
+    if not params[0].has_codes:
+        return _FusedStep(params, indices, maximize)
+    from drawloom.kernels.triton.adamw_codes import FusedCodesStep
+
+    return FusedCodesStep(params, indices, maximize)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
@@ -97,18 +110,19 @@ class _FusedStep:
         return upload(scalars, self._device), noise_step
 
     def run(
-        self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        grads: list[Tensor],
+        scalars: Tensor,
+        counter: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """
         Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
 
-        The weights do not change if `found_inf` is not 0.
+        The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
         """
-        grads = [_align(grad) for grad in grads]
-        dtypes = {grad.dtype for grad in grads}
-        # The kernel reads all gradients with one dtype; mixed ones are rare enough for a copy.
-        if len(dtypes) > 1:
-            grads = [grad.float() for grad in grads]
+        grads, factors = with_one_dtype([_align(grad) for grad in grads], factors)
         self._update_table(grads)
         weight_like, exp_avg_like = self._likes
         _kernel[(len(self._parts),)](
@@ -119,10 +133,12 @@ class _FusedStep:
             0 if scalars.ndim == 1 else scalars.stride(0),
             counter,
             found_inf,
+            factors,
             weight_like,
             grads[0].view(-1)[:0],
             exp_avg_like,
             **self._constants,
+            FACTORS=0 if factors is None else len(factors),
             PART=PART,
             BLOCK=BLOCK,
             TABLE_COLUMNS=TABLE_COLUMNS,
@@ -155,9 +171,11 @@ def _align(grad: Tensor) -> Tensor:
 @lean
 @triton.jit
 def _kernel(
-    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
+    exp_avg_like,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
+    MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -195,12 +213,12 @@ def _kernel(
         else:
             index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, exp_avg, exp_avg_sq, max_sq, remainder, element, None, key, index, noise_step, PAIRS,
-                    AMSGRAD, MASTER, MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction,
-                    eps)
+            _update(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, None, key, index,
+                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
+                    corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, exp_avg, exp_avg_sq, max_sq, remainder, element, element < count, key, index,
-                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2,
+            _update(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, element < count, key, index,
+                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
                     corrected_lr, sq_correction, eps)
 
 
@@ -214,8 +232,8 @@ def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def _update(
-    weight, grad, exp_avg, exp_avg_sq, max_sq, remainder, element, mask, key, index, counter, PAIRS: tl.constexpr,
-    AMSGRAD: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr,
+    weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, mask, key, index, counter,
+    PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
@@ -226,7 +244,7 @@ def _update(
         old = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         old = tl.load(weight + element, mask=mask).to(tl.float32)
-    g = tl.load(grad + element, mask=mask).to(tl.float32)
+    g = multiply(tl.load(grad + element, mask=mask), factors, FACTORS)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:

@@ -140,7 +140,7 @@ def _forward(
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
     _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
     states = _carry(sizes, chunks, k, ids, before, state=state, last=last)
-    kernels.results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
+    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         PRECISION=_precision(),

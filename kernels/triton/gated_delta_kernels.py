@@ -185,11 +185,12 @@ def carry(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def results(
+def compute_results(
     q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number = tl.program_id(0) // BLOCKS
     row, chunk, first, inside = chunk_of(number, length, chunks, CHUNK)

@@ -146,7 +146,12 @@ def _product_with_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> 
 
 @deferring
 class _InChunks(Function):
-    """Cross entropy that keeps the gradients of the weighted sum of losses, and its inputs for other factors."""
+    """
+    Cross entropy whose forward pass also computes the gradients of the sum of losses times `factors`.
+
+    The backward pass multiplies these by the losses' gradients. It recomputes the weight's gradient if the losses'
+    gradients differ, and everything if lse has a gradient.
+    """
 
     @staticmethod
     def forward(

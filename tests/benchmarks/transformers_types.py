@@ -31,6 +31,7 @@ RESULTS = {
     "keyword": "attention is not computed by transformers' attention functions, or builds masks of its own",
     "packing": "documents in a row see each other, mostly by a recurrent state",
     "head": "the head is more than a linear layer and a function of its logits",
+    "weights": "parameters can't be written to a folder and read again one by one",
     "layers": "there is no list of `num_hidden_layers` layers in a base model",
     "build": "transformers does not build or run the type's default config with small sizes",
     "limit": f"the check takes more than {MAX_SECONDS} s or {MAX_BYTES // 2**30} GiB",

@@ -149,6 +149,14 @@ def preferences_by(loss: str) -> Callable[[Path], Mapping[str, Any]]:
     return lambda folder: {**preferences(folder), "loss": {"use": loss}}
 
 
+def feedback(folder: Path) -> Mapping[str, Any]:
+    """Judged answers, and the loss for them."""
+    lines = [{"prompt": f"{n}?", "completion": LETTERS[: 5 + n % 3], "label": n % 3 > 0} for n in range(40)]
+    (folder / "judged.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    tokens = {"use": "data.feedback", "paths": [str(folder / "judged.jsonl")], "validation_fraction": 0.2}
+    return {**preferences(folder), "tokens": tokens, "loss": {"use": "loss.kto"}}
+
+
 def store(folder: Path) -> Mapping[str, Any]:
     """Return a token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
@@ -254,7 +262,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
-    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.simpo")},
+    "data.feedback": feedback,
+    "loss.kto": feedback,
+    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
@@ -387,6 +397,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
+    "checkpoint.mirror": lambda folder: {
+        "listeners": {"mirror": {"use": "checkpoint.mirror", "url": f"file://{folder}/mirror"}}
+    },
+    "checkpoint.phase_hashes": lambda folder: {"listeners": {"trace": {"use": "checkpoint.phase_hashes"}}},
     "checkpoint.staging.none": lambda folder: {"staging": {"use": "checkpoint.staging.none"}},
     "checkpoint.staging.overlapped": lambda folder: {"staging": {"use": "checkpoint.staging.overlapped"}},
     "gradients.clip_group_norm": lambda folder: {"clip": {"use": "gradients.clip_group_norm", "max_norm": 1.0}},
@@ -413,6 +427,8 @@ EXCEPT = {
     },
     ("data.prompt_collator", "Collator"): "its rows are prompts, and the contract's examples are token ids",
     ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
+    ("loss.kto", "Loss"): "it reads labels and sums over the step, and the contract has rows without them",
+    ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
     ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }

@@ -40,7 +40,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"graph", "components.ports", "components.state", "kernels.attention_options"},
         {"attrs", "numpy", "torch"},
     ),
-    "components.storage": ({"graph", "components.ports", "components.state"}, {"attrs", "torch", "safetensors"}),
+    "components.storage": (
+        {"graph", "components.ports", "components.state"},
+        {"attrs", "fsspec", "torch", "safetensors"},
+    ),
     "components.weights": (
         {"graph", "components.ports", "components.state", "components.storage", "kernels.weight_formats"},
         {"attrs", "torch"},
@@ -56,6 +59,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.weights",
             "components.distributed",
             "kernels.float8",
+            "kernels.float8_message",
+            "kernels.linear_float8",
             "kernels.sum_parts",
             "kernels.weight_formats",
         },

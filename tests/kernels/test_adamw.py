@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, join_master, split_master, step_scalars
+from drawloom.kernels.scale import scale
 
 
 def make_state(
@@ -145,6 +146,24 @@ def test_nan_gradient_stays_visible() -> None:
     AdamwEager([one]).step([gradient], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     for tensor in (one.weight, one.exp_avg, one.exp_avg_sq):
         assert tensor.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_have_the_bits_of_gradients_scaled_in_place(dtype: torch.dtype) -> None:
+    """A step with two factors equals a step after scaling the gradients in place twice."""
+    factors = torch.tensor([1 / 3.7, 0.013])
+    results = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        weight, grad = torch.randn(300), torch.randn(300).to(dtype)
+        state = ParamState(weight, torch.zeros(300), torch.zeros(300), 0.1)
+        if in_place:
+            for factor in factors.double():
+                scale([grad], factor)
+        numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
+        AdamwEager([state]).step([grad], numbers, factors=None if in_place else factors)
+        results.append(state.tensors)
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
 def test_every_master_is_split_exactly() -> None:

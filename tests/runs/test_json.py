@@ -16,6 +16,7 @@ import pytest
 from drawloom.graph.cli.main import command_names, main, read_result_schema
 from drawloom.graph.project import Project
 from support.processes import run_ranks
+from support.run_folders import write_run
 
 SERVERS = {"lsp", "mcp"}
 """Commands whose standard output is a protocol."""
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "diff": (["first_run", "tiny.toml"], 0),
     "schema": (["--result", "runs"], 0),
     "list": (["optim"], 0),
+    "compare": (["runs", "alike"], 0),
     "data": (["show", "tiny.toml", "--row", "0"], 0),
     "embed": ([RUN, "corpus/part0.py", "--to", "embeddings.safetensors"], 0),
     "evaluate": ([RUN], 0),
@@ -47,6 +49,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "sweep": (["tiny.toml", "optimizer.lr=1e-3,3e-4", "--dry-run"], 0),
     "tokenize": (["corpus", "--to", "store", "--workers", "1"], 0),
     "verify": ([RUN], 0),
+    "why": ([RUN, "alike/other", "--recorded"], 0),
 }
 SLOW: dict[str, tuple[list[str], int]] = {  # they start processes of their own
     "launch": (["--nproc-per-node", "1", "check", "tiny.toml"], 0),
@@ -65,6 +68,7 @@ class Answer:
 def answer(folder: Path, commands: Sequence[list[str]]) -> list[Answer]:
     """Run commands one after another in this process; for `run_ranks`."""
     os.chdir(folder)
+    write_run(folder / "alike/other")
     answers = []
     for arguments in commands:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):

@@ -1,11 +1,14 @@
 """Runs that adapt a model whose frozen weights are quantized (QLoRA), on a CPU in plain torch."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from drawloom.kernels.weight_formats import NF4, NF4_VALUES
 from support.runs import drawloom, series, take_back, write_corpus
 
 LEARNED = ("step", "loss", "grad_norm", "lr")
@@ -163,3 +166,23 @@ def test_experts_train_on_a_quantized_base(folder: Path) -> None:
     one, two = read_losses(folder, "sparse"), read_losses(folder, "expert")
     assert two == pytest.approx(one, rel=5e-3)
     assert "12 frozen weights in nf4" in outcomes[0].text
+
+
+def test_a_folder_of_bitsandbytes_trains_like_the_base_that_it_was_made_of(folder: Path) -> None:
+    """A folder with codes and scales of NF4 has the losses of a run that quantizes the base, bit for bit."""
+    shutil.copytree(folder / "runs/base/export", folder / "nf4")
+    tensors = load_file(folder / "nf4/model.safetensors")
+    for name, weight in list(tensors.items()):
+        if name.endswith("_proj.weight"):
+            codes, scales = NF4.split(NF4.quantize(weight))
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
+            text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            parts = {"": codes.reshape(-1, 1), ".absmax": scales.flatten(), ".quant_map": torch.tensor(NF4_VALUES)}
+            tensors |= {name + end: part for end, part in parts.items()}
+            tensors[f"{name}.quant_state.bitsandbytes__nf4"] = text
+    save_file(tensors, folder / "nf4/model.safetensors")
+    config = json.loads((folder / "nf4/config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "nf4/config.json").write_text(json.dumps(config), "utf-8")
+    train(folder, "folder", "model.path=nf4", "trainer.on_finish=[]")
+    assert series(folder / "runs/folder", *LEARNED) == series(folder / "runs/one", *LEARNED)

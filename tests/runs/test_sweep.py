@@ -50,10 +50,21 @@ def test_all_points_are_checked_before_the_first_run(folder: Path) -> None:
 
 
 def test_a_failed_run_does_not_end_the_sweep(folder: Path) -> None:
-    """The others run; the command names the failed one, and its code is 1."""
+    """The others run, here two at a time; the command names the failed one, and its code is 1."""
     (folder / "fails").mkdir()
     (folder / "fails/lr=1.0").write_text("not a folder", "utf-8")
-    words = ["sweep", "tiny.toml", "trainer.steps=1", "optimizer.lr=1.0,2.0", "--to", "fails"]
+    words = ["sweep", "tiny.toml", "trainer.steps=1", "optimizer.lr=1.0,2.0", "--to", "fails", "--jobs", "2"]
     outcome = drawloom(folder, *words)[0]
+    assert "lr=2.0 has finished" in outcome.text and "lr=1.0 ended with code" in outcome.text
     assert outcome.code == 1 and "failed: lr=1.0; the same command tries them again" in outcome.text, outcome.text
     assert [(row.run, row.state) for row in read_rows(folder / "fails")] == [("lr=2.0", "finished")]
+
+
+def test_runs_that_do_not_fit_are_refused_before_the_first(folder: Path) -> None:
+    """With a device all points are planned; those that need too much memory are named with their bytes."""
+    device = "memory = 0.2\nbandwidth = 100.0\nlink = 10.0\nnetwork = 1.0\nfloat32 = 1.0\nbfloat16 = 1.0\n"
+    (folder / "small.toml").write_text(device, "utf-8")
+    words = ["sweep", "tiny.toml", "model.intermediate_size=32,262144", "--device", "small.toml"]
+    outcome = drawloom(folder, *words)[0]
+    assert outcome.code == 1 and "1 of 2 runs do not fit" in outcome.text, outcome.text
+    assert "intermediate_size=262144: " in outcome.text and not (folder / "runs").exists()

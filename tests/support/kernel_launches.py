@@ -46,8 +46,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
 def norms() -> Iterator[tuple[str, Launch]]:
     for width, dtype in [(128, BF16), (2048, BF16), (4096, BF16), (5120, BF16), (4096, FLOAT)]:
         x, weight, inverse = empty(64, width, dtype=dtype), empty(width, dtype=dtype), empty(64, dtype=FLOAT)
-        yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False)
-        yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True)
+        yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False, False)
+        yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True, False)
         for name, summed in (("rms_norm", None), ("add_rms_norm", x)):
             yield (
                 f"{name} backward {width} {dtype}",

@@ -43,6 +43,6 @@ def by_hand(nodes: int) -> Loop:
 
 
 def serve(store: Any, pages: list[Any]) -> Loop:
-    """Return the server of pages, without the fields set by the container."""
+    """Return the server of pages; fields set only by the container are None."""
     nothing: Any = None
     return Loop(store=store, pages=pages, counted=nothing, recipe=nothing)

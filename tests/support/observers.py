@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.checkpoint import mirror as mirrors
 from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.order.sequential import Sequential
@@ -33,12 +35,12 @@ from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Pr
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import OuterLayersSchedule
-from drawloom.components.ports.run import Batching, RunInfo, Step
+from drawloom.components.ports.run import Batching, Event, RunFolder, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake
 from support import chat
-from support.checkpoints import SingleRankMesh
+from support.checkpoints import SingleRankMesh, save_steps
 from support.losses import sample
 from support.metrics import MESH, combine, measure, step_of
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
@@ -244,6 +246,30 @@ def reasons_to_stop(use: str, values: Values, _place: Path) -> Any:
         phase.run_phase(step)
         reasons.append(step.stop_reason)
     return reasons
+
+
+def copies_of_mirror(use: str, values: Values, folder: Path) -> Any:
+    """Return which stores have a checkpoint, after which steps a copy starts, and how long the end waits for it."""
+    save_steps(folder / "run", 1)
+    edges = {"folder": fake(RunFolder, folder=folder / "run"), "mesh": SingleRankMesh()}
+    mirror = build(use, **edges, **{**values, "url": f"file://{folder}/{values['url']}"})
+    mirror.clock = iter(range(0, 9000, 40)).__next__  # a step takes 40 seconds or more
+    started: list[int] = []
+    waits: list[float] = []
+
+    def record_wait(futures: Any, timeout: float) -> None:
+        waits.append(timeout)
+        wait(futures)
+
+    with mock.patch.object(mirrors, "wait", record_wait):
+        mirror.open()
+        for index in range(1, 8):
+            before = mirror._last
+            mirror.on_event(Event("step_ended", Step(index, 9)))
+            started += [index] if mirror._last != before else []
+            mirror._wait()
+        mirror.close()
+    return [name for name in ("one", "two") if (folder / name).exists()], started, set(waits)
 
 
 def clip_gradients(use: str, values: Values, _place: Path) -> Any:

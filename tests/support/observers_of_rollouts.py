@@ -9,6 +9,7 @@ import torch
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.ports.data import TrainingData, ValidationData
+from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, RunInfo, Step
 from drawloom.graph import Ordered
@@ -33,6 +34,31 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
     loss = build(use, **values)
     if loss.reference != "none":
         batch = loss.with_reference(batch, zeros - 1.0)
+    total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
+    return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
+
+
+def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a reward model's loss on pairs."""
+    inputs = sample()
+    model = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
+    loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.module.to_empty(device="cpu")
+    torch.nn.init.ones_(loss.module.weight)
+    batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def judged_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a loss on one good and two bad answers, and its named sums."""
+    inputs = sample()
+    weights = torch.full((3, 5), 0.2)
+    labels = torch.zeros(3, 5)
+    labels[:, 0] = torch.tensor([1.0, -1.0, -1.0])
+    changes: Values = {"weights": weights, "labels": labels, "reference": torch.full((3, 5), -2.0)}
+    batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1), **changes)
+    loss = build(use, **values)
+    batch = loss.with_measured(batch, loss.measure(inputs.hidden.detach(), inputs.head(), batch).detach())
     total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
     return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 

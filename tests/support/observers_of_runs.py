@@ -21,10 +21,12 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.device_model import device_model
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
 from drawloom.components.ports.model import TokenContext, stored_formats
@@ -78,6 +80,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = linear_layers(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
+        parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
 
 
@@ -119,6 +122,13 @@ class _Recorder(SingleProcess):
     def start_sum(self, tensor: Tensor) -> Pending:
         self.summed.append((tensor.dtype, tensor.numel()))
         return super().start_sum(tensor)
+
+
+def planned_gather(use: str, values: Values, folder: Path) -> float:
+    """Return the seconds for gathering weights that a plan for two H100s expects."""
+    sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
+    recipe = _recipe(folder, precision=dict(values), **sharded)
+    return plan(recipe, device_model("h100"), 2).time.gather
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:

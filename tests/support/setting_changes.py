@@ -222,6 +222,8 @@ TRITON = (
     "add_rms_norm",
     "swiglu",
     "swiglu_halves",
+    "geglu",
+    "oss_swiglu_halves",
     "causal_conv",
     "gated_delta_rule",
     "rope",
@@ -256,6 +258,7 @@ ROWS: dict[str, Row] = {
             "failures": Change(5, {"every": None, "keep": None}, runs.count_failed_saves),
         },
     ),
+    "checkpoint.mirror": Row(parts.copies_of_mirror, {"url": "one"}, {"url": "two", "every": 200.0, "timeout": 5.0}),
     "checkpoint.staging.blocking": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
     "checkpoint.staging.overlapped": Row(runs.stage_values, {}, {"keep": False, "type_check": False}),
     "data.conversations": Row(
@@ -321,6 +324,16 @@ ROWS: dict[str, Row] = {
     "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14}),
     "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
+    "data.feedback": Row(
+        parts.conversations_of,
+        {"paths": ["one.judged"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.judged"],
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "data.preferences": Row(
         parts.conversations_of,
         {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
@@ -368,6 +381,8 @@ ROWS: dict[str, Row] = {
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
             "linear": Change("float8", {"compute": "bfloat16"}),
             "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
+            "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
+            "gather": Change("float8", {"compute": "bfloat16", "linear": "float8"}, runs.planned_gather),
             "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
             "frozen_in_compute": Change(
                 ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights
@@ -433,6 +448,8 @@ ROWS: dict[str, Row] = {
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
+    "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
+    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
     "loss.grpo": Row(
         policy.policy_loss_of,
         {},

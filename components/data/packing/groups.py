@@ -116,7 +116,7 @@ def select_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarr
 
 
 def split_order(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Split document numbers, (documents,), into blocks with BLOCK documents."""
+    """Split document numbers, (documents,), into blocks with BLOCK documents; the last block may be shorter."""
     return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
 
 

@@ -53,7 +53,7 @@ def build(
     `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder
     has other content.
     """
-    plan = plan_of(parts, tokenizer)
+    plan = describe_input(parts, tokenizer)
     with lock_folder(folder, say) as lock:
         try:
             if not _is_complete(folder, plan):
@@ -66,7 +66,7 @@ def build(
     return Store.open(folder)
 
 
-def plan_of(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
     """Describe a store's input; equal parts and tokenizers have equal plans."""
     inputs = hashlib.sha256()
     for part in parts:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import NAME, RowAttention
 from drawloom.components.model.fallback.build import build_model, build_without_memory
+from drawloom.components.model.fallback.conversion import conversion_mapper
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import CallOrder, Parts, find_parts, name_without_layer, value_of
 from drawloom.components.model.fallback.shrink import shrink
 from drawloom.components.ports.model import LayerRange, TokenContext
+from drawloom.components.weights.load import convert, persistent_tensors
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
@@ -59,7 +61,7 @@ class Verdict:
 def self_check(config: Any) -> Verdict:
     """
     Check transformers' model of a config. Raises SelfCheckError with the failed check's name: `build`, `layers`,
-    `keyword`, `packing` or `head`.
+    `keyword`, `packing`, `head` or `weights`.
 
     Packed documents are computed by drawloom, and compared with every document alone in transformers.
     """
@@ -72,6 +74,7 @@ def self_check(config: Any) -> Verdict:
             comparison = Comparison(reference)
             hidden = comparison.compare_hidden_states()
             comparison.compare_logits()
+            comparison.compare_weights()
             return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
 
 
@@ -136,6 +139,14 @@ class Comparison:
         compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
         expected = torch.cat([logits for _, logits in self.alone], 1)
         _assert_close("head", attempt("head", compute), expected, "logits differ")
+
+    def compare_weights(self) -> None:
+        """Convert parameters to tensors on disk and back, which must not change them."""
+        tensors = persistent_tensors(self._span(0, self.count))
+        mapper = conversion_mapper(self.reference, [*tensors])
+        again = attempt("weights", lambda: convert(mapper.inverse(), convert(mapper, tensors)))
+        if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
+            raise SelfCheckError("weights", f"{wrong[0]} is not what was written to disk")
 
     def find_stage_fault(self, hidden: Tensor) -> str:
         """Return why two stages do not compute these hidden states, (1, length, hidden_size), or ""."""

@@ -84,10 +84,11 @@ class Timetable:
 
     def moves_up(self, iteration: int, stage: int) -> int | None:
         """
-        Return the microbatch in a stage's slot of this iteration's moving `state_io` column, or None.
+        Return the microbatch whose tensor a stage passes from `state_io` to the stage before it; None if there is none.
 
-        A column moves up by one stage every `columns` iterations. A slot from before the first iteration contains an
-        input. A slot that entered at the last stage contains an output, if an item had finished all repeats by then.
+        An iteration moves one column, and every column moves once in `columns` iterations. The slots filled before the
+        first iteration contain inputs, on their way to stage 0. Outputs follow them from the last stage, with empty
+        slots until the first item has finished all repeats.
         """
         entered = iteration - (self.stages - stage) * self.columns
         if entered >= 0:

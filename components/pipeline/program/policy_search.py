@@ -76,7 +76,7 @@ def halve(task: Task) -> Task:
         task.limit / 2,
         tuple(task.pending[stage] for stage in stages),
     )
-    return attrs.evolve(half, limit=max(half.limit, half.least))
+    return attrs.evolve(half, limit=max(half.limit, half.microbatch_peak))
 
 
 def _climb(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:

@@ -196,7 +196,7 @@ class Auto:
             ]
             shortest = min(candidates, key=lambda fitted: fitted.makespan)  # the first of equals
             if shortest.makespan == math.inf:
-                least = min(fitted.least for fitted in candidates)
+                least = min(fitted.microbatch_peak for fitted in candidates)
                 text = f"a microbatch's activations are {least:g} on a rank"
                 raise UserError(f"memory = {self._limit(ranks):g}: {text}; write more")
             self._cache[size] = shortest
@@ -219,12 +219,14 @@ class Auto:
                 comparable += [fitted] if fitted.program.stage_to_rank == placement else []
                 yield fitted
         # If no program fits, the search starts from the stages with the least memory.
-        first = min(comparable, key=lambda fitted: (fitted.makespan, fitted.least)).sizes
+        first = min(comparable, key=lambda fitted: (fitted.makespan, fitted.microbatch_peak)).sizes
         starts = slices.starts(placement)
         cuts = list(dict.fromkeys((first, starts[1])))
         # The first task of every cut recomputes nothing.
         by_cut = [[*slices.tasks(placement, microbatches, limit, cut)] for cut in cuts]
-        tasks = [task for of_cut in by_cut for task in of_cut[recomputes:] if task.least <= limit * (1 + ROUNDING)]
+        tasks = [
+            task for of_cut in by_cut for task in of_cut[recomputes:] if task.microbatch_peak <= limit * (1 + ROUNDING)
+        ]
         policy = None
         for number, task in enumerate(select_promising(tasks) if recomputes else tasks):
             policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))

@@ -262,7 +262,11 @@ def _cast_to(dtype: torch.dtype, gradient: Compute, *tensors: Tensor) -> Tensor:
 
 
 class ConvolutionGradients:
-    """Gradients of a convolution's weight and bias (any shapes), computed together; both can be taken once."""
+    """
+    Gradients of a convolution's weight and bias (any shapes), computed together by the first call.
+
+    Each method is called at most once, because a returned gradient is not kept.
+    """
 
     __slots__ = ("_arguments", "_gradients", "_like")
 

@@ -320,11 +320,12 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     model.initialise = _initialise
     is_wide = TINY and case.linear == case.frozen == "compute" and case.stochastic is None
     dtype: Any = "float32" if is_wide else "bfloat16"
-    cut_blocks = ("*.down_proj.weight",) if TINY and case.frozen != "compute" else ()
+    cut_blocks = ("*.down_proj*",) if TINY and case.frozen != "compute" else ()
     precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen, frozen_in_compute=cut_blocks)
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
-    lora: list[Any] = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
+    targets = TARGETS if kind is Qwen3Dense else TARGETS[:4]  # experts have no linear layers
+    lora: list[Any] = [Lora(targets=list(targets), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
     stages = MaterializedStages(
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
@@ -346,7 +347,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, state_of_batches(batches))
+        step = Step(1, 1, state_of_batches(batches), defers_scaling=True)
         executor.train(step.state)
         for phase in phases:
             phase.run_phase(step)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.breakdown import describe_operations, traced_operations
-from benchmarks.gpu.meshes import LARGE, TINY, Case, our_step
+from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case, our_step
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -27,7 +27,7 @@ REPEATS = 20
 
 
 def main() -> None:
-    """Measure the formats named on the command line, or all, after bfloat16."""
+    """Measure the formats named on the command line, or all, after bfloat16; or with "experts" Qwen3-30B-A3B alone."""
     device = ComputeDevice(kind="cpu" if TINY else "cuda")
     device.open()
     processes = TorchProcesses(device=device)
@@ -41,6 +41,11 @@ def main() -> None:
         mesh = RankMesh(processes=processes, data_replicate=1)
         mesh.open()
         speeds = {}
+        if "experts" in words:
+            _measure(
+                Case(QWEN_30B, 1, 1, lora=True, frozen="mxfp4" if TINY else "nf4", recompute="blocks"), mesh, device
+            )
+            return
         for name in dict.fromkeys(["compute", *chosen]):
             speeds[name] = _measure(Case(LARGE, 2, 1, lora=True, frozen=name), mesh, device)
         for name in chosen:

@@ -1,5 +1,7 @@
 """The points of a sweep."""
 
+from pathlib import Path
+
 import pytest
 
 from drawloom.components.commands._sweep_points import points_of
@@ -28,6 +30,43 @@ def test_keys_with_equal_last_parts_are_written_whole() -> None:
     assert points_of(["a.x=1,2", "b.x=1,2", "c.y=3,4"])[0].name == "a.x=1,b.x=1,y=3"
 
 
+def test_random_points_are_in_their_intervals_and_more_of_them_keep_the_first() -> None:
+    """On the log scale half of the points are below the geometric mean; the same seed gives the same points."""
+    words = ["optimizer.lr=1e-4..1e-2:log", "clip.max_norm=0.5..1.5:uniform", "run.seed=0,1", "trainer.steps=4"]
+    points = points_of(words, count=200)
+    assert points[:7] == points_of(words, count=7) and points != points_of(words, count=200, seed=1)
+    rates = [float(point.words[1].removeprefix("optimizer.lr=")) for point in points]
+    norms = [float(point.words[2].removeprefix("clip.max_norm=")) for point in points]
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates) and all(0.5 <= norm <= 1.5 for norm in norms)
+    assert 70 < sum(rate < 1e-3 for rate in rates) < 130 and 70 < sum(norm < 1 for norm in norms) < 130
+    assert {point.words[3] for point in points} == {"run.seed=0", "run.seed=1"}
+    assert len({point.name for point in points}) == 200 and points[0].words[0] == "trainer.steps=4"
+
+
+def test_axes_are_read_from_a_table(tmp_path: Path) -> None:
+    """Lists, ranges, intervals and single values; words of the command line are further axes."""
+    file = tmp_path / "axes.toml"
+    text = '[axes]\noptimizer.lr = [1e-3, 3e-4]\nrun.seed = "0..1"\nmodel.activation = "silu"\n'
+    file.write_text(text, "utf-8")
+    points = points_of(["trainer.steps=1,2"], file)
+    assert len(points) == 8 and points[0].name == "lr=0.001,seed=0,steps=1"
+    assert points[0].words[0] == 'model.activation="silu"'
+    file.write_text('[axes]\noptimizer.lr = { low = 1e-4, high = 1e-2, scale = "log" }\n', "utf-8")
+    assert points_of([], file, count=3) == points_of(["optimizer.lr=1e-4..1e-2:log"], count=3)
+
+
+def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
+    """Every table is a point, named by the values that differ."""
+    file = tmp_path / "points.toml"
+    file.write_text('[[points]]\na = {x = 1, y = "s"}\n[[points]]\na = {x = 2, y = "s"}\nb.z = true\n', "utf-8")
+    assert [(point.name, point.words) for point in points_of(["c.d=1"], file)] == [
+        ("x=1", ["c.d=1", 'a.y="s"', "a.x=1"]),
+        ("x=2,z=true", ["c.d=1", 'a.y="s"', "a.x=2", "b.z=true"]),
+    ]
+    with pytest.raises(UserError, match="write one or the other"):
+        points_of(["c.d=1,2"], file)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -37,6 +76,9 @@ def test_keys_with_equal_last_parts_are_written_whole() -> None:
         (["run.seed=0,1", "run.seed=2,3"], "run.seed is given twice"),
         (["run.seed=2..0"], "run.seed=2..0 is not a range"),
         (["run.seed=0..10000"], "run.seed=0..10000 has 10,001 values"),
+        (["a.b=1.0..2.0:log"], "write --random 20"),
+        (["a.b=1.0..2.0:linear"], "write log or uniform"),
+        (["a.b=0..2.0:log"], "a smaller number above 0 first"),
         (["a.b=0..999", "a.c=0..999"], "1,000,000 points"),
         (["a.b=" + "x" * 300 + ",y"], "too long for a folder"),
     ],

@@ -34,7 +34,7 @@ def trained_texts(made: Conversations) -> list[str]:
     tokenizer: Any = made.tokenizer
     texts = []
     for number, length in enumerate(documents.lengths):
-        ids, weights, _ = documents.read(number, 0, length)
+        ids, weights, *_ = documents.read(number, 0, length)
         assert weights is not None
         texts.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
     return texts

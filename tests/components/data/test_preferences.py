@@ -36,7 +36,7 @@ def compared_texts(made: Preferences) -> list[tuple[str, str]]:
     for pair in range(len(documents.lengths) // 2):
         texts, total = [], 0.0
         for number in (2 * pair, 2 * pair + 1):
-            ids, weights, _ = documents.read(number, 0, 10**6)
+            ids, weights, *_ = documents.read(number, 0, 10**6)
             assert weights is not None
             total += float(weights[1:].sum(dtype=np.float64))
             texts.append(tokenizer.decode_control(ids[weights > 0].tolist()))

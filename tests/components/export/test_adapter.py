@@ -14,6 +14,7 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.phi3 import Phi3
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_next import Qwen3Next
@@ -91,6 +92,12 @@ def delta_nets_model() -> Any:
     return small(Qwen35, **HYBRID)
 
 
+def gpt_oss() -> Any:
+    """A model whose experts have other dimensions, and alternating outputs, in files."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12, "router_aux_loss_coef": 0.0}
+    return small(GptOss, **sizes)
+
+
 CASES: dict[str, Any] = {
     "linear": lambda: (dense(), lora("q_proj", "v_proj")),
     "linear, embedding and head": lambda: (dense(), lora("*_proj", "embed_tokens", "lm_head", rslora=True)),
@@ -109,6 +116,8 @@ CASES: dict[str, Any] = {
         lora("self_attn.*", "0.mlp.*", rank=2),
         lora("experts"),
     ),
+    "interleaved experts": lambda: (gpt_oss(), lora("experts", "q_proj")),
+    "interleaved experts tuned in full": lambda: (gpt_oss(), lora("q_proj"), full("experts")),
     "shared experts": lambda: (shared_experts_model(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
     "joined projections": lambda: (delta_nets_model(), lora("in_proj_qkv", "in_proj_z", "out_proj", "q_proj")),
     "joined heads": lambda: (

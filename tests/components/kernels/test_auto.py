@@ -21,10 +21,12 @@ from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
@@ -74,6 +76,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     assert same(kernels.add_rms_norm(x, -2 * x, weight, 0.1), add_rms_norm_eager(x, -2 * x, weight, 0.1))
     assert same(kernels.swiglu(x, -x), swiglu_eager(x, -x))
     assert same(kernels.swiglu(x, -x, cos), swiglu_eager(x, -x, cos))
+    assert same(kernels.geglu(x, -x), geglu_eager(x, -x))
     assert same(kernels.rope(x, cos, sin), rope_eager(x, cos, sin))
     arguments = x, x[:, :, :2], weight, weight + 1, 0.1, cos, sin
     assert same(kernels.qk_norm_rope(*arguments), qk_norm_rope_eager(*arguments))
@@ -97,6 +100,7 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     rows = kernels.moe_permute(x, probabilities, routes)
     assert same(rows, moe_permute_eager(x, probabilities, known))
     assert same(kernels.swiglu_halves(*rows), swiglu_halves_eager(*rows))
+    assert same(kernels.oss_swiglu_halves(*rows, 1.7, 2.0), oss_swiglu_halves_eager(*rows, 1.7, 2.0))
     product = kernels.grouped_gemm(rows[0], weight, routes[2])
     assert same(product, grouped_gemm_eager(rows[0], weight, known.offsets))
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))

@@ -40,7 +40,7 @@ class FakeClock:
 
 @pytest.fixture
 def screen() -> io.StringIO:
-    """Return the terminal's contents."""
+    """Return a buffer that records the terminal's output."""
     return io.StringIO()
 
 

@@ -12,7 +12,7 @@ from drawloom.components.ports.run import Step
 NAN = torch.nan
 
 
-def scored(rewards: list[float], counts: list[int], cut: list[bool]) -> Scored:
+def score_rows(rewards: list[float], counts: list[int], cut: list[bool]) -> Scored:
     """Two-row groups with these totals and lengths; tokens have entropy 0.5, and a second reward is twice that."""
     rows, ends = len(rewards), 1 + torch.tensor(counts)
     totals = torch.tensor(rewards, dtype=torch.float64)
@@ -28,8 +28,8 @@ def test_means_are_over_all_completions_of_the_step(one_rank: Any) -> None:
     metric = RolloutMetrics(mesh=one_rank, rewards={"two": None, "one": None})  # type: ignore[arg-type]
     step = Step(1, 1)
     step.state["rollouts"] = [
-        scored([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 4], [False] * 4),
-        scored([NAN, NAN, NAN, 1.0], [5, 5, 5, 3], [True, False, False, True]),
+        score_rows([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 4], [False] * 4),
+        score_rows([NAN, NAN, NAN, 1.0], [5, 5, 5, 3], [True, False, False, True]),
     ]
     largest = torch.tensor([1e-6, 3e-6])
     step.state["losses"] = {"weight": torch.ones(2), "sums": {"largest_difference": largest}}
@@ -53,7 +53,7 @@ def test_each_completion_counts_once_over_a_pipeline(mesh_of: Any) -> None:
     """Later pipeline ranks have the same completions, and contribute the difference that the last stage saw alone."""
     metric = RolloutMetrics(mesh=mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}))
     step = Step(1, 1)
-    step.state["rollouts"] = [scored([1.0, 0.0], [1, 2], [False, False])]
+    step.state["rollouts"] = [score_rows([1.0, 0.0], [1, 2], [False, False])]
     assert metric.update(step) == {}
     step.state["losses"] = {"weight": torch.ones(1), "sums": {"largest_difference": torch.tensor([0.0])}}
     assert [*metric.update(step)] == ["largest_difference"]

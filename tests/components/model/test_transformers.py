@@ -185,6 +185,12 @@ def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Pat
     check_port(lambda: Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False), LanguageModel)
 
 
+def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:
+    """LoRA of GPT-2's `wte` would change its head, too, in the merged export; it matches nothing."""
+    model, _ = saved(tmp_path, "gpt2")
+    assert inject([lora("wte")], loaded(model)) == set()
+
+
 def test_random_weights_start_like_transformers(tmp_path: Path) -> None:
     """Norms are 1, biases 0 and matrices normal, and a slice has the values of the whole."""
     small_config("starcoder2").save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
-from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, cut, padded, state_of
+from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, cut, pad_size, state_of
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
@@ -65,6 +65,8 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"state_dtype": "float32", "amsgrad": True},
     {"split_master_weights": True},
+    {"state_dtype": "uint8"},
+    {"state_dtype": "uint8", "split_master_weights": True},
     {
         "split_master_weights": True,
         "state_dtype": "float32",
@@ -85,9 +87,8 @@ def test_streamed_state_has_the_bits_of_resident_state(options: dict[str, Any], 
         take_steps(resident, theirs, first, last)
         assert_same((streamed, ours), (resident, theirs))
     saved = copy.deepcopy(ours.state_dict())
-    width = sum(value.element_size() for value in saved["matrix"].values() if isinstance(value, Tensor))
-    elements = sum(part.numel() for _, part in streamed.named_parameters())
-    assert transfers.fetched == transfers.stored == 2 * width * elements
+    tensors = [value for values in saved.values() for value in values.values() if isinstance(value, Tensor)]
+    assert transfers.fetched == transfers.stored == 2 * sum(tensor.nbytes for tensor in tensors)
     resumed = open_optimizer(streamed, DelayedTransfers(seed + 10), **options)
     resumed.load_state_dict(saved)
     take_steps(streamed, resumed, 4, 5)
@@ -158,7 +159,7 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
 
 def test_a_slot_smaller_than_a_row_is_an_error() -> None:
     """The error has both sizes and the setting."""
-    with pytest.raises(UserError, match=rf"takes {2 * padded(1024)} bytes, and a slot has 512; .* larger slot_bytes"):
+    with pytest.raises(UserError, match=rf"takes {2 * pad_size(1024)} bytes, and a slot has 512; .* larger slot_bytes"):
         open_optimizer(narrow_weights(), DelayedTransfers(), slot_bytes=512)
 
 

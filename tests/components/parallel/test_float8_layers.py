@@ -83,6 +83,11 @@ FLOAT8 = "precision.linear='float8'"
         ((FLOAT8, "stages.compile=true"), ["torch.compile does not trace products in float8", "write compile = false"]),
         ((FLOAT8, "precision.compute='float32'"), ["compute in 'float32', and products in float8 round bfloat16"]),
         ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
+        ((FLOAT8, "precision.linear_weights='step'"), []),
+        (
+            (FLOAT8, "precision.linear_weights='step'", "mesh.data_shard=2", "batch.micro_size=8"),
+            ["shards are gathered for every use"],
+        ),
         (('precision.linear_in_compute=["*.q_proj"]',), ["nothing to exclude", "write linear = 'float8'"]),
     ],
 )

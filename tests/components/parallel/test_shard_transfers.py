@@ -1,6 +1,7 @@
 """Messages between ranks with shards."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, message_dtype
+from drawloom.kernels.float8_message import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
@@ -96,6 +98,37 @@ def test_shards_compute_like_whole_weights(precision: dict[str, Any], close: flo
     case = Case(SIZES, precision, steps=2)
     [whole] = run_ranks(alone, 1, case, 3)
     assert_same(run_ranks(on_shards, 3, case, small, by_block), whole, atol=close, rtol=close)
+
+
+WIDE = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
+FLOAT8 = {"parameter": "bfloat16", "linear": "float8"}
+
+
+def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
+    """Return the results of a rank's steps, and the bytes of its messages with weights."""
+    sizes: list[int] = []
+
+    def counting(*arguments: Any) -> Tensor:
+        message = pack_weights(*arguments)
+        sizes.append(message.nbytes)
+        return message
+
+    with mock.patch.object(shard_transfers, "pack_weights", counting):
+        return on_shards(case, 0, by_block), sizes
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
+    """Layers that multiply in float8 compute the same logits from weights that were gathered in float8."""
+    [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
+    results = run_ranks(_count_messages, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
+    assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)
+    weights = 3 * 32 * 48 + 2 * (32 * 32 + 16 * 32)  # of a block
+    for outputs, sizes in results:
+        for (unprepared, (prepared, _)), expected in zip(outputs, whole, strict=True):
+            rank = next(number for number, (out, _) in enumerate(results) if out is outputs)
+            assert torch.equal(unprepared, expected[rank][0]) and torch.equal(prepared, expected[rank][0])
+        assert sizes and all(weights / 2 < size < 0.55 * weights + 200 for size in sizes)
 
 
 def test_a_stand_in_supports_only_the_operations_of_torch() -> None:

@@ -30,15 +30,15 @@ def test_each_line_is_a_setting_with_its_planned_memory() -> None:
     assert len(single) >= 4
     assert not any(remedy.plan.fits for remedy in single)
     assert together.plan.fits
-    assert len(together.lines) > 1
+    assert len(together.setting_lines) > 1
     peaks = [max(remedy.plan.peak_memory_bytes) for remedy in single]
     assert peaks == sorted(peaks, reverse=True)
     for remedy in (single[0], together):
-        overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.lines)))
+        overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.setting_lines)))
         again = plan(overlaid, remedy.plan.device, remedy.plan.ranks)
         assert again.peak_memory_bytes == remedy.plan.peak_memory_bytes
-        assert all(line in remedies_text([remedy]) for line in remedy.lines)
-    assert remedy_data(together)["toml"] == together.lines
+        assert all(line in remedies_text([remedy]) for line in remedy.setting_lines)
+    assert remedy_data(together)["toml"] == together.setting_lines
 
 
 def test_nothing_is_proposed_where_nothing_helps() -> None:

@@ -9,31 +9,10 @@ from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning import stage_costs
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.stage_costs import StageCosts, StageMeter
+from support.family_words import FAMILY_WORDS
 
 SMALL = ("model.hidden_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16")
 SPLIT = ("mesh.pipeline=2", "batch.micro_size=1", "schedule.use=pipeline.schedules.zero_bubble_1p")
-EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
-SPARSE = (*EXPERTS, "model.moe_intermediate_size=32")
-LATENT = (*SPARSE, "model.num_key_value_heads=2", "model.kv_lora_rank=10", "model.first_k_dense_replace=1")
-TYPED = 'model.layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]'
-HYBRID = (
-    *("model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_num_key_heads=1"),
-    *("model.linear_num_value_heads=2", "model.partial_rotary_factor=0.5"),
-)
-FAMILIES = {
-    "gemma3": (TYPED, "model.sliding_window=8"),
-    "olmo3": (TYPED, "model.sliding_window=8"),
-    "smollm3": (),
-    "granite": ("model.residual_multiplier=0.5", "model.embedding_multiplier=2.0"),
-    "phi3": ("model.partial_rotary_factor=0.5", "model.sliding_window=8"),
-    "gpt_oss": (TYPED, "model.sliding_window=8", *EXPERTS),
-    "glm4_moe": SPARSE,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "qwen3_5": HYBRID,
-    "qwen3_5_moe": (*HYBRID, *SPARSE),
-    "qwen3_next": (*HYBRID, *SPARSE),
-}
 CASES = {
     "kept": ("first_run", "none", 4, ()),
     "selective": ("first_run", "selective", 4, ()),
@@ -42,10 +21,7 @@ CASES = {
     "one of two, the last recomputed": ("first_run", "2", 5, ()),
     "one of three, two kept at the end": ("first_run", "3", 6, ()),
     "experts": ("moe", "2", 4, ("model.num_experts=4", "model.moe_intermediate_size=32")),
-    **{
-        family: ("first_run", "2", 4, (f"model.use=model.{family}", "model.intermediate_size=48", *words))
-        for family, words in FAMILIES.items()
-    },
+    **{family: ("first_run", "2", 4, words) for family, words in FAMILY_WORDS.items()},
     "in two parts": ("pipeline", "none", 8, SPLIT),
     "in two parts, one of two": ("pipeline", "2", 8, SPLIT),
     "in two parts, all": ("pipeline", "blocks", 6, SPLIT),

@@ -102,13 +102,32 @@ def test_the_policy_lets_this_script_and_style_alone(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
-    """Runs have columns, with their recipes' differences beside them."""
+    """Runs have rows with their losses and differing settings; equal columns are left out."""
     run = run_in(tmp_path)
     runs = [attrs.evolve(run, name=name, recipe=f'[lr]\nuse = "x"\nto = {name}\n') for name in ("1.0", "2.0")]
     content = render_page(runs)
-    assert "<tr><th>lr.to</th><td>1.0</td><td>2.0</td></tr>" in content
+    assert "<tr><th>recipe</th><th>lr.to</th></tr>" in content
+    assert '<tr><th class="c0">1.0</th><td>1.0</td></tr><tr><th class="c1">2.0</th>' in content.replace("\n", "")
+    assert "The same in each: seeds 1, loss, step 240 0.0042." in content
     assert [shown_run["name"] for shown_run in data_of(content)["runs"]] == ["1.0", "2.0"]
-    assert "differs in" not in render_page([run])
+    assert "<h2>Recipes</h2>" not in render_page([run])
+
+
+def test_seeds_of_a_recipe_share_a_curve(tmp_path: Path) -> None:
+    """The curve is their mean with a band, at the steps that all have; the table has mean and deviation."""
+    runs = []
+    for seed, factor in enumerate((1.0, 3.0)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        recipe = f'[run]\nuse = "run.job"\nname = "{seed}"\nseed = {seed}\n'
+        rows = [{"step": step, "loss": factor * step} for step in range(1, 5 + seed)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        runs.append(attrs.evolve(read_run(folder, str(seed), Drawings()), recipe=recipe))
+    content = render_page(runs)
+    [group] = data_of(content)["runs"]
+    curve = {"x": [1, 2, 3, 4], "y": [2, 4, 6, 8], "low": [1, 2, 3, 4], "high": [3, 6, 9, 12]}
+    assert group["name"] == "0 (2 seeds)" and group["curves"]["loss"] == curve
+    assert "8.0000 ± 5.7" in content and "differ in seeds and names alone" in content
 
 
 def test_equal_values_of_all_runs_are_shown_once(tmp_path: Path) -> None:

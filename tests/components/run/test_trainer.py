@@ -1,16 +1,17 @@
 """The training loop."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
+from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.ports.run import Event, Step, StoppedError
+from drawloom.components.ports.run import Event, Phase, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Every, Ordered, RecipeError, UserError
+from drawloom.graph import Every, Ordered, RecipeError, UserError, component
 from drawloom.graph.project import Recipe
 from support.steps import LateState
 
@@ -24,6 +25,7 @@ class Record:
     finished: int = 0
     signal_after: int = 0
     last: int = 0
+    held: int = 0
     before_final_tasks: list[str] | None = None
 
     def run_phase(self, step: Step) -> None:
@@ -46,7 +48,7 @@ class Record:
         self.calls.append("wait")
 
     def hold(self, step: Step) -> None:
-        assert step.index == self.last
+        self.held = step.index
 
     def is_finished(self, step: int) -> bool:
         return self.finished == step
@@ -422,3 +424,69 @@ def test_only_a_stopping_phase_may_end_the_run() -> None:
 
     with pytest.raises(TypeError, match=r"\[only\] calls Step.stop, and has no method stop_reason"):
         trainer(Undeclared()).run()
+
+
+@component(writes=("gradients",))
+class Defers:
+    """A phase that leaves the factor 3 to later phases."""
+
+    gradient: Tensor
+
+    def run_phase(self, step: Step) -> None:
+        step.scale_gradients(self.gradient.mul_, torch.tensor(3.0, dtype=torch.float64))
+
+
+@component(reads=("gradients",))
+class Reads:
+    """A phase that reads the gradient, and knows of no factor."""
+
+    gradient: Tensor
+    seen: list[float] = attrs.field(factory=list)
+
+    def run_phase(self, step: Step) -> None:
+        self.seen.append(float(self.gradient))
+
+
+@component(reads=("gradients",))
+class TakesFactors(Reads):
+    """A phase that reads the gradient, and takes deferred factors."""
+
+    defers_scaling: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Reads, 6.0), (TakesFactors, 2.0)])
+def test_readers_of_gradients_see_deferred_factors(kind: type[Reads], expected: float) -> None:
+    """Deferred factors multiply gradients before a phase that reads them, unless the phase takes the factors."""
+    gradient = torch.tensor(2.0, dtype=torch.float64)
+    reader = kind(gradient=gradient)
+    phases: Ordered[Phase] = Ordered([Defers(gradient=gradient), reader], ["defers", "reads"])
+    one_step = trainer(Record(), steps=1)
+    one_step.phases = phases
+    one_step.run()
+    assert reader.seen == [expected]
+
+
+@pytest.mark.parametrize("stopped_at", [0, 2])
+def test_steps_can_be_watched_and_the_run_stopped(stopped_at: int) -> None:
+    """Every step is yielded after its phases; `stop` saves it and runs the final tasks, and no phase follows."""
+    record = Record()
+    watched = []
+    training = trainer(record)
+    for step in training.iterate():
+        watched.append((step.index, record.calls[-1]))
+        if step.index == stopped_at:
+            step.stop("enough")
+    last = stopped_at or 3
+    assert watched == [(index, f"phase {index}/3") for index in range(1, last + 1)]
+    assert record.calls[-1] == f"finish {last}" and (f"save {stopped_at}" in record.calls) == bool(stopped_at)
+    assert training.outcome() == {"step": last, "steps": 3, "stop_reason": "enough" if stopped_at else ""}
+
+
+def test_callbacks_are_functions_of_a_step() -> None:
+    """They are called in order after every step; without any, `run` is the same."""
+    calls: list[tuple[str, int]] = []
+    code = trainer(Record()).run(
+        lambda step: calls.append(("a", step.index)), lambda step: calls.append(("b", step.index))
+    )
+    assert code == 0 and calls == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3)]
+    assert trainer(Record(), steps=5).run() == 0

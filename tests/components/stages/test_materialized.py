@@ -104,6 +104,8 @@ class Half:
     uncast: tuple[str, ...] = ()
     linear: str = "compute"
     linear_in_compute: tuple[str, ...] = ()
+    linear_weights: Any = "pass"
+    gather: Any = "compute"
     frozen: str = "compute"
     frozen_in_compute: tuple[str, ...] = ()
 

@@ -14,6 +14,7 @@ from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
+    concatenate_blocks,
     identity,
     rename,
     rename_by_pattern,
@@ -148,3 +149,15 @@ def test_to_dtype_casts_floating_point_tensors_alone() -> None:
     given = {"a": torch.rand(3), "b": torch.arange(3)}
     converted = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
     assert torch.equal(converted["a"], given["a"].bfloat16()) and torch.equal(converted["b"], given["b"])
+
+
+def test_blocks_are_concatenated_one_after_another() -> None:
+    """The first blocks of all tensors come before the second blocks, and the inverse separates them again."""
+    first, second = torch.arange(4).view(4, 1), torch.arange(10, 12).view(2, 1)
+    mapper = concatenate_blocks(["a", "b"], "both", 2, [2, 1])
+    joined = convert(mapper, {"a": first, "b": second})
+    assert joined["both"].flatten().tolist() == [0, 1, 10, 2, 3, 11]
+    separate = convert(mapper.inverse(), joined)
+    assert torch.equal(separate["a"], first) and torch.equal(separate["b"], second)
+    with pytest.raises(ValueError, match="dimension 0 has size 5, not 6"):
+        convert(mapper.inverse(), {"both": torch.zeros(5, 1)})

@@ -44,7 +44,7 @@ def tasks(draw: st.DrawFn) -> Task:
     costs = Costs(forward, inputs, weights, comm=draw(st.floats(0, 1)), factors=factors)
     pending = tuple(draw(st.lists(st.floats(0.1, 3), min_size=count, max_size=count)))
     task = Task(placement, draw(st.integers(1, 10)), costs, sizes, 1.0, draw(st.sampled_from([sizes, pending])))
-    return attrs.evolve(task, limit=task.least * draw(st.floats(1, 4)))
+    return attrs.evolve(task, limit=task.microbatch_peak * draw(st.floats(1, 4)))
 
 
 @given(task=tasks(), policy=POLICIES)

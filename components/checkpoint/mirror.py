@@ -1,0 +1,112 @@
+"""Mirror of the run folder in an object store."""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import ClassVar
+
+import attrs
+
+from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints
+from drawloom.components.checkpoint.remote import RemoteCopy
+from drawloom.components.checkpoint.threads import submit
+from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import Event, EventKind, RunFolder
+from drawloom.components.storage.object_store import ObjectStore, StoreError
+from drawloom.graph import ResolvedRecipe, UserError, above, component, setting
+from drawloom.graph.recipe.lockfile import LOCK
+
+log = logging.getLogger("drawloom.checkpoint")
+
+
+@component(impact="safe")
+class Mirror:
+    """
+    Copies of checkpoints, metrics and report in an object store, such as s3://bucket/runs/first_run.
+
+    A background thread of rank 0 copies every committed checkpoint, its manifest last. The local folder stays the
+    truth: a failing store is only a warning, and a later copy goes on. A run whose folder has no checkpoint continues
+    from the newest one in the mirror, verified by its digests.
+    """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_ended", "run_ended")
+
+    folder: RunFolder
+    mesh: Mesh
+    recipe: ResolvedRecipe
+    url: str = setting(doc="folder in the store, by a protocol of fsspec; one per run")
+    every: float = setting(default=60.0, check=above(0), doc="seconds between copies of the metrics")
+    timeout: float = setting(default=600.0, check=above(0), doc="seconds that the end of the run waits for copies")
+
+    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    _copy: RemoteCopy | None = attrs.field(init=False, default=None)
+    _pending: Future[None] | None = attrs.field(init=False, default=None)
+    _last: float = attrs.field(init=False, default=0.0)
+    _has_warned: bool = attrs.field(init=False, default=False)
+
+    def open(self) -> None:
+        """Read the newest checkpoint of the mirror into a folder without one. Raises UserError for another recipe."""
+        run_on_rank0(self.mesh.world, self._begin)
+
+    def on_event(self, event: Event) -> None:
+        """Start a copy if there is something new; at the end of the run, wait until all is copied."""
+        if self._copy is None:
+            return
+        if event.kind == "run_ended":
+            self._wait()
+            self._start()
+            self._wait()
+        elif self._pending is None or self._pending.done():
+            self._report()
+            if self.clock() - self._last >= self.every or self._copy.is_behind(self.folder.folder):
+                self._start()
+
+    def close(self) -> None:
+        """Wait for a copy that is being made."""
+        self._wait()
+        self._copy = None
+
+    def _begin(self) -> None:
+        self._copy = RemoteCopy(ObjectStore.open(self.url))
+        run = self.folder.folder
+        if list_checkpoints(run / FOLDER):
+            return
+        try:
+            step = self._copy.fetch(run)
+        except StoreError as error:
+            raise UserError(f"url: {error}; check the URL and the credentials, or remove [listeners.mirror]") from error
+        if step:
+            self._check_recipe((run / LOCK).read_text("utf-8"))
+            log.info("%s: the checkpoint of step %d comes from %s", run, step, self.url)
+
+    def _check_recipe(self, recorded: str) -> None:
+        changes = [change for change in self.recipe.changes(recorded) if change.impact != "safe"]
+        if changes and not self.recipe.accept_changes:
+            lines = "\n".join(f"  {change}" for change in changes)
+            hint = "use another url, or add --accept-changes"
+            raise UserError(f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2)
+
+    def _start(self) -> None:
+        copy, run = self._copy, self.folder.folder
+        self._last = self.clock()
+        if copy is not None:
+            self._pending = submit("mirror", lambda: copy.update(run))
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            wait([self._pending], self.timeout)
+            if not self._pending.done():
+                log.warning("%s: the copy is not complete after %g s; the next start goes on", self.url, self.timeout)
+            self._report()
+
+    def _report(self) -> None:
+        """Log the failure of a copy once, and again after a success."""
+        if self._pending is None or not self._pending.done():
+            return
+        error = self._pending.exception()
+        self._pending = None
+        if error is not None and not self._has_warned:
+            log.warning("the mirror is behind, and the run continues: %s", error)
+        self._has_warned = error is not None

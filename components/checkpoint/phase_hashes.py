@@ -1,0 +1,83 @@
+"""Hashes of a step's values, gradients and states after every phase, to find the first difference between two runs."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.checkpoint.state_hashes import FOLDER, hash_tensor, state_hashes
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.run import METRIC_TOTALS, Event, EventKind, RunFolder, Stateful, Step, Tracker
+from drawloom.components.ports.stages import Parameters
+from drawloom.components.state.trees import branches
+from drawloom.components.storage.appended_file import AppendedFile
+from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.step_log import encode_line
+from drawloom.graph import Every, component
+
+INITIAL = "the start of the step"
+"""Phase of the first line: the values before any phase."""
+
+
+def file_name(rank: int) -> str:
+    """Return the file of a rank, in the folder of hashes."""
+    return f"phases-{rank}.jsonl"
+
+
+@component(impact="safe")
+class PhaseHashes:
+    """
+    Writer for `digests/phases-N.jsonl` in the run folder: an object per phase, with `step`, `phase` and `digests`.
+
+    It hashes the tensors of the step, the gradients and the state of all nodes after every phase, and is slow: it is
+    for `drawloom why`, which adds it to the runs that it repeats. List it under `trainer.listeners` to record a run.
+    """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_ended")
+
+    folder: RunFolder
+    mesh: Mesh
+    parameters: Parameters
+    states: Every[Stateful]
+    trackers: Every[Tracker]
+
+    _file: AppendedFile | None = attrs.field(init=False, default=None)
+
+    def on_event(self, event: Event) -> None:
+        """Append the hashes after a phase, and before the first phase of this process."""
+        if event.step is None or (event.kind == "step_started" and self._file is not None):
+            return
+        if self._file is None:
+            self._file = AppendedFile.open(make_folder(self.folder.folder / FOLDER) / file_name(self.mesh.world.rank))
+        digests = dict(self._digests(event.step))
+        line = encode_line({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
+        while line:
+            line = line[self._file.append(line) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _digests(self, step: Step) -> Iterator[tuple[str, str]]:
+        for name in step.state:
+            if name == METRIC_TOTALS:  # with measured times
+                continue
+            yield from ((path, hash_tensor(tensor)) for path, tensor in _tensors(step.state[name], name))
+        for name, parameter in self.parameters.named_parameters():
+            if parameter.grad is not None:
+                yield f"gradient of {name}", hash_tensor(parameter.grad)
+        # a tracker keeps a series per run
+        states = {name: node.state_dict() for name, node in self.states.items() if name not in self.trackers}
+        yield from state_hashes(states).items()
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value, with access expressions."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for access, child in branches(value) or ():
+        yield from _tensors(child, f"{path}{access}")

@@ -1,0 +1,42 @@
+"""Curves over each other, drawn with letters for a terminal."""
+
+import string
+from collections.abc import Mapping, Sequence
+
+from drawloom.components.report.metrics import MetricCurve
+
+LETTERS = string.ascii_lowercase
+HEIGHT = 12
+"""Lines of a picture."""
+
+
+def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> str:
+    """
+    Draw the curves of one metric, `width` characters wide: each in a letter, in order; `*` where several meet.
+
+    The picture begins at the steps' first tenth if the curve falls steeply, as a loss does, so that its end is visible.
+    """
+    last = max(curve.x[-1] for curve in curves.values())
+    start = last / 10 if last >= HEIGHT * 10 else 0
+    shown = [[(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x >= start] for curve in curves.values()]
+    values = [y for points in shown for _, y in points]
+    low, high = min(values), max(values)
+    labels = [f"{high:.4g}", f"{low:.4g}"]
+    margin = max(map(len, labels))
+    columns = max(10, width - margin - 2)
+    cells = [[" "] * columns for _ in range(HEIGHT)]
+    first = min(x for points in shown for x, _ in points)
+    for letter, points in zip(LETTERS, shown, strict=False):
+        for x, y in points:
+            column = round((columns - 1) * (x - first) / ((last - first) or 1))
+            line = round((HEIGHT - 1) * (high - y) / ((high - low) or 1))
+            cells[line][column] = letter if cells[line][column] in (" ", letter) else "*"
+    head = [title, *(f"  {letter} {name}" for letter, name in zip(LETTERS, curves, strict=False))]
+    lines = [f"{_label(labels, number):>{margin}} │{''.join(cell)}".rstrip() for number, cell in enumerate(cells)]
+    end = f"step {last:,}"
+    axis = f"{'':>{margin}}  {f'{first:,}':<{max(columns - len(end), 1)}}{end}"
+    return "\n".join([*head, *lines, f"{'':>{margin}} └{'─' * columns}", axis])
+
+
+def _label(labels: Sequence[str], line: int) -> str:
+    return labels[0] if line == 0 else labels[1] if line == HEIGHT - 1 else ""

@@ -1,0 +1,69 @@
+"""Processes, several at a time, which get the signals that this process receives."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import attrs
+
+from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
+from drawloom.graph.cli.exit_codes import FAILED
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+POLL_SECONDS = 0.05
+
+
+@attrs.define(eq=False)
+class ProcessPool:
+    """Runner of commands, at most `size` at a time. Several at a time share the cores and print nothing on stdout."""
+
+    size: int
+    received: int = 0
+    _running: dict[int, "subprocess.Popen[bytes]"] = attrs.field(factory=dict)
+
+    def run(self, commands: Sequence[Sequence[str]], started: Callable[[int], None]) -> Iterator[tuple[int, int]]:
+        """
+        Run all commands, and yield the index and the exit code of each when it ends; `started` is called before.
+
+        After a signal nothing more is started; processes that the signal stops have its code.
+        """
+        waiting = list(enumerate(commands))
+        while self._running or (waiting and not self.received):
+            while waiting and len(self._running) < self.size and not self.received:
+                index, command = waiting.pop(0)
+                started(index)
+                self._running[index] = self._start(command)
+            for index, code in [(index, process.poll()) for index, process in self._running.items()]:
+                if code is not None:
+                    del self._running[index]
+                    yield index, FAILED if code < 0 else code
+            time.sleep(POLL_SECONDS if self._running else 0)
+
+    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        if self.size == 1:
+            return subprocess.Popen(command)
+        environment = {THREADS: str(threads_of_process(self.size)), **os.environ}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Forward a signal; the processes save a checkpoint, and end."""
+        self.received = number
+        for process in self._running.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+@contextmanager
+def forwarding(size: int) -> Iterator[ProcessPool]:
+    """Forward signals to the pool's processes, instead of ending this one."""
+    pool = ProcessPool(size)
+    before = {number: signal.signal(number, pool.handle) for number in FORWARDED}
+    try:
+        yield pool
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,191 @@
+"""Replays of a run's steps with hashes after every phase, and the first difference between two replays."""
+
+import copy
+import io
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tomli
+
+from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
+from drawloom.components.checkpoint.phase_hashes import INITIAL, file_name
+from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
+from drawloom.components.commands._recipes import mesh_sizes
+from drawloom.components.ports.run import Stateful
+from drawloom.components.report.metrics import lines_of
+from drawloom.graph import UserError
+from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.lockfile import LOCK
+
+TRACE = "trace_of_why"
+
+Nodes = dict[str, Any]
+"""Tables of a resolved recipe, as tomllib reads them."""
+
+
+@attrs.frozen
+class PhaseDigests:
+    """Hashes after a phase."""
+
+    step: int
+    phase: str
+    digests: Mapping[str, str]
+
+
+@attrs.frozen
+class TraceDifference:
+    """First phase after which two traces differ, and the names that differ, in the order of the hashes."""
+
+    step: int
+    phase: str
+    names: Sequence[str]
+
+
+def read_nodes(run: Path) -> Nodes:
+    """Return a run's recipe. Raises UserError if the folder has none."""
+    path = run / LOCK
+    try:
+        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _no_recipe(run)
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
+
+
+def _no_recipe(run: Path) -> Nodes:
+    raise UserError(f"{run} is not a run folder with a recipe; give one, such as runs/first_run", 2)
+
+
+def read_trace(run: Path) -> list[PhaseDigests]:
+    """Return the hashes that a run has recorded, by step and phase; the newest of a repeated phase."""
+    rows: dict[tuple[int, str], PhaseDigests] = {}
+    for line in lines_of(run / DIGESTS / file_name(0)):
+        try:
+            row = json.loads(line)
+            rows[row["step"], row["phase"]] = PhaseDigests(row["step"], row["phase"], row["digests"])
+        except (ValueError, KeyError, TypeError):  # a kill left the line incomplete
+            continue
+    return list(rows.values())
+
+
+def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
+    """
+    Return the first difference at a phase that both traces have, or None.
+
+    Names that only one of them has are left out, unless nothing else differs there.
+    """
+    known = {(entry.step, entry.phase): entry.digests for entry in other}
+    for entry in one:
+        theirs = known.get((entry.step, entry.phase))
+        if theirs is None or theirs == entry.digests:
+            continue
+        common = [name for name, digest in entry.digests.items() if theirs.get(name, digest) != digest]
+        names = common or [name for name in {**entry.digests, **theirs} if entry.digests.get(name) != theirs.get(name)]
+        return TraceDifference(entry.step, entry.phase, names)
+    return None
+
+
+@attrs.frozen
+class Replayer:
+    """Replayer for runs, in this process; replays are in subfolders of `folder`."""
+
+    project: Project
+    folder: Path
+    _count: list[int] = attrs.field(init=False, factory=lambda: [0])
+
+    def replay(self, nodes: Nodes, checkpoint: Path | None, last: int) -> list[PhaseDigests]:
+        """
+        Repeat a run from a checkpoint, or from the start, to a step, and return the hashes.
+
+        Raises UserError if the recipe can't run here, such as a recipe for several processes.
+        """
+        self._count[0] += 1
+        target = self.folder / str(self._count[0])
+        if checkpoint is not None:
+            shutil.copytree(checkpoint, target / CHECKPOINTS / checkpoint.name)
+        recipe = self._recipe(nodes, target)
+        recipe.check()
+        with redirect_stdout(io.StringIO()), recipe.open(accept_changes=True) as run:
+            for step in run.steps():
+                if step.index >= last:
+                    break
+        trace = read_trace(target)
+        shutil.rmtree(target)
+        if not trace:
+            raise UserError("the replay has no hashes; its log shows why the listener checkpoint.phase_hashes failed")
+        return trace
+
+    def _recipe(self, nodes: Nodes, target: Path) -> Recipe:
+        root = self.project.root
+        data = copy.deepcopy(nodes)
+        if not {"run", root} <= data.keys():
+            raise UserError(f"the recipe has no nodes [run] and [{root}] to replay", 2)
+        data["run"]["folder"] = str(target)
+        stateful = Recipe.of(data, "replay", project=self.project).graph.implementers(Stateful)
+        listeners = [name for name in data[root].get("listeners", ()) if name.removeprefix("@") in stateful]
+        data[root]["listeners"] = [*listeners, f"@{TRACE}"]
+        data[TRACE] = {"use": "checkpoint.phase_hashes"}
+        recipe = Recipe.of(data, "replay", project=self.project)
+        if (ranks := math.prod(mesh_sizes(recipe.graph).dense().values())) > 1:
+            hint = "record both runs with the listener checkpoint.phase_hashes"
+            raise UserError(f"a run of {ranks} ranks is not replayed; {hint}", 2)
+        return recipe
+
+
+def common_checkpoints(one: Path, other: Path, before: int) -> list[tuple[Path, Path]]:
+    """Return the checkpoints of both runs at equal steps before a step, the newest first."""
+    found = [{step_of(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)]
+    steps = sorted((step for step in found[0].keys() & found[1].keys() if step < before), reverse=True)
+    return [(found[0][step], found[1][step]) for step in steps]
+
+
+def start_differs(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> bool:
+    """Return whether two traces differ before their first phase."""
+    difference = first_difference(one[:1], other[:1])
+    return difference is not None and difference.phase == INITIAL
+
+
+def single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[tuple[str, Nodes]]:
+    """
+    Yield a recipe per key `node.key` with the other recipe's value; a swapped component takes its whole table.
+
+    Nodes that only the other recipe has are there, too, since a value may refer to them.
+    """
+    nodes = {**{name: table for name, table in others.items() if name not in nodes}, **nodes}
+    for node in dict.fromkeys(key.rpartition(".")[0] for key in keys):
+        mine, theirs = table_of(nodes, node), table_of(others, node)
+        own = [key for key in keys if key.rpartition(".")[0] == node]
+        if mine is None or theirs is None or mine.get("use") != theirs.get("use"):
+            yield node, with_table(nodes, node, theirs)
+            continue
+        for key in own:
+            name = key.rpartition(".")[2]
+            table = {**mine, name: theirs[name]} if name in theirs else {k: v for k, v in mine.items() if k != name}
+            yield key, with_table(nodes, node, table)
+
+
+def table_of(nodes: Nodes, node: str) -> Nodes | None:
+    """Return a node's table, also within a group, or None."""
+    part: Any = nodes
+    for name in node.split("."):
+        part = part.get(name) if isinstance(part, dict) else None
+    return part if isinstance(part, dict) else None
+
+
+def with_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
+    """Return a recipe with another table for a node, or without the node."""
+    data = copy.deepcopy(nodes)
+    *groups, last = node.split(".")
+    part = data
+    for name in groups:
+        part = part.setdefault(name, {})
+    if table is None:
+        part.pop(last, None)
+    else:
+        part[last] = copy.deepcopy(table)
+    return data

@@ -1,0 +1,135 @@
+"""compare runs: how their recipes differ, and means, spreads and curves over seeds"""
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from drawloom.components.commands._curve_text import draw_curves
+from drawloom.components.commands._options import output_file, writing
+from drawloom.components.report.page import render_page
+from drawloom.components.report.run_record import Drawings, RunRecord, names_of, read_run
+from drawloom.components.report.run_table import find_runs
+from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, group_seeds, last_common_step
+from drawloom.components.storage.durable_files import replace_file
+from drawloom.graph import UserError
+from drawloom.graph.cli.result import Result, internal, output, output_class
+from drawloom.graph.project import Project
+
+METRICS = ("loss", "validation_loss")
+MAX_WIDTH = 120
+MAX_VALUE_LENGTH = 40
+"""Characters of a setting's value in the text; JSON has all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    help = "run folders, or folders of runs such as that of a sweep"
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=help)
+    help = "metric to compare; may be repeated (default: loss and validation_loss)"
+    parser.add_argument("--metric", action="append", metavar="NAME", help=help)
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="also write an HTML page with all curves")
+
+
+@output_class
+class ComparedMetric:
+    """A metric of a group."""
+
+    end: SeedSpread | None = output("at the last step that all runs have")
+    best: SeedSpread | None = output("smallest values of the runs")
+    steps: Sequence[int] = output("steps of the curve, thinned")
+    values: Sequence[float] = output("mean over the seeds at these steps")
+
+
+@output_class
+class ComparedGroup:
+    """Runs whose recipes differ in seeds alone."""
+
+    name: str = output("settings that set the group apart, or the name of its first run")
+    runs: Sequence[str] = output("names of the runs, one per seed")
+    settings: Mapping[str, str] = output("settings in which the groups differ, as TOML; empty without the setting")
+    metrics: Mapping[str, ComparedMetric] = output("metrics by name")
+
+
+@output_class
+class CompareResult(Result):
+    """Runs compared, with the seeds of a recipe as a group."""
+
+    groups: Sequence[ComparedGroup] = output("groups, in the order of their first runs")
+    last_steps: Mapping[str, int] = output("last step that all runs have, by metric")
+    path: Path | None = output("written HTML page, with --to only")
+    groups_of_runs: Sequence[SeedGroup] = internal()
+
+    def render(self, format: str) -> str:
+        """Return tables of settings and metrics, and a picture per metric."""
+        parts = [self._settings(), *(self._metric(name) for name in self.last_steps)]
+        return "\n\n".join([part for part in parts if part] + ([f"page in {self.path}"] if self.path else []))
+
+    def _settings(self) -> str:
+        if len(self.groups) == 1:
+            return "the recipes differ in seeds and names alone"
+        if not (keys := list(self.groups[0].settings)):
+            return "some recipes can't be read, so that their differences are not known"
+        nodes: dict[str, list[str]] = {}
+        for key in keys:
+            node, _, name = key.rpartition(".")
+            values = " | ".join(_shorten(group.settings[key]) or "absent" for group in self.groups)
+            nodes.setdefault(node, []).append(f"  {name} = {values}")
+        return "\n".join(line for node, lines in nodes.items() for line in (f"[{node}]", *lines))
+
+    def _metric(self, name: str) -> str:
+        rows: list[tuple[str, ...]] = [("", "seeds", f"{name} after step {self.last_steps[name]:,}", "smallest")]
+        for group in self.groups:
+            metric = group.metrics.get(name)
+            cells = [str(spread or "") for spread in ((metric.end, metric.best) if metric else ("", ""))]
+            rows.append((group.name, str(len(group.runs)), *cells))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves().get(name))}
+        width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
+        return "\n".join([*lines, "", draw_curves(name, curves, width)])
+
+
+def main(options: argparse.Namespace, project: Project) -> CompareResult:
+    """Read and group the runs, and write the page if asked for."""
+    runs = _read(options.folders)
+    groups = group_seeds(runs)
+    asked = options.metric or METRICS
+    ends = {name: step for name in asked if (step := last_common_step(groups, name)) is not None}
+    if unknown := [name for name in options.metric or () if name not in ends]:
+        known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
+        raise UserError(f"--metric {unknown[0]}: the runs have no common step with it; they have {', '.join(known)}", 2)
+    if options.to is not None:
+        with writing(options.to):
+            replace_file(options.to, render_page(runs).encode())
+    return CompareResult(
+        groups=[_describe(group, ends) for group in groups],
+        last_steps=ends,
+        path=options.to,
+        groups_of_runs=groups,
+    )
+
+
+def _read(folders: Sequence[Path]) -> list[RunRecord]:
+    """Read the runs in folders. Raises UserError for fewer than two."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; give run folders, such as runs/first_run", 2)
+    paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
+    if len(paths) < 2:
+        raise UserError(f"{' '.join(map(str, folders))}: {len(paths)} runs; give two runs or more to compare", 2)
+    return [read_run(path, name, Drawings()) for path, name in zip(paths, names_of(paths), strict=True)]
+
+
+def _describe(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
+    curves = group.curves()
+    metrics = {
+        name: ComparedMetric(group.at(name, step), group.best(name), curves[name].x, curves[name].y)
+        for name, step in ends.items()
+        if name in curves
+    }
+    return ComparedGroup(group.name, [run.name for run in group.runs], group.settings, metrics)
+
+
+def _shorten(value: str) -> str:
+    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."

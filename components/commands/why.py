@@ -1,0 +1,234 @@
+"""find out why two runs differ: the first step, phase and tensor, and the edit of the recipe that causes it"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.commands._replay import (
+    Nodes,
+    PhaseDigests,
+    Replayer,
+    TraceDifference,
+    common_checkpoints,
+    first_difference,
+    read_nodes,
+    read_trace,
+    single_edits,
+    start_differs,
+)
+from drawloom.components.commands.verify_resume import MACHINE_METRICS
+from drawloom.components.report.metrics import METRICS, lines_of
+from drawloom.components.report.run_record import OWN_SETTINGS, differences
+from drawloom.components.storage.step_log import CHECKSUM
+from drawloom.graph import RecipeError, UserError
+from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.lockfile import LOCK
+
+MAX_EDITS = 40
+"""Edits that are tried one by one."""
+MAX_NAMES_SHOWN = 5
+ENVIRONMENT = "environment.json"
+OBSERVERS = ("listeners", "trackers", "metrics")
+"""Subjects whose nodes are tried last, because they only observe."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    parser.add_argument("one", metavar="A", type=Path, help="a run folder")
+    parser.add_argument("other", metavar="B", type=Path, help="the run folder to compare it with")
+    help = "compare only what both runs have recorded, without repeating steps"
+    parser.add_argument("--recorded", action="store_true", help=help)
+
+
+@output_class
+class WhySetting:
+    """A setting or an environment entry in which the runs differ."""
+
+    key: str = output("`node.key`, or the name of a version or choice")
+    one: str = output("value of the first run; empty without it")
+    other: str = output("value of the second run; empty without it")
+
+
+@output_class
+class WhyResult(Result):
+    """The first difference between two runs, and its causes."""
+
+    step: int | None = output("first step that differs; null if no difference was found")
+    phase: str = output("phase after which it differs, if known")
+    tensors: Sequence[str] = output("names of the differing tensors, the first ones of the step first")
+    metrics_step: int | None = output("first step whose recorded metrics differ; it may be later than `step`")
+    metrics: Sequence[WhySetting] = output("recorded metrics that differ in that step")
+    source: str = output("recorded hashes, replay, or metrics")
+    causes: Sequence[WhySetting] = output("settings, any one of which makes the first run differ there")
+    settings: Sequence[WhySetting] = output("all settings in which the recipes differ")
+    environment: Sequence[WhySetting] = output("recorded versions, devices and kernels that differ")
+    notes: Sequence[str] = output("conclusions in sentences")
+
+    def render(self, format: str) -> str:
+        """Return the difference, its causes, and what else differs."""
+        lines = []
+        if self.step is not None:
+            where = f"after [{self.phase}]" if self.phase and " " not in self.phase else self.phase
+            lines.append(f"the runs first differ in step {self.step}{f', {where}' if where else ''} ({self.source})")
+            more = f", and {len(self.tensors) - MAX_NAMES_SHOWN} more" if len(self.tensors) > MAX_NAMES_SHOWN else ""
+            lines += [f"  {', '.join(self.tensors[:MAX_NAMES_SHOWN])}{more}"] if self.tensors else []
+        lines += _section(f"recorded metrics of step {self.metrics_step}", self.metrics)
+        lines += _section("caused by", self.causes)
+        others = [setting for setting in self.settings if setting not in self.causes]
+        lines += _section("also different in the recipes" if self.causes else "different in the recipes", others)
+        lines += _section("different in the environment", self.environment)
+        return "\n".join([*lines, *self.notes])
+
+
+def _section(title: str, settings: Sequence[WhySetting]) -> list[str]:
+    rows = [f"  {setting.key}: {setting.one or 'absent'} -> {setting.other or 'absent'}" for setting in settings]
+    return [title, *rows] if rows else []
+
+
+def main(options: argparse.Namespace, project: Project) -> WhyResult:
+    """Compare the records of two runs, and repeat their steps if these do not tell phase and tensor."""
+    pair = Pair(options.one, read_nodes(options.one), options.other, read_nodes(options.other))
+    recorded = [read_trace(run) for run in (pair.one, pair.other)]
+    if all(recorded) and (difference := first_difference(recorded[0], recorded[1])):
+        return pair.result(difference, "recorded hashes")
+    if options.recorded or pair.step is None:
+        return pair.result(None, "metrics", notes=[] if pair.step else [pair.equal_steps()])
+    with tempfile.TemporaryDirectory(prefix="why-") as folder:
+        return _replay(pair, pair.step, Replayer(project, Path(folder)))
+
+
+def _replay(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
+    """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
+    candidates = [*common_checkpoints(pair.one, pair.other, step), (None, None)]
+    for start, other_start in candidates:
+        one = replayer.replay(pair.nodes, start, step)
+        other = replayer.replay(pair.other_nodes, other_start, step)
+        if start is None or not start_differs(one, other):
+            break
+    difference = first_difference(one, other)
+    if difference is None:
+        note = f"repeated on this machine, both runs are equal up to step {step}: the environment made the difference"
+        return pair.result(None, "metrics", notes=[note])
+    again = first_difference(one, replayer.replay(pair.nodes, start, difference.step))
+    if again is not None:
+        where = f"a second replay differs in step {again.step}, {again.names[0]}"
+        note = f"the first run is not deterministic on this machine: {where}"
+        return pair.result(difference, "replay", notes=[note])
+    causes = list(_causes(pair, one, difference, start, replayer))
+    several = "no edit alone makes this difference: several together do"
+    return pair.result(difference, "replay", causes, notes=[] if causes or not pair.settings else [several])
+
+
+def _causes(
+    pair: "Pair", one: Sequence[PhaseDigests], difference: TraceDifference, start: Path | None, replayer: Replayer
+) -> Iterator[str]:
+    """Yield the keys, or nodes, whose value from the second run makes the first run differ at the same phase."""
+    keys = sorted((setting.key for setting in pair.settings), key=lambda key: key.startswith(OBSERVERS))
+    for key, edited in islice(single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
+        try:
+            trace = replayer.replay(edited, start, difference.step)
+        except (RecipeError, UserError):  # this edit needs others
+            continue
+        found = first_difference(one, trace)
+        if found is not None and (found.step, found.phase) == (difference.step, difference.phase):
+            yield key
+
+
+@attrs.frozen
+class Pair:
+    """Two runs, and the records in which they differ."""
+
+    one: Path
+    nodes: Nodes
+    other: Path
+    other_nodes: Nodes
+
+    @cached_property
+    def settings(self) -> list[WhySetting]:
+        """Settings in which the recipes differ, without the runs' names and folders."""
+        texts = [b"".join(lines_of(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
+        return [WhySetting(key, values[0], values[1]) for key, values in differences(texts) if key not in OWN_SETTINGS]
+
+    @cached_property
+    def rows(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+        """Recorded metrics of both runs by step."""
+        return _read_metrics(self.one), _read_metrics(self.other)
+
+    @cached_property
+    def step(self) -> int | None:
+        """The first common step in which a metric differs."""
+        one, other = self.rows
+        return next((step for step in sorted(one.keys() & other.keys()) if _unequal(one[step], other[step])), None)
+
+    def equal_steps(self) -> str:
+        """Return a sentence about the steps without a difference."""
+        common = self.rows[0].keys() & self.rows[1].keys()
+        if not common:
+            return "the runs have no common step"
+        return f"all recorded metrics are equal in the {len(common)} common steps, up to step {max(common)}"
+
+    def result(
+        self, difference: TraceDifference | None, source: str, causes: Sequence[str] = (), notes: Sequence[str] = ()
+    ) -> WhyResult:
+        """Return the result for a difference, or for the metrics alone."""
+        one, other = self.rows
+        names = _unequal(one[self.step], other[self.step]) if self.step is not None else []
+        # a swapped component is a cause as a whole node
+        shown = [s for s in self.settings if s.key in causes or s.key.rpartition(".")[0] in causes]
+        environments = _read_environment(self.one), _read_environment(self.other)
+        return WhyResult(
+            step=difference.step if difference else self.step,
+            phase=difference.phase if difference else "",
+            tensors=list(difference.names) if difference else [],
+            metrics_step=self.step,
+            metrics=[
+                WhySetting(name, str(one[self.step].get(name, "")), str(other[self.step].get(name, "")))
+                for name in names
+                if self.step is not None
+            ],
+            source=source,
+            causes=shown,
+            settings=self.settings,
+            environment=[
+                WhySetting(key, environments[0].get(key, ""), environments[1].get(key, ""))
+                for key in {**environments[0], **environments[1]}
+                if environments[0].get(key) != environments[1].get(key)
+            ],
+            notes=list(notes),
+        )
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the metrics that differ."""
+    return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
+
+
+def _read_metrics(run: Path) -> dict[int, dict[str, Any]]:
+    """Return a run's metrics by step, without metrics of the machine."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines_of(run / METRICS):
+        try:
+            row = json.loads(line)
+        except ValueError:  # a kill left the line incomplete
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            values = {key: value for key, value in row.items() if key not in (CHECKSUM, "step", "format")}
+            rows[row["step"]] = {key: v for key, v in values.items() if key.partition("/")[0] not in MACHINE_METRICS}
+    return rows
+
+
+def _read_environment(run: Path) -> dict[str, str]:
+    """Return a run's versions and choices. Empty without a record."""
+    try:
+        entries = json.loads(b"".join(lines_of(run / "log" / ENVIRONMENT)) or b"{}")
+    except ValueError:
+        return {}
+    return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}

@@ -1,0 +1,142 @@
+"""Runs of one recipe with several seeds as a group: means, spreads and mean curves."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from drawloom.components.report.metrics import Column, MetricCurve, point_count, thin
+from drawloom.components.report.run_record import OWN_SETTINGS, RunRecord, read_settings
+from drawloom.graph.cli.result import output, output_class
+
+MAX_NAMED_SETTINGS = 3
+"""Settings in the name of a group."""
+MAX_NAMED_VALUE = 24
+
+
+@output_class
+class SeedSpread:
+    """Mean over the seeds of a group, and the sample standard deviation."""
+
+    mean: float = output("mean over the seeds")
+    deviation: float | None = output("sample standard deviation; null for one seed")
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "SeedSpread":
+        """Return the spread of one value or more."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+    def __str__(self) -> str:
+        if self.deviation is None:
+            return f"{self.mean:.4f}"
+        return f"{self.mean:.4f} ± {self.deviation:.2g}"
+
+
+@attrs.frozen(eq=False)
+class SeedGroup:
+    """Runs whose recipes differ in seeds alone; `settings` are those in which the groups differ."""
+
+    name: str
+    runs: Sequence[RunRecord]
+    settings: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """The name, with the number of seeds if there are several."""
+        return f"{self.name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.name
+
+    def at(self, metric: str, step: int) -> SeedSpread | None:
+        """Return a metric's spread at a step, or None if a run lacks it."""
+        values = [value_at(run.metrics.columns.get(metric), step) for run in self.runs]
+        known = [value for value in values if value is not None]
+        return SeedSpread.of(known) if len(known) == len(self.runs) else None
+
+    def best(self, metric: str) -> SeedSpread | None:
+        """Return the spread of a metric's smallest values, or None if a run lacks it."""
+        values = [run.metrics.smallest(metric) for run in self.runs]
+        known = [value[0] for value in values if value is not None]
+        return SeedSpread.of(known) if len(known) == len(self.runs) else None
+
+    def curves(self) -> dict[str, MetricCurve]:
+        """
+        Return the curves of all metrics by name.
+
+        Over several seeds: the mean at their common steps, with a band from the smallest to the largest value.
+        """
+        first = self.runs[0].metrics
+        if len(self.runs) == 1:
+            return first.curves()
+        points = point_count(len(first.columns))
+        return {name: curve for name in first.columns if (curve := self._mean_curve(name, points)) is not None}
+
+    def _mean_curve(self, metric: str, points: int) -> MetricCurve | None:
+        columns = [run.metrics.columns.get(metric) for run in self.runs]
+        known = [column for column in columns if column is not None]
+        steps = common_steps(known)
+        if len(known) < len(columns) or not len(steps):
+            return None
+        values = np.stack([_values_at(column, steps) for column in known])
+        return thin(steps, values.mean(0), points, values.min(0), values.max(0))
+
+
+def group_seeds(runs: Sequence[RunRecord]) -> list[SeedGroup]:
+    """Return the groups in the order of their first runs. A run without a recipe is a group of its own."""
+    grouped: dict[object, list[RunRecord]] = {}
+    settings: dict[object, dict[str, str]] = {}
+    for number, run in enumerate(runs):
+        known = {key: value for key, value in read_settings(run.recipe).items() if not _is_own(key)}
+        identity: object = frozenset(known.items()) if known else number
+        grouped.setdefault(identity, []).append(run)
+        settings[identity] = known
+    keys = dict.fromkeys(key for known in settings.values() for key in known)
+    differing = [key for key in keys if len({known.get(key, "") for known in settings.values()}) > 1]
+    chosen = {identity: {key: known.get(key, "") for key in differing} for identity, known in settings.items()}
+    names = [_name(members, chosen[identity]) for identity, members in grouped.items()]
+    return [
+        SeedGroup(name if names.count(name) == 1 else members[0].name, members, chosen[identity])
+        for name, (identity, members) in zip(names, grouped.items(), strict=True)
+    ]
+
+
+def last_common_step(groups: Sequence[SeedGroup], metric: str) -> int | None:
+    """Return the last step at which all runs with a metric have it, or None."""
+    columns = [run.metrics.columns.get(metric) for group in groups for run in group.runs]
+    known = [column for column in columns if column is not None]
+    return int(steps[-1]) if known and len(steps := common_steps(known)) else None
+
+
+def common_steps(columns: Sequence[Column]) -> NDArray[np.int64]:
+    """Return the steps that all columns have, ascending."""
+    steps = np.asarray(columns[0].steps, dtype=np.int64)
+    for column in columns[1:]:
+        steps = np.intersect1d(steps, np.asarray(column.steps, dtype=np.int64), assume_unique=True)
+    return steps
+
+
+def value_at(column: Column | None, step: int) -> float | None:
+    """Return a column's value at a step, or None."""
+    if column is None:
+        return None
+    index = int(np.searchsorted(np.asarray(column.steps), step))
+    found = index < len(column.steps) and column.steps[index] == step
+    return column.values[index] if found and math.isfinite(column.values[index]) else None
+
+
+def _values_at(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
+
+
+def _is_own(key: str) -> bool:
+    return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
+
+
+def _name(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
+    if len(runs) == 1 or not 0 < len(settings) <= MAX_NAMED_SETTINGS:
+        return runs[0].name
+    short = [key.rpartition(".")[2] for key in settings]
+    labels = [last if short.count(last) == 1 else key for key, last in zip(settings, short, strict=True)]
+    values = (value[:MAX_NAMED_VALUE] or "absent" for value in settings.values())
+    return ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))

@@ -1,0 +1,85 @@
+"""Folders in an object store, such as s3://bucket/folder, through fsspec."""
+
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.graph import UserError
+
+MISSING = "install what reads it: pip install 'drawloom[fsspec]', and the package of its protocol, such as s3fs"
+
+
+class StoreError(Exception):
+    """A store can't be reached, or refuses an operation."""
+
+
+@attrs.frozen
+class ObjectStore:
+    """
+    A folder in a store. Methods take names relative to it, and raise StoreError for every failure of the store.
+
+        store = ObjectStore.open("s3://bucket/runs/first_run")
+        store.put(Path("runs/first_run/metrics.jsonl"), "metrics.jsonl")
+    """
+
+    url: str
+    _system: Any
+    _root: str
+
+    @classmethod
+    def open(cls, url: str) -> "ObjectStore":
+        """Return the store of a URL. Raises UserError if the package of its protocol is missing."""
+        try:
+            import fsspec
+        except ImportError as error:
+            raise UserError(f"{url}: the package `fsspec` is missing; {MISSING}") from error
+        try:
+            system, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{url}: {error}; {MISSING}") from error
+        return cls(url, system, root)
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names in a folder, sorted. Empty if it does not exist."""
+        with self._reporting():
+            self._system.invalidate_cache()
+            try:
+                paths = self._system.ls(self._path(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({posixpath.basename(str(path).rstrip("/")) for path in paths} - {""})
+
+    def put(self, file: Path, name: str) -> None:
+        """Write a file. Raises FileNotFoundError if the local file is gone."""
+        if not file.is_file():
+            raise FileNotFoundError(file)
+        with self._reporting():
+            self._system.makedirs(posixpath.dirname(self._path(name)), exist_ok=True)
+            self._system.put_file(str(file), self._path(name))
+
+    def get(self, name: str, file: Path) -> None:
+        """Read a file into a local one, whose folder is created."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self._reporting():
+            self._system.get_file(self._path(name), str(file))
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder, if it exists."""
+        with self._reporting():
+            if self._system.exists(self._path(name)):
+                self._system.rm(self._path(name), recursive=True)
+
+    def _path(self, name: str) -> str:
+        return posixpath.join(self._root, name) if name else self._root
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn the many exceptions of stores and their packages into StoreError."""
+        try:
+            yield
+        except Exception as error:
+            raise StoreError(f"{self.url}: {type(error).__name__}: {error}") from error
