@@ -64,10 +64,12 @@ from drawloom.components.ports.distributed import (
     Pending as Pending,
     Precision as Precision,
     Processes as Processes,
+    ReplicaLimit as ReplicaLimit,
     Reduce as Reduce,
     RoundingTime as RoundingTime,
     PerDimension as PerDimension,
     SymmetricMemory as SymmetricMemory,
+    SurvivingProcesses as SurvivingProcesses,
     Timed as Timed,
 )
 from drawloom.components.ports.experts import (

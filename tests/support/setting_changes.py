@@ -389,7 +389,9 @@ ROWS: dict[str, Row] = {
             ),
         },
     ),
-    "distributed.processes": Row(runs.join_timeouts, {}, {"timeout": 7.0}),
+    "distributed.processes": Row(
+        runs.join_timeouts, {}, {"timeout": 7.0, "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True)}
+    ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_group_norm": Row(
