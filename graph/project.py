@@ -83,7 +83,7 @@ class Project:
                 recipe = recipe.with_values(nest_values(name, values), recipe.source) if values else recipe
         return recipe
 
-    def common_components(self) -> dict[str, list[str]]:
+    def components_by_node(self) -> dict[str, list[str]]:
         """Return the node names in the shipped recipes, with the components used there."""
         components: dict[str, list[str]] = {}
         for name in RecipeFolder(self.recipes).names:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from drawloom.kernels.dynamic_map import decode, encode
+from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.stochastic_copy import CHUNK, halves, philox, round_stochastically
 
 PER_DRAW = 2
@@ -28,7 +30,10 @@ class ParamState:
     `exp_avg` and `exp_avg_sq` are the running means of gradients and of their squares; `max_exp_avg_sq`, if it is not
     None, is the largest mean of squares so far, by which AMSGrad divides (Reddi et al. 2018, algorithm 2). The noise
     of an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
-    part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on.
+    part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on. `remainder`,
+    int16, makes a bfloat16 weight a float32 master weight (`join_master`), which is rounded to the nearest. If the
+    means are codes of 8 bits, uint8 (`dynamic_map.py`), `exp_avg_scale` and `exp_avg_sq_scale`, float32 (..., blocks),
+    have the scales of their rows' blocks.
     """
 
     weight: Tensor
@@ -40,6 +45,9 @@ class ParamState:
     width: int = ALL
     stride: int = 0
     max_exp_avg_sq: Tensor | None = field(default=None, kw_only=True)
+    remainder: Tensor | None = field(default=None, kw_only=True)
+    exp_avg_scale: Tensor | None = field(default=None, kw_only=True)
+    exp_avg_sq_scale: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         moments = {name: getattr(self, name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
@@ -47,17 +55,29 @@ class ParamState:
         if len({*dtypes.values()}) > 1:
             text = " and ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
             raise ValueError(f"{text}; make them one dtype")
+        if self.remainder is not None and self.weight.dtype != torch.bfloat16:
+            raise ValueError(f"a weight in {self.weight.dtype} has no remainder; make it bfloat16")
+        scales = [scale for scale in (self.exp_avg_scale, self.exp_avg_sq_scale) if scale is not None]
+        if len(scales) != (2 if self.exp_avg.dtype == torch.uint8 else 0):
+            raise ValueError(f"means in {self.exp_avg.dtype} have {len(scales)} scales; codes of 8 bits have 2")
+        if scales and self.max_exp_avg_sq is not None:
+            raise ValueError("the largest mean of squares can't have 8 bits; take float32 or bfloat16")
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the weight and its two or three state tensors."""
-        maxima = [] if self.max_exp_avg_sq is None else [self.max_exp_avg_sq]
-        return [self.weight, self.exp_avg, self.exp_avg_sq, *maxima]
+        """Return the weight and its state: two means, and the largest mean of squares, remainder and scales if any."""
+        optional = (self.max_exp_avg_sq, self.remainder, self.exp_avg_scale, self.exp_avg_sq_scale)
+        return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
 
     @property
     def is_contiguous(self) -> bool:
         """Return whether the weight is one range of the parameter's elements."""
         return self.width >= self.weight.numel()
+
+    @property
+    def has_codes(self) -> bool:
+        """Return whether the means are codes of 8 bits."""
+        return self.exp_avg_scale is not None
 
     @property
     def has_pairs(self) -> bool:
@@ -79,6 +99,24 @@ def step_scalars(lr: float, betas: tuple[float, float], eps: float, step: int | 
     return torch.stack([x if isinstance(x, Tensor) else torch.full_like(steps, x) for x in scalars], -1).float()
 
 
+LOW_BITS = 16
+"""Bits of a float32 number that its bfloat16 half does not have."""
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return float32 numbers from their nearest bfloat16 numbers and the int16 differences of their bits, (n,)."""
+    bits = (weight.contiguous().view(torch.int16).int() << LOW_BITS) + remainder.int()
+    return bits.view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the arguments of `join_master` for float32 numbers (n,); halfway points are rounded away from zero."""
+    bits = master.contiguous().view(torch.int32)
+    # A NaN is truncated and made quiet, or a carry would turn it into zero.
+    high = torch.where(master.isnan(), bits >> LOW_BITS | 0x40, bits + (1 << LOW_BITS - 1) >> LOW_BITS)
+    return high.short().view(torch.bfloat16), (bits - (high << LOW_BITS)).short()
+
+
 class AdamwEager:
     """Optimizer step in plain torch, one weight at a time; `maximize` turns descent into ascent."""
 
@@ -87,18 +125,58 @@ class AdamwEager:
         self._maximize = maximize
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """
         Update all weights and their state in place, unless `found_inf`, float32 () on their device, is not 0.
 
         `grads` has each weight's gradient (its shape, any float dtype); `scalars` comes from `step_scalars`;
-        `counter` selects the step's noise, and None rounds to the nearest.
+        `counter` selects the step's noise, and None rounds to the nearest. Gradients are multiplied by all
+        `factors`, float32 (factors,) on the device, and every product is rounded to their dtype.
         """
         rows = scalars.expand(len(self._params), -1)
         for param, grad, row in zip(self._params, grads, rows, strict=True):
-            ascent = grad.reshape(-1).neg() if self._maximize else grad.reshape(-1)
-            _step(param, ascent, row, counter, found_inf)
+            flat = grad.reshape(-1)
+            for factor in () if factors is None else factors:
+                flat = (flat * factor.to(accumulation_dtype(flat)).reshape(1)).to(grad.dtype)
+            ascent = flat.neg() if self._maximize else flat
+            (_step_codes if param.has_codes else _step)(param, ascent, row, counter, found_inf)
+
+
+def _step_codes(
+    param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
+) -> None:
+    """Step with means of 8 bits: decode, update, and encode whole rows."""
+    width = param.weight.shape[-1]
+    by_row = [tensor.detach().reshape(-1, tensor.shape[-1]) for tensor in param.tensors]
+    rows = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
+    for first in range(0, len(by_row[0]), rows):
+        weight, mean, square, *others = (tensor[first : first + rows] for tensor in by_row)
+        *remainders, mean_scale, square_scale = others
+        read = [join_master(weight.flatten(), part.flatten()) for part in remainders] or [weight.flatten()]
+        read += [decode(mean, mean_scale, True).flatten(), decode(square, square_scale, False).flatten()]
+        part = slice(first * width, first * width + weight.numel())
+        new, *means = _update(read, grad[part], param.weight_decay, scalars)
+        if counter is not None:
+            elements = torch.arange(part.start, part.stop, device=grad.device)
+            new = _round_if_bfloat16(new, next(_noise(param, elements, counter)), read[0])
+        results = [*split_master(new)] if remainders else [new]
+        (codes, mean_scales), (square_codes, square_scales) = (
+            encode(numbers.view(weight.shape), signed) for numbers, signed in zip(means, (True, False), strict=True)
+        )
+        results[1:1] = [codes, square_codes]
+        results += [mean_scales, square_scales]
+        for target, result in zip((weight, mean, square, *others), results, strict=True):
+            changed = result.view(target.shape).to(target.dtype)
+            target.copy_(changed if found_inf is None else torch.where(found_inf == 0, changed, target))
+    for tensor, rows_of_tensor in zip(param.tensors, by_row, strict=True):
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(rows_of_tensor.view(tensor.shape))
 
 
 def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None) -> None:
@@ -106,13 +184,17 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
-        results = _update(values, grad[part], param.weight_decay, scalars)
+        read = values if param.remainder is None else [join_master(values[0], values[-1]), *values[1:-1]]
+        results = _update(read, grad[part], param.weight_decay, scalars)
         if counter is not None:
             noise = _noise(param, torch.arange(start, start + len(values[0]), device=grad.device), counter)
-            results = [_round(*args) for args in zip(results, noise, values, strict=False)]
+            results = [_round_if_bfloat16(*args) for args in zip(results, noise, read, strict=False)]
         if param.max_exp_avg_sq is not None:
             # The maximum is one of two values in the stored dtype, so it needs no rounding.
             results.append(torch.maximum(values[3].float(), results[2].float()))
+        if param.remainder is not None:
+            results[0], remainder = split_master(results[0])
+            results.append(remainder)
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
     for tensor, changed in zip(param.tensors, flat, strict=True):
@@ -120,7 +202,7 @@ def _step(param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None,
             tensor.detach().copy_(changed.view(tensor.shape))
 
 
-def _round(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
+def _round_if_bfloat16(result: Tensor, noise: Tensor, target: Tensor) -> Tensor:
     return round_stochastically(result, noise) if target.dtype == torch.bfloat16 else result
 
 

@@ -134,8 +134,8 @@ VersionedTensors = tuple[tuple[Tensor, ...], list[int]]
 """Tensors, and the versions that they must still have when they are used."""
 
 
-def hold(*tensors: Tensor) -> VersionedTensors:
-    """Return tensors (any shapes) with their current versions."""
+def record_versions(*tensors: Tensor) -> VersionedTensors:
+    """Return tensors (any shapes) with their version counters, which show later whether they changed in place."""
     return tensors, [tensor._version for tensor in tensors]
 
 
@@ -158,9 +158,9 @@ class DeferredGrad:
 
     def queue(self, compute: Compute, *tensors: Tensor) -> None:
         """Queue a summand; `tensors` (any shapes) live until it is computed."""
-        self._pending.append((compute, hold(*tensors)))
+        self._pending.append((compute, record_versions(*tensors)))
 
-    def queue_held(self, compute: Compute, tensors: VersionedTensors) -> None:
+    def queue_versioned(self, compute: Compute, tensors: VersionedTensors) -> None:
         """Queue a summand whose tensors other summands may share."""
         self._pending.append((compute, tensors))
 

@@ -1,30 +1,16 @@
 """
-Linear layers with matrix products in float8: e4m3 elements, and a power-of-two scale per row.
+Float8: casts to e4m3 elements with a power-of-two scale per row, and products of such matrices.
 
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, but with row scales. x (tokens, inputs) and
-the weight (outputs, inputs) are rounded once, by rows, for y = x @ weight.T. The backward pass uses the same elements,
-although a product can be scaled only along the dimensions it keeps:
-
-- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before rounding;
-- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the rounded gradient, and its columns get their own
-  scales. A factor 2^n shifts exponents, so the gradient is rounded once, too; only elements 2^15 times
-  smaller than their column's largest lose bits.
-
-Tensor cores multiply float8 along contiguous dimensions, so the backward pass needs transposed copies. A row with a
-number that is not finite gets a NaN scale, so the gradient norm is NaN, and nothing is clamped. Only the forward pass
-accumulates fast: Hopper's tensor cores keep 14 bits, too few to sum 10,000 tokens.
+`linear_float8.py` explains the recipe. A row with a number that is not finite gets a NaN scale, and nothing is clamped.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import Addable, WeightGradient, deferring, weight_gradient_of
-from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import cheap
+from drawloom.kernels.swiglu import swiglu_gradients, swiglu_halves_eager
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16
@@ -74,15 +60,38 @@ class Float8Kernels(Protocol):
         """Round x (rows, width) by rows, with or without a transposed copy."""
         ...
 
-    def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Round x (rows, width) with the scales (rows,) from `quantize`: e4m3 (width, rows)."""
+    def transpose(self, data: Tensor) -> Tensor:
+        """Transpose e4m3 (rows, width) to (width, padded rows)."""
         ...
 
-    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+    def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Round weights (outputs, inputs) by rows: elements (all outputs, inputs) and scales (all outputs,)."""
+        ...
+
+    def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+        """Round weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
+        ...
+
+    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
+        ...
+
+    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
+        """Round silu(gate) * up by rows, where gate and up are the halves of `both` (rows, 2 * width)."""
+        ...
+
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
         """
-        Round grad * factor by rows: grad (tokens, outputs), factor (outputs,).
+        Round grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
 
         With row_scale (tokens,), also round grad * row_scale[:, None] by columns.
+        """
+        ...
+
+    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        """
+        Round `both`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) * up, and
+        factor (2 * width,).
         """
         ...
 
@@ -103,6 +112,13 @@ def scale_of(largest: Tensor) -> Tensor:
     exponent = ((largest.view(torch.int32) + ROUND_UP) >> 23) - SCALE_BIAS
     scale = (exponent.clamp_min(MIN_SCALE_EXPONENT) << 23).view(torch.float32)
     return scale.masked_fill(~largest.isfinite(), torch.nan)
+
+
+def empty_weights(weights: Sequence[Tensor]) -> Float8Rows:
+    """Return memory for rounded weights (outputs, inputs), one below the other, with a transposed copy."""
+    outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+    data, transposed = (weights[0].new_empty(shape, dtype=E4M3) for shape in ((outputs, inputs), (inputs, outputs)))
+    return Float8Rows(data, weights[0].new_empty(outputs, dtype=torch.float32), transposed)
 
 
 def round_up_rows(rows: int) -> int:
@@ -126,11 +142,28 @@ class EagerFloat8:
         data = (wide / scale[:, None]).to(E4M3)
         return Float8Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
 
-    def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
-        return _transpose_rows((x.float() / scale[:, None]).to(E4M3))
+    def transpose(self, data: Tensor) -> Tensor:
+        return _transpose_rows(data)
 
-    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        data, scale, empty = self.quantize(grad.float() * factor, False)
+    def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return self.quantize(torch.cat([*weights]), False)[:2]
+
+    def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+        return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))
+
+    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        for target, source in zip(rows, self.quantize(torch.cat([*weights]), True), strict=True):
+            target.copy_(source)
+
+    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
+        return self.quantize(swiglu_halves_eager(both.float()), transposed)
+
+    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        gate, up = both.float().chunk(2, -1)
+        return self.quantize_gradient(swiglu_gradients(gate, up, grad.float()), factor, row_scale)
+
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        data, scale, empty = self.quantize(torch.cat([*grads], 1).float() * factor, False)
         if row_scale is None:
             return Gradient(data, scale, empty.view(0, 0), scale.new_empty(0))
         shifted = data.float() * (scale * row_scale)[:, None]
@@ -143,114 +176,3 @@ class EagerFloat8:
 
 
 EAGER: Float8Kernels = EagerFloat8()
-
-
-def linear_float8_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """
-    Return x @ weight.T + bias (..., outputs), multiplied in float8: x (..., inputs), weight (outputs, inputs), bias
-    (outputs,), all bfloat16.
-    """
-    return linear_float8(EAGER, x, weight, bias)
-
-
-def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute linear_float8_eager with these kernels; layers with the same tensor x round it once."""
-    check_operands(x, weight)
-    rows = _rows_of(kernels, x, transposed=weight.requires_grad and torch.is_grad_enabled())
-    gradient = weight_gradient_of(weight)
-    result: Tensor = _LinearFloat8.apply(x, weight, bias, gradient, kernels, *rows)  # type: ignore[no-untyped-call]
-    return result
-
-
-def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Raise TypeError unless operands are bfloat16, and ValueError for unsuitable widths."""
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        raise TypeError(f"products in float8 round bfloat16 operands, and these are {x.dtype} and {weight.dtype}")
-    if any(width % ALIGNMENT for width in weight.shape):
-        raise ValueError(f"a weight {tuple(weight.shape)} has a width that is not divisible by {ALIGNMENT}")
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    """Rounded rows, and the version their tensor had."""
-
-    rows: Float8Rows
-    version: int
-
-
-def _rows_of(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    """Round x (..., width) by rows, and keep the result as long as x lives."""
-    if x.is_inference():  # without a version
-        return _quantize(kernels, x, transposed)
-    known: _Rounded | None = getattr(x, "float8", None)
-    if known is None or known.version != x._version or (transposed and not known.rows.transposed.numel()):
-        known = _Rounded(Float8Rows(*cheap(_quantize, kernels, x, transposed)), x._version)
-        x.float8 = known  # type: ignore[attr-defined]
-    return known.rows
-
-
-def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
-    with torch.no_grad():
-        return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
-
-
-@deferring
-class _LinearFloat8(Function):
-    """Linear layer; it saves its input in float8, and can defer its weight gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_gradient: WeightGradient,
-        kernels: Float8Kernels,
-        data: Tensor,
-        scale: Tensor,
-        transposed: Tensor,
-    ) -> Tensor:
-        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,), and x's `Float8Rows`."""
-        rounded = kernels.quantize(weight, transposed=False)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(weight if needs_x else None, rounded.scale, scale, transposed if needs_weight else None)
-        ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
-        y = kernels.multiply(data, scale, rounded.data, rounded.scale, fast=True)
-        if bias is not None:
-            y += bias
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, weight_scale, x_scale, transposed = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        kernels: Float8Kernels = ctx.kernels
-        rows = grad.reshape(-1, grad.shape[-1])
-        rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if needs_weight else None)
-        grad_x = grad_weight = None
-        if needs_x:
-            elements = kernels.transpose(weight, weight_scale)
-            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
-        if needs_weight:
-            factors = rounded.columns, rounded.column_scale, transposed.detach()
-            grad_weight = ctx.weight_gradient(_WeightGradient(kernels), *factors)
-        grad_bias = rows.sum(0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-@dataclass(frozen=True)
-class _WeightGradient(Addable):
-    """Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,)."""
-
-    kernels: Float8Kernels
-
-    def __call__(self, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.kernels.multiply(grad, scale, x, None, fast=False)
-
-    def in_dtype(self, dtype: torch.dtype, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self(grad, scale, x).to(dtype)
-
-    def add_to(self, summed: Tensor, grad: Tensor, scale: Tensor, x: Tensor) -> None:  # type: ignore[override]
-        # In Triton, a fused product and addition took longer than both launches.
-        summed += self(grad, scale, x)

@@ -49,7 +49,7 @@ def grouped_gemm_eager(x: Tensor, weight: Tensor, offsets: Tensor, transposed: b
 
 def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """
-    Compute grouped_gemm_eager by torch's grouped product, without synchronizing; on GPUs for bfloat16.
+    Compute grouped_gemm_eager by torch.nn.functional.grouped_mm, without synchronizing; on GPUs for bfloat16.
 
     x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
     """

@@ -106,12 +106,12 @@ def register_kernel(
         registered: KernelFunction = operation.default
 
         @wraps(function)
-        def call(*arguments: Any) -> Any:
+        def call_kernel_or_operator(*arguments: Any) -> Any:
             # torch's dispatcher takes longer than a launch, so eager code avoids it.
-            first = arguments[0]
+            first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
             is_concrete = type(first) in CONCRETE_TYPES and not first.is_meta
             return function(*arguments) if is_concrete and not torch.compiler.is_compiling() else registered(*arguments)
 
-        return call
+        return call_kernel_or_operator
 
     return register

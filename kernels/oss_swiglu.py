@@ -20,7 +20,7 @@ def oss_swiglu_halves_eager(both: Tensor, scale: Tensor | None, alpha: float, li
 
 
 class _ClampedSwiGlu(Function):
-    """Clamped SwiGLU for autograd: saves only its arguments, and repeats the forward pass in the backward pass."""
+    """Clamped SwiGLU for autograd: saves only its arguments."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
@@ -34,11 +34,16 @@ class _ClampedSwiGlu(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         alpha, limit = ctx.bounds
         both, scale = ctx.saved_tensors
-        inputs = [x.detach().requires_grad_() for x in (both, scale) if x is not None]
-        with torch.enable_grad():
-            result = _compute(inputs[0], None if scale is None else inputs[1], alpha, limit)
-        grads = torch.autograd.grad(result, inputs, grad)
-        return grads[0], None if scale is None else grads[1], None, None
+        gate, up = upcast(both).chunk(2, -1)
+        bounded, factor = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        sigmoid = torch.sigmoid(alpha * bounded)
+        value, wide = bounded * sigmoid, upcast(grad)
+        grad_scale = None if scale is None else (wide * factor * value).sum(-1).to(scale.dtype)
+        if scale is not None:
+            wide = wide * scale.unsqueeze(-1)
+        grad_gate = (wide * factor * (sigmoid + alpha * value * (1 - sigmoid))).masked_fill(gate > limit, 0)
+        grad_up = (wide * value).masked_fill(up.abs() > limit, 0)
+        return torch.cat([grad_gate, grad_up], -1).to(both.dtype), grad_scale, None, None
 
 
 def _compute(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:

@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn import Parameter
 
 LEAF: type[Node] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defined]
@@ -55,6 +56,13 @@ class Kept(Saved):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version
+        if (collected := _collected.get()) is not None and not _is_parameter(tensor):
+            collected.append(ref(self))
+
+    def replace(self, tensor: Tensor) -> None:
+        """Take over a tensor (same shape) with the same values, in other memory."""
+        self._tensor = tensor
+        self._version = tensor._version
 
     def value(self) -> Tensor:
         """Return the tensor, with any shape and dtype; RuntimeError if it was changed in place."""
@@ -66,6 +74,33 @@ class Kept(Saved):
                 "copy instead"
             )
         return self._tensor
+
+
+class Collecting:
+    """Context manager for a forward pass, in which `kept` gets all wrappers of kept tensors but parameters."""
+
+    __slots__ = ("_hooks", "_token", "kept")
+
+    def __init__(self) -> None:
+        self.kept: list[ref[Kept]] = []
+        self._hooks = saved_tensors_hooks(Kept, unpack)
+
+    def __enter__(self) -> "Collecting":
+        self._token: Token[list[ref[Kept]] | None] = _collected.set(self.kept)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+        _collected.reset(self._token)
+
+
+_collected: ContextVar[list[ref[Kept]] | None] = ContextVar("collected", default=None)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor (any shape) is a parameter or a view of one."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or _is_weight(tensor)
 
 
 class _Repeatable(ABC):
@@ -285,9 +320,21 @@ def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
     return results
 
 
+def cheap_inside(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a `cheap` operation inside an autograd Function's forward pass, where no tensor requires a gradient."""
+    results = function(*arguments)
+    if (selective := _selective.get()) is not None:
+        selective.note(results, function, arguments)
+    return results
+
+
 def note(results: Any, function: Callable[..., Any], *arguments: Any) -> None:
     """Record that this function call returns these results, a tensor or a tuple of tensors."""
-    if not torch.compiler.is_compiling() and (selective := _selective.get()) is not None:
+    if torch.compiler.is_compiling() or (selective := _selective.get()) is None:
+        return
+    values = *(results if isinstance(results, tuple) else (results,)), *arguments
+    # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
         selective.note(results, function, arguments)
 
 
@@ -315,9 +362,6 @@ class Selective:
     def note(self, results: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Remember how to compute these results."""
         tensors = results if isinstance(results, tuple) else (results,)
-        # Rounded inputs require no gradient, and are saved for the gradients of other tensors.
-        if not any(isinstance(value, Tensor) and value.requires_grad for value in (*tensors, *arguments)):
-            return
         call = _Repeated(function, [self._pack(value) if isinstance(value, Tensor) else value for value in arguments])
         for result in tensors:
             # The part lives as long as its result, or as long as autograd keeps it.
@@ -374,7 +418,7 @@ class _Repeated(_Repeatable):
 
 
 class _View(Saved):
-    """Wrapper around a result's view, from its first element."""
+    """Saved view of a recomputed result; both begin at the same address."""
 
     __slots__ = ("_part", "_shape", "_strides")
 

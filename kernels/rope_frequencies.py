@@ -4,7 +4,8 @@ RoPE frequencies and RoPE scaling, which extends a trained model's context lengt
 Linear: Chen et al. 2023, arXiv 2306.15595. NTK: bloc97 2023, "NTK-aware scaled RoPE". YaRN: Peng et al. 2023, arXiv
 2309.00071: channel pairs with many rotations within the original length keep their frequency, pairs with few have it
 divided by the factor, and pairs in between are interpolated; attention is scaled as well. Llama 3: Grattafiori et al.
-2024, arXiv 2407.21783: like YaRN with other bounds, without scaled attention.
+2024, arXiv 2407.21783: like YaRN with other bounds, without scaled attention. LongRoPE: Ding et al. 2024, arXiv
+2402.13753: every pair has its own factors, one for short and one for long texts.
 """
 
 import math
@@ -79,7 +80,22 @@ class Llama3Scaling:
     high_freq_factor: float = 4.0
 
 
-Scaling = LinearScaling | NtkScaling | DynamicScaling | YarnScaling | Llama3Scaling | None
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """
+    LongRoPE scaling: frequencies are divided by factors by pair, which depend on the length of a document.
+
+    A document of more than `original_max_position_embeddings` tokens has the factors `long`, other documents `short`.
+    `attention_factor` multiplies cos and sin. Cached keys keep the rotation for the length at their computation.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float = 1.0
+
+
+Scaling = LinearScaling | NtkScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling | None
 
 
 def rope_frequencies(
@@ -88,7 +104,7 @@ def rope_frequencies(
     """
     Return radians per position by channel pair: float32 (rotary_dim // 2,).
 
-    For dynamic scaling, these are the frequencies up to the original length.
+    For dynamic scaling and LongRoPE, these are the frequencies up to the original length.
     """
     if isinstance(scaling, NtkScaling):
         base = scale_base(base, rotary_dim, scaling.factor)
@@ -103,6 +119,8 @@ def rope_frequencies(
         rotations = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
         kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         return (frequencies / scaling.factor).lerp(frequencies, kept.clamp(0, 1))
+    if isinstance(scaling, LongRopeScaling):
+        return frequencies / torch.tensor(scaling.short, device=device)
     return frequencies
 
 
@@ -112,7 +130,9 @@ def scale_base(base: float, rotary_dim: int, factor: float) -> float:
 
 
 def attention_scaling(scaling: Scaling) -> float:
-    """Return the factor for cos and sin: YaRN's attention_factor, or 1 for other methods."""
+    """Return the factor for cos and sin: attention_factor of YaRN and LongRoPE, or 1 for other methods."""
+    if isinstance(scaling, LongRopeScaling):
+        return scaling.attention_factor
     if not isinstance(scaling, YarnScaling):
         return 1.0
     if scaling.attention_factor is not None:
@@ -124,6 +144,8 @@ def rope_angles(positions: Tensor, rotary_dim: int, base: float, scaling: Scalin
     """Return cos and sin by position and pair, float32 (..., rotary_dim // 2), for integer positions (...)."""
     if isinstance(scaling, DynamicScaling):
         frequencies = _dynamic_frequencies(positions, rotary_dim, base, scaling)
+    elif isinstance(scaling, LongRopeScaling):
+        frequencies = _long_frequencies(positions, rotary_dim, base, scaling)
     else:
         frequencies = rope_frequencies(rotary_dim, base, scaling, positions.device)
     angles = positions.unsqueeze(-1).to(torch.float32) * frequencies
@@ -143,6 +165,29 @@ def _dynamic_frequencies(positions: Tensor, rotary_dim: int, base: float, dynami
     factor = dynamic.factor * length / original_length - (dynamic.factor - 1)
     bases = base * factor ** (rotary_dim / (rotary_dim - 2))
     return 1.0 / bases.unsqueeze(-1) ** _exponents(rotary_dim, positions.device)
+
+
+def _long_frequencies(positions: Tensor, rotary_dim: int, base: float, scaling: LongRopeScaling) -> Tensor:
+    """Return frequencies by token, (..., length, rotary_dim // 2), which depend on the length of its document."""
+    plain = rope_frequencies(rotary_dim, base, device=positions.device)
+    short, long = (plain / torch.tensor(factors, device=positions.device) for factors in (scaling.short, scaling.long))
+    is_long = document_lengths(positions) > scaling.original_max_position_embeddings
+    return torch.where(is_long.unsqueeze(-1), long, short)
+
+
+def document_lengths(positions: Tensor) -> Tensor:
+    """
+    Return the length of each token's document: its last position plus 1, like positions (..., length).
+
+    Positions grow inside a document, and restart in the next one.
+    """
+    length = positions.shape[-1]
+    tokens = torch.arange(length, device=positions.device).expand(positions.shape)
+    is_last = torch.ones_like(positions, dtype=torch.bool)
+    is_last[..., :-1] = positions[..., 1:] <= positions[..., :-1]
+    # The last token at or after each token, as a running minimum from the end.
+    last = tokens.where(is_last, length).flip(-1).cummin(-1).values.flip(-1)
+    return positions.gather(-1, last) + 1
 
 
 def _yarn_weights(rotary_dim: int, base: float, yarn: YarnScaling, device: torch.device | str | None) -> Tensor:

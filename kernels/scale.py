@@ -9,12 +9,12 @@ from torch import Tensor
 from drawloom.kernels.operation import why_no_triton
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = ()) -> Tensor:
+def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (), write: bool = True) -> Tensor:
     """
     Multiply tensors (any shapes and float dtypes) in place by a factor, float64 () on their device.
 
     Every product is rounded once. Returns the products' sum of squares, float64 () on the device, over the tensors
-    whose flag in `counted` is True; without flags, no tensor is counted.
+    whose flag in `counted` is True; without flags, no tensor is counted. If `write` is False, no tensor is changed.
     """
     counted = counted or [False] * len(tensors)
     total = torch.zeros_like(factor)
@@ -25,11 +25,12 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (
                 tensor.dtype == dtype and (has_triton and tensor.is_contiguous()) == by_triton for tensor in tensors
             ]
             if any(chosen):
-                total += _implementation(by_triton)([*compress(tensors, chosen)], factor, (*compress(counted, chosen),))
+                implementation, flags = _implementation(by_triton), (*compress(counted, chosen),)
+                total += implementation([*compress(tensors, chosen)], factor, flags, write)
     return total
 
 
-def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...]], Tensor]:
+def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...], bool], Tensor]:
     if not by_triton:
         return scale_eager
     from drawloom.kernels.triton.scale import scale_triton
@@ -37,10 +38,12 @@ def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tupl
     return scale_triton
 
 
-def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool]) -> Tensor:
+def scale_eager(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool], write: bool = True) -> Tensor:
     """
     Compute `scale` for tensors with one dtype and one flag per tensor; products with 16-bit numbers are in float32.
     """
+    if not write:
+        tensors, counted = [tensor.clone() for tensor in compress(tensors, counted)], [True] * sum(counted)
     if tensors and tensors[0].dtype.itemsize >= 4:
         torch._foreach_mul_(list(tensors), factor.to(tensors[0].dtype))
     else:

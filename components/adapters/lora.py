@@ -32,8 +32,9 @@ class Lora:
         check=no_pattern,
         impact="incompatible",
         doc=(
-            'patterns for module names in transformers, or their ends: "q_proj", "layers.[0-3].mlp.*"; for '
-            'experts "experts", "experts.gate_up_proj" or "experts.down_proj"'
+            'patterns for module names in transformers, or their ends: "q_proj", "layers.[0-3].mlp.*", also parts of '
+            'joined modules, such as "q_proj" of "qkv_proj"; for experts "experts", "experts.gate_up_proj" or '
+            '"experts.down_proj"'
         ),
     )
     rank: int = setting(
@@ -59,7 +60,7 @@ class Lora:
         return LoraForm(self.rank, scale, self.dropout, self.dora)
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Replace the layers matching a pattern. Raises UserError for a layer that is trained already."""
+        """Replace the layers matching a pattern. Raises UserError if a layer is trained already."""
         matched: set[str] = set()
         for name, layer in list(module.named_modules()):
             targets_by_name = {target_name: matching(target_name, self.targets) for target_name in _names(name, layer)}
@@ -104,4 +105,6 @@ def _names(name: str, layer: nn.Module) -> list[str]:
     """Return the names by which patterns can match a layer; [] for layers unsupported in LoRA."""
     if isinstance(layer, Experts):
         return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
+    if isinstance(layer, Linear) and layer.joined_name is not None:
+        return [name, layer.joined_name]
     return [name] if type(layer) in (Linear, Embedding) or isinstance(layer, AdaptedLayer) else []

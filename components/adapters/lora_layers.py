@@ -77,6 +77,7 @@ class LoraLinear(Linear, AdaptedLayer):
             uneven=base.uneven,
         )
         self.weight, self.bias = base.weight, base.bias
+        self.joined_name = base.joined_name
         self.form = form
         self.lora_A = factor(form.rank, inputs, like=base.weight)
         self.lora_B = factor(outputs, form.rank, like=base.weight)
@@ -93,9 +94,8 @@ class LoraLinear(Linear, AdaptedLayer):
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low, self.lora_B) * self.form.scale
         if self.form.dora:
-            scale = dora_scale(
-                self.weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._row_ranks
-            )
+            weight = self.dense_weight(self.weight)
+            scale = dora_scale(weight, self.lora_A, self.lora_B, self.form.scale, self.lora_magnitude, self._row_ranks)
             plain = self.multiply(dropped) if dropped is not x or self.bias is not None else y
             change = (scale - 1).to(y.dtype) * plain + scale.to(y.dtype) * change
         return y + change.to(y.dtype)
@@ -128,7 +128,7 @@ class LoraLinear(Linear, AdaptedLayer):
             fill(f"{name}.lora_A", self.lora_A, initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
-                weight = ModelParameter(self.weight).whole()
+                weight = self.dense_weight(ModelParameter(self.weight).whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._row_ranks.sum(squares).sqrt())
@@ -138,7 +138,7 @@ class LoraLinear(Linear, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b, *magnitude = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b, *magnitude = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (b @ a)
             if magnitude:
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
@@ -197,7 +197,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (a @ b.T)
             return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
 
@@ -273,7 +273,7 @@ class LoraExperts(Experts, AdaptedLayer):
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             return [torch.baddbmm(w, b, a, alpha=self.form.scale).to(tensors[0].dtype)]
 
         groups = []
@@ -306,7 +306,7 @@ class LoraExperts(Experts, AdaptedLayer):
         return [self.form.low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
-def wide(tensor: Tensor) -> torch.dtype:
+def wider_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype to merge a tensor in: at least float32, because changes are small relative to the weight."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from drawloom.components.adapters.lora_layers import PEFT, LoraForm, factor, initial_std, wide
+from drawloom.components.adapters.lora_layers import PEFT, LoraForm, factor, initial_std, wider_dtype
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
@@ -66,7 +66,7 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wide(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
             return [(w + self.form.scale * (b @ a)).to(tensors[0].dtype), tensors[0]]
 
         table = f"{EMBEDDING}.weight"

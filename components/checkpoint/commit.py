@@ -159,13 +159,13 @@ def discard(checkpoints: Iterable[Path]) -> None:
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
-    for name in durable_files.names(checkpoints):
+    for name in durable_files.list_names(checkpoints):
         if name.startswith((TEMP, TRASH)):
             durable_files.remove_folder(checkpoints / name)
 
 
 def _free_name(checkpoint: Path) -> Path:
-    used_names, number = set(durable_files.names(checkpoint.parent)), 1
+    used_names, number = set(durable_files.list_names(checkpoint.parent)), 1
     while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1
     return checkpoint.with_name(name)

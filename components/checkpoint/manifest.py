@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage.durable_files import names
+from drawloom.components.storage.durable_files import list_names
 from drawloom.components.storage.regular_file import ContentMismatchError, open_verified, read_file
 from drawloom.components.storage.sha256_stream import Content, count_blocks
 from drawloom.components.storage.strict_json import checksum, parse
@@ -69,7 +69,7 @@ class Manifest:
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return all committed checkpoint folders, valid or not, ordered by step."""
-    return sorted((checkpoints / name for name in names(checkpoints) if STEP.fullmatch(name)), key=step_of)
+    return sorted((checkpoints / name for name in list_names(checkpoints) if STEP.fullmatch(name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -114,7 +114,7 @@ def all_blocks(manifest: Manifest) -> dict[str, list[int]]:
 
 def faults_of_folder(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Describe missing files, and files missing from the manifest."""
-    present, listed = set(names(checkpoint)), {*manifest.files, MANIFEST}
+    present, listed = set(list_names(checkpoint)), {*manifest.files, MANIFEST}
     yield from (f"{name} is missing" for name in sorted(listed - present))
     yield from (f"{name} is not in the manifest" for name in sorted(present - listed))
 

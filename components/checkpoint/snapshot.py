@@ -77,7 +77,7 @@ class ShardPlan:
         }
         return cls([name for name in states if name not in (*local, *own)], local, sharded, group.rank)
 
-    def take(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
+    def take_snapshot(self, states: Mapping[str, Stateful], step: Step, stager: Stager | None = None) -> Snapshot:
         """
         Return this rank's part of the state; a stager copies it, so the state may change while it is
         written.

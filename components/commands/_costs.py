@@ -5,7 +5,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any, Literal
 
-from drawloom.components.commands._recipes import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.calibrate import at_hand
@@ -44,20 +44,22 @@ def parse(text: str) -> Given:
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source that `--costs` selects. Raises UserError for a plan without a recipe."""
+    """Return the cost source selected by `--costs`. Raises UserError for a plan without a recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
-        return Traced(of_run(options.costs, project))
+        return Traced(read_run(options.costs, project))
     if recipe is None:
         raise UserError("--costs plan is the plan of a recipe; write a recipe, or costs such as F=1,I=1,W=1", 2)
     return Planned(recipe, device_model(options.device) if options.device else at_hand())
 
 
-def of_run(folder: Path, project: Project) -> TracedStep:
+def read_run(folder: Path, project: Project) -> TracedStep:
     """Read a run's traced step, matched with its recipe's program."""
     pipeline = Pipeline.of(Recipe.load(folder, project=project))
-    return read_traced_step(folder, pipeline.schedule.program(pipeline.ranks, needed(pipeline.microbatches)))
+    return read_traced_step(
+        folder, pipeline.schedule.program(pipeline.ranks, require_microbatches(pipeline.microbatches))
+    )
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:

@@ -27,14 +27,16 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     Return the faults in a run's recorded rows, and a summary.
 
     The recipe in the run folder and the newest checkpoint determine each step's rows. Row contents come from the
-    present data, which must equal the data of the training run.
+    present data, and it must equal the training run's data.
     """
     recorded, damage = _read_digests(run)
     recipe = Recipe.load(run, project=project)
     graph = recipe.graph.require_valid()
     rows, data, mesh = (only(graph, port) for port in (PackedDataset, TrainingData, Mesh))
     if graph.nodes[data].spec.cls is not Loader:
-        raise UserError(f"[{data}] is not a data.loader, so the rows that it should have given are unknown", 2)
+        raise UserError(
+            f"[{data}] is not a data.loader, and no other node's rows can be audited; audit a run with data.loader", 2
+        )
     # the rows of a step are the same on any number of ranks
     one_rank = fake(Mesh, sizes=PerDimension(), indices=PerDimension.of_first_rank())
     with recipe.with_values({data: {"workers": 0}}).open(data, replacements={mesh: one_rank}) as objects:
@@ -89,7 +91,7 @@ def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader
 
 
 def _counts(source: RowSource, seen: Counter[int]) -> str:
-    """Return a text with the number of times that a source's rows were seen."""
+    """Return a text on how often a source's rows were seen."""
     own = range(source.first, source.first + source.rows)
     rows_by_times = Counter(times for row, times in seen.items() if row in own)
     counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(rows_by_times.items())]
@@ -106,7 +108,10 @@ def _read_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
         step, part = row["step"], row["part"]
         digests = parts.setdefault(step, {}).setdefault(part, row["rows"])
         if digests != row["rows"]:
-            raise UserError(f"step {step}: two ranks with the same part of the data have recorded other rows")
+            raise UserError(
+                f"step {step}: two ranks with the same data-parallel index {part} recorded different rows; give "
+                "every rank the same corpus, tokenizer and seed"
+            )
         expected[step] = row["parts"]
     if not parts:
         raise UserError(

@@ -10,7 +10,7 @@ from drawloom.components.planning.checkpoint_interval import Interval
 from drawloom.components.planning.plan import Plan
 from drawloom.components.planning.remedies import Remedy, remedies_text, remedy_data
 from drawloom.components.planning.search import PlanChoice, search_text
-from drawloom.components.planning.text import as_data, as_text
+from drawloom.components.planning.text import as_data, format_plan
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, internal, output, output_class
 
@@ -99,7 +99,7 @@ class PlanResult(PlanData, Result):
     def of(cls, plan: Plan, remedies: Sequence[Remedy], saves: Interval | None) -> "PlanResult":
         """Describe a plan."""
         parts = [
-            as_text(plan),
+            format_plan(plan),
             *([] if plan.fits else [remedies_text(remedies)]),
             *([] if saves is None else [str(saves)]),
         ]

@@ -1,4 +1,6 @@
-"""Recipe look-ups shared by commands: a port's only node, and the pipeline."""
+"""Recipe options and look-ups shared by commands: overlays, a port's only node, and the pipeline."""
+
+import argparse
 
 import attrs
 
@@ -26,6 +28,13 @@ class Pipeline:
         ranks = mesh_sizes(graph).pipeline
         with recipe.open(name) as opened:
             return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, microbatches_of(graph))
+
+
+def add_overlays(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--overlay`, and describe single values in the epilog."""
+    help = "merge this recipe over RECIPE; may be repeated"
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help=help)
+    parser.epilog = "Set single values with node.key=value."
 
 
 def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
@@ -59,7 +68,7 @@ def microbatches_of(graph: Graph) -> int | None:
     return None
 
 
-def needed(microbatches: int | None) -> int:
+def require_microbatches(microbatches: int | None) -> int:
     """Return the microbatch count. Raises UserError if it is unknown."""
     if microbatches is None:
         raise UserError("the number of microbatches is unknown; write it, such as --microbatches 8", 2)

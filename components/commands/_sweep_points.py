@@ -179,7 +179,7 @@ def _axis(word: str) -> Axis:
     key, _, text = word.partition("=")
     if match := INTERVAL.fullmatch(text.strip()):
         return Axis(key, [], _interval(word, float(match[1]), float(match[2]), match[3]))
-    return Axis(key, [value for part in _split(text) for value in _expand(key, part)])
+    return Axis(key, [value for part in _split(text) for value in _expand_range(key, part)])
 
 
 def _interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
@@ -208,13 +208,16 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _expand(key: str, text: str) -> list[str]:
+def _expand_range(key: str, text: str) -> list[str]:
     """Return the whole numbers of a range such as 0..2, with both ends, or the text alone."""
     if not (match := RANGE.fullmatch(text.strip())):
         return [text.strip()]
     first, last = int(match[1]), int(match[2])
-    if not first <= last < first + MAX_POINTS:
+    if last < first:
         raise UserError(f"{key}={text} is not a range; write the smaller number first, such as 0..2", 2)
+    if last >= first + MAX_POINTS:
+        count = f"{last - first + 1:,} values, and at most {MAX_POINTS:,} are possible"
+        raise UserError(f"{key}={text} has {count}; write a shorter range", 2)
     return [str(number) for number in range(first, last + 1)]
 
 

@@ -27,10 +27,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Add arguments for the run folder and its checkpoint."""
     help = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=run_folder, help=help)
-    parser.add_argument("--average", action="store_true", help="use the averaged weights (phases.ema)")
+    parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    which.add_argument("--step", type=int, metavar="N", help="use the checkpoint after this step (default: newest)")
+    which.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
 
 
 def run_folder(text: str) -> Path | str:
@@ -157,10 +157,14 @@ def _text(path: Path) -> str:
         return file.read(0, file.size).decode("utf-8")
 
 
+FOLDER_MODELS = ("model.auto", "model.transformers")
+"""Components that load the weights of the folder `path`, unless `weights` is false."""
+
+
 def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
     """Remove the stages' initial weights, except with adapters, whose checkpoints lack the frozen weights."""
     model = data.get(str(stages.get("model")).removeprefix("@"), {})
-    if model.get("use") == "model.auto":
+    if model.get("use") in FOLDER_MODELS:
         if model.get("weights", True):
             stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
         model["weights"] = False

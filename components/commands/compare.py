@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
 from drawloom.components.commands._options import output_file, writing
-from drawloom.components.report.page import page
+from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import Drawings, RunRecord, names_of, read_run
 from drawloom.components.report.run_table import find_runs
 from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, group_seeds, last_common_step
@@ -101,7 +101,7 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
         raise UserError(f"--metric {unknown[0]}: the runs have no common step with it; they have {', '.join(known)}", 2)
     if options.to is not None:
         with writing(options.to):
-            replace_file(options.to, page(runs).encode())
+            replace_file(options.to, render_page(runs).encode())
     return CompareResult(
         groups=[_describe(group, ends) for group in groups],
         last_steps=ends,

@@ -7,7 +7,7 @@ from pathlib import Path
 from drawloom.components.commands._data_audit import audit
 from drawloom.components.commands._data_show import RowData, SplitData, read_row, read_splits, row_text, statistics
 from drawloom.components.commands._options import integer
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._recipes import add_overlays, only
 from drawloom.components.data.store.store import Store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import PackedDataset
@@ -20,14 +20,26 @@ from drawloom.graph.project import Project, Recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("action", choices=("show", "audit", "verify"), help="the action")
-    parser.add_argument("subject", metavar="RECIPE|RUN|STORE", help="a recipe to show, a run to audit, or a store")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--row", type=integer(0), action="append", default=[], metavar="N", help="show a row, from 0")
     parser.add_argument(
-        "--split", choices=("train", "validation"), default="train", help="the split of the rows (default train)"
+        "action", choices=("show", "audit", "verify"), help="show rows and statistics, audit a run, or verify a store"
     )
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument(
+        "subject",
+        metavar="RECIPE|RUN|STORE",
+        help="a recipe to show, a run folder to audit, or a token store to verify",
+    )
+    add_overlays(parser)
+    parser.add_argument(
+        "--row",
+        type=integer(0),
+        action="append",
+        default=[],
+        metavar="N",
+        help="show this row, counted from 0; may be repeated",
+    )
+    parser.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="split to show (default: train)"
+    )
 
 
 @output_class

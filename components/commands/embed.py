@@ -33,16 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the safetensors file to write")
     parser.add_argument(
-        "--layers", nargs="+", type=int, default=[-1], metavar="N", help="0: the embedding; -1: the last (default -1)"
+        "--to", type=output_file, metavar="FILE", required=True, help="safetensors file to write; it must not exist"
     )
     parser.add_argument(
-        "--pool", choices=POOLS, default="mean", help="over all tokens of a document, or that of one (default mean)"
+        "--layers",
+        nargs="+",
+        type=int,
+        default=[-1],
+        metavar="N",
+        help="layers: 0 is the embedding, -1 the last (default: -1)",
     )
-    parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
-    parser.add_argument("--context", type=integer(), default=1024, help="most tokens of a document (default 1024)")
-    parser.add_argument("--rows", type=integer(), default=8, help="documents that are computed together (default 8)")
+    parser.add_argument(
+        "--pool",
+        choices=POOLS,
+        default="mean",
+        help="mean over a document's tokens, or its first or last token (default: mean)",
+    )
+    parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
+    parser.add_argument(
+        "--context", type=integer(), default=1024, metavar="N", help="first tokens of a document (default: 1024)"
+    )
+    parser.add_argument("--rows", type=integer(), default=8, metavar="N", help="documents per batch (default: 8)")
 
 
 @output_class

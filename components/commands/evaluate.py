@@ -31,9 +31,9 @@ MAX_LOADED = 16  # microbatches that are in memory together
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    help = "text, JSON-lines, Parquet or Arrow files, measured document by document; default: the validation rows"
+    help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
-    help = "tokens by which the window moves over a document of --corpus longer than a row; default: half a row"
+    help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
     parser.add_argument("--stride", type=integer(), metavar="N", help=help)
 
 

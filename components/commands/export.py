@@ -15,7 +15,7 @@ from drawloom.graph.project import Project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="the folder to write; it must not exist")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to write; it must not exist")
 
 
 @output_class

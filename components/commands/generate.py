@@ -16,14 +16,24 @@ from drawloom.graph.project import Project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the beginning of the text")
-    parser.add_argument("--tokens", type=integer(), default=200, help="most tokens to sample (default 200)")
-    parser.add_argument("--context", type=integer(), default=256, help="tokens of context for the model (default 256)")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
     parser.add_argument(
-        "--temperature", type=temperature, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)"
+        "--tokens", type=integer(), default=200, metavar="N", help="most tokens to sample (default: 200)"
     )
-    parser.add_argument("--top-k", type=integer(), default=None, help="sample from the K most likely tokens only")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    parser.add_argument(
+        "--context", type=integer(), default=256, metavar="N", help="most tokens the model sees (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=temperature,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=integer(), metavar="K", help="sample only from the K most likely tokens (default: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling (default: 0)")
 
 
 @output_class

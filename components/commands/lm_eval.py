@@ -21,17 +21,23 @@ from drawloom.graph.project import Project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     add_run(parser)
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="names of tasks or groups of tasks")
-    parser.add_argument("--include", action="append", type=Path, metavar="DIR", help="a folder with tasks in YAML")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="tasks, or groups of tasks, by name")
     parser.add_argument(
-        "--fewshot", type=integer(0), metavar="N", help="examples before a question; the task's by default"
+        "--include",
+        action="append",
+        type=Path,
+        metavar="DIR",
+        help="also use the tasks in this folder, in YAML; may be repeated",
     )
-    parser.add_argument("--limit", type=integer(), metavar="N", help="take the first N questions of each task")
     parser.add_argument(
-        "--context", type=integer(), default=1024, help="tokens of context for the model (default 1024)"
+        "--fewshot", type=integer(0), metavar="N", help="examples before each question (default: the task's)"
     )
-    parser.add_argument("--rows", type=integer(), default=8, help="texts that are computed together (default 8)")
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results as JSON")
+    parser.add_argument("--limit", type=integer(), metavar="N", help="ask only the first N questions of each task")
+    parser.add_argument(
+        "--context", type=integer(), default=1024, metavar="N", help="most tokens the model sees (default: 1024)"
+    )
+    parser.add_argument("--rows", type=integer(), default=8, metavar="N", help="texts per batch (default: 8)")
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="write all results to this file, as JSON")
 
 
 @output_class

@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import JSON, Result, output, output_class
@@ -113,9 +114,8 @@ MAX_POINTS = 2000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a run folder")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder")
+    add_overlays(parser)
 
 
 @output_class

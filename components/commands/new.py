@@ -35,8 +35,8 @@ name = {quoted}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("name", metavar="NAME", help="of the run; the recipe is NAME.toml, which must not exist")
-    help = "a shipped recipe, or the path of another (default first_run)"
+    parser.add_argument("name", metavar="NAME", help="name of the run; NAME.toml is written, and must not exist")
+    help = "extend this recipe: a path, or a shipped name (default: first_run)"
     parser.add_argument("--from", dest="base", metavar="RECIPE", default="first_run", help=help)
 
 
@@ -48,7 +48,7 @@ class NewResult(Result):
     extends: str = output("recipe that it extends")
 
     def render(self, format: str) -> str:
-        """Return one line that says how to run the recipe."""
+        """Return one line on how to run the recipe."""
         return f"{self.path} extends {self.extends}; `drawloom run {self.path}` trains it"
 
 

@@ -6,12 +6,13 @@ import re
 
 from drawloom.components.commands._options import output_file, writing
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, here
-from drawloom.components.planning.checkpoint_interval import Interval, interval
+from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import remedies
+from drawloom.components.planning.remedies import find_remedies
 from drawloom.components.planning.search import search, search_text
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -21,22 +22,23 @@ from drawloom.graph.project import Project, Recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a recipe")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="processes; as few as the mesh can have if left out")
-    devices = "h100, h200, a100, b200, mi300x or cpu, or a TOML file; the device at hand if left out"
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder"
+    )
+    add_overlays(parser)
+    parser.add_argument("--ranks", type=_count, metavar="N", help="processes (default: the fewest the mesh allows)")
+    devices = "h100, h200, a100, b200, mi300x, cpu, or a TOML file (default: this machine's device)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
-    help = "measure the device at hand, which takes less than a minute, and keep that for later plans"
+    help = "measure this machine's device in less than a minute, and use the result in later plans"
     parser.add_argument("--calibrate", action="store_true", help=help)
-    help = "with --ranks: the best ten meshes, microbatches, schedules and policies of recomputation"
+    help = "with --ranks: list the ten fastest meshes with microbatches, schedule and recomputation"
     parser.add_argument("--search", action="store_true", help=help)
-    help = "mean hours between failures of one node: propose how often to save a checkpoint"
+    help = "mean time between failures of one node, in hours; recommends how often to save"
     parser.add_argument("--mtbf", type=_positive, metavar="HOURS", help=help)
-    help = "with --mtbf: seconds for which a save keeps the run waiting; estimated from its bytes if left out"
+    help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
     parser.add_argument("--save-seconds", type=_positive, metavar="SECONDS", help=help)
-    help = "with --search: write the best one as an overlay"
+    help = "with --search: write the fastest as an overlay to this file"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
-    parser.epilog = "Set single values with node.key=value."
 
 
 def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
@@ -56,7 +58,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
     if options.to is not None:
         raise UserError("--to is for the best plan of a search; write --search, too", 2)
     planned = plan(recipe, device, options.ranks)
-    helpful = [] if planned.fits else remedies(recipe, planned)
+    helpful = [] if planned.fits else find_remedies(recipe, planned)
     return PlanResult.of(planned, helpful, _saves(options, recipe, planned))
 
 
@@ -71,7 +73,7 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
         if options.save_seconds is not None:
             raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
         return None
-    return interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
+    return propose_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
 def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:

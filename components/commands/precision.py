@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, positive_number, writing
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._recipes import add_overlays, only
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import LinearLayer
@@ -30,18 +30,19 @@ MIN_MEDIAN = 1e-12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe that trains on one device")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
+    add_overlays(parser)
+    parser.add_argument(
+        "--steps", type=integer(0), default=20, metavar="N", help="training steps before measuring (default: 20)"
+    )
     parser.add_argument(
         "--tolerance",
         type=positive_number,
         default=3.0,
         metavar="X",
-        help="exclude layers whose error is more than X times the median (default 3)",
+        help="exclude layers whose error exceeds X times the median (default: 3)",
     )
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="the overlay to write (default: print it)")
-    parser.epilog = "Set single values with node.key=value."
+    parser.add_argument("--to", type=output_file, metavar="FILE", help="overlay to write (default: print it)")
 
 
 @output_class
@@ -93,7 +94,7 @@ class Evidence:
     loss: float
     seconds: float
 
-    def excluded(self, tolerance: float) -> list[str]:
+    def find_excluded(self, tolerance: float) -> list[str]:
         """Return the layers whose error is more than `tolerance` times the median."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
@@ -105,16 +106,17 @@ def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolera
 
 
 def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
-    together, excluded = evidence.together, evidence.excluded(tolerance)
+    together, excluded = evidence.together, evidence.find_excluded(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
     yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."
     count = f"{len(excluded)} of {len(evidence.alone)} layers"
     yield f"# Excluded: {count}, those with more than {tolerance:g} times the median error."
     yield "#"
-    yield "# error of the gradient and change of the loss with float8 in one layer alone, largest error first:"
+    yield "# error of the gradient, and change of the loss and of the time, with float8 in one layer alone, largest"
+    yield "# error first; layers with one input, and whole feed-forward networks, save more time together:"
     for name, effect in sorted(evidence.alone.items(), key=lambda item: -item[1].error):
-        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {name}"
+        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - evidence.seconds):+8.3f} ms {name}"
     yield ""
     yield f"[{node}]"
     yield 'compute = "bfloat16"'
@@ -166,7 +168,7 @@ def _set_format(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
 
 @attrs.frozen
 class _Probe:
-    """Passes over the same microbatches, with float8 in different layers."""
+    """Measurement of float8's effects: passes over the same microbatches, with float8 in different layers."""
 
     parameters: Parameters
     executor: Executor
@@ -183,6 +185,8 @@ class _Probe:
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
         effect([*self.layers.values()])
+        for layer in {layer.weight.shape: layer for layer in self.layers.values()}.values():
+            effect([layer])  # compiles the casts of its shape
         together = effect([*self.layers.values()])
         return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 

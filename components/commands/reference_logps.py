@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, writing
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, batch_of
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -25,13 +26,12 @@ from drawloom.graph.project import Project, Recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with loss.dpo")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the JSON-lines file to write")
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe with loss.dpo: a path, or a shipped name")
+    add_overlays(parser)
+    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="JSON-lines file to write")
     parser.add_argument(
-        "--pairs", type=integer(), default=8, metavar="N", help="pairs that are computed together (default 8)"
+        "--pairs", type=integer(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
     )
-    parser.epilog = "Set single values with node.key=value."
 
 
 @output_class

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.commands._options import output_file, writing
-from drawloom.components.commands._recipes import Pipeline, needed
+from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule
-from drawloom.components.report.page import page
+from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
@@ -21,8 +21,10 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="such as runs/first_run")
-    help = f"output file (default: {REPORT} in the run folder, or in the current folder for several runs)"
+    parser.add_argument(
+        "run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="a run folder, such as runs/first_run"
+    )
+    help = f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
@@ -51,7 +53,7 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
         for folder, name in zip(folders, names_of(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
-    content = page(runs).encode()
+    content = render_page(runs).encode()
     with writing(target):
         replace_file(target, content)
     return ReportResult(target, len(content), [run.name for run in runs])
@@ -82,4 +84,4 @@ def _drawings(project: Project, folder: Path) -> Drawings:
 
 def _schedule(recipe: Recipe) -> str:
     pipeline = Pipeline.of(recipe)
-    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, needed(pipeline.microbatches))
+    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))

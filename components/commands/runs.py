@@ -20,11 +20,11 @@ MAX_VALUE_LENGTH = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    help = "folder whose runs are listed, with those of its subfolders (default: runs)"
+    help = "folder with run folders, at any depth (default: runs)"
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"), help=help)
-    help = "order by a column, such as best, or by a differing setting, such as optimizer.lr (default: run)"
+    help = "sort by a column, such as best, or by a differing setting, such as optimizer.lr (default: run)"
     parser.add_argument("--sort", metavar="COLUMN", default="run", help=help)
-    parser.add_argument("--reverse", action="store_true", help="largest first")
+    parser.add_argument("--reverse", action="store_true", help="sort in descending order")
     parser.add_argument("--state", choices=get_args(State), help="list only runs in this state")
 
 

@@ -11,7 +11,7 @@ import attrs
 
 from drawloom.components.commands import _costs
 from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._recipes import Pipeline, mesh_sizes, needed
+from drawloom.components.commands._recipes import Pipeline, add_overlays, mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
@@ -20,7 +20,7 @@ from drawloom.components.pipeline.program.notation import write_csv
 from drawloom.components.pipeline.program.timing import DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, several
+from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, compare, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import CostSource, Traced, Units
@@ -44,32 +44,37 @@ MAX_RANKS, MAX_WORK = 1000, 50_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    known = "a recipe, with --ranks a schedule, or a CSV file of torch.distributed.pipelining"
+    known = "a recipe; with --ranks also the name of a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    several = "with --compare several, such as 4,8"
-    help = f"pipeline ranks; the recipe's mesh if left out; {several}"
+    add_overlays(parser)
+    help = "pipeline ranks (default: the recipe's); with --compare also several, such as 4,8"
     parser.add_argument("--ranks", type=integers, metavar="N", help=help)
-    help = f"in a step; the recipe's batch if left out; {several}"
+    help = "microbatches per step (default: the recipe's); with --compare also several, such as 4,8"
     parser.add_argument("--microbatches", type=integers, metavar="N", help=help)
-    parser.add_argument("--stages-per-rank", type=integer(), metavar="N", help="the schedule's own number if left out")
-    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
-    costs = "of all layers of a rank, in any unit: B is I + W if left out, a message takes comm, and with "
-    costs += "mesh.data_shard unshard gathers parameters and reduce sums gradients; or in seconds, as `drawloom plan` "
-    costs += "plans them, or as a run with listeners.profiler has traced them"
-    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
-    devices = "with --costs plan: as in `drawloom plan`; the device at hand if left out"
-    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
-    help = "draw the traced step of a run under its schedule, simulated with the costs of that step"
-    parser.add_argument("--run", type=Path, metavar="RUN_FOLDER", help=help)
     parser.add_argument(
-        "--channels", choices=get_args(Channels), default="free", help="which messages contend for a channel"
+        "--stages-per-rank", type=integer(), metavar="N", help="stages per rank (default: the schedule's)"
     )
-    parser.add_argument("--forward-only", action="store_true", help="the program of evaluation and generation")
+    known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
+    costs = (
+        "costs of a rank's layers in any unit: forward (F), input gradients (I), weight gradients (W), whole backward "
+    )
+    costs += (
+        "(B, default I + W), a message (comm), and with mesh.data_shard gathering parameters (unshard) and reducing "
+    )
+    costs += "gradients (reduce); or seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
+    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
+    devices = "with --costs plan: the device, as for `drawloom plan` (default: this machine's)"
+    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
+    help = "draw the simulation of a run's schedule with traced costs, and the traced step below it"
+    parser.add_argument("--run", type=Path, metavar="RUN_FOLDER", help=help)
+    help = "messages that wait for each other: none (free, default), from one rank to another (direction), between two "
+    help += "ranks (pair), all of a rank (rank), or all, while the rank does nothing else (blocking)"
+    parser.add_argument("--channels", choices=get_args(Channels), default="free", help=help)
+    parser.add_argument("--forward-only", action="store_true", help="simulate evaluation and generation")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="a table of all schedules, and of NAME, with the costs of a RECIPE if given",
+        help="print a table of all schedules, and NAME, with the costs of RECIPE if there is one",
     )
     parser.epilog = "Set single values with node.key=value; in a schedule by its name, the node is called schedule."
 
@@ -168,7 +173,7 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
             raise UserError(f"--{name} {','.join(map(str, values))}: several are compared; add --compare", 2)
         setattr(options, name, values[0])
     summary = _summary(options, project)
-    measured = None if options.run is None else _costs.of_run(options.run, project).simulation
+    measured = None if options.run is None else _costs.read_run(options.run, project).simulation
     return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
@@ -184,7 +189,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
         _spec(project, name)  # report a misspelt name before missing options
-        size = Size(options.ranks, needed(options.microbatches))
+        size = Size(options.ranks, require_microbatches(options.microbatches))
         source = _costs.source(options, project, None)
         return _simulate(options, name, _by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
@@ -195,7 +200,7 @@ def _summary(options: argparse.Namespace, project: Project) -> Summary:
     recipe = _recipe(options, project)
     pipeline = Pipeline.of(recipe)
     _check_stages(options, pipeline.use, pipeline.schedule, pipeline.ranks)
-    size = Size(pipeline.ranks, needed(options.microbatches or pipeline.microbatches))
+    size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
     source = _costs.source(options, project, recipe)
     sharding = _sharding(recipe.graph) if isinstance(source, Units) else None
     return _simulate(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
@@ -245,7 +250,7 @@ def _comparison(options: argparse.Namespace, project: Project) -> ComparisonResu
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
     names = list(dict.fromkeys([*_complete(project), *named]))
     ranks = options.ranks or [pipeline.ranks if pipeline else 1]
-    microbatches = options.microbatches or [needed(pipeline.microbatches if pipeline else None)]
+    microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
     tables = {size: list(_simulate_all(options, project, names, source, size)) for size in sizes}
     titled = [f"{size}\n{compare(rows)}" if len(tables) > 1 else compare(rows) for size, rows in tables.items()]
@@ -335,7 +340,7 @@ class Size:
     microbatches: int
 
     def __str__(self) -> str:
-        return f"{several(self.ranks, 'rank')}, {several(self.microbatches, 'microbatch', 'es')}"
+        return f"{format_count(self.ranks, 'rank')}, {format_count(self.microbatches, 'microbatch', 'es')}"
 
 
 class _Unsuitable(UserError):

@@ -14,6 +14,7 @@ import attrs
 
 from drawloom.components.commands._options import integer, output_file, writing
 from drawloom.components.commands._process_pool import forwarding
+from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.commands._slurm import array_script
 from drawloom.components.commands._sweep_points import Point, points_of
 from drawloom.components.commands.runs import as_text
@@ -92,9 +93,7 @@ class SweepResult(Result):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    parser.add_argument(
-        "--overlay", action="append", default=[], metavar="FILE", help="merge this recipe over RECIPE; may be repeated"
-    )
+    add_overlays(parser)
     help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
     parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
     parser.add_argument("--random", type=integer(), metavar="N", help="N random points instead of the grid")

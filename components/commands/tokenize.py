@@ -20,12 +20,12 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, or URLs that fsspec reads")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the store's folder")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json (default: bytes)")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, or URLs (fsspec)")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (default: one token per byte)")
     parser.add_argument("--end-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's)")
-    parser.add_argument("--field", default="text", help="the field or column with the text (default text)")
-    parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
+    parser.add_argument("--workers", type=integer(), metavar="N", help="processes (default: one per core)")
 
 
 @output_class

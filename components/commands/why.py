@@ -137,8 +137,8 @@ def _causes(
             trace = replayer.replay(edited, start, difference.step)
         except (RecipeError, UserError):  # this edit needs others
             continue
-        found = first_difference(one, trace)
-        if found is not None and (found.step, found.phase) == (difference.step, difference.phase):
+        replayed = first_difference(one, trace)
+        if replayed is not None and (replayed.step, replayed.phase) == (difference.step, difference.phase):
             yield key
 
 
@@ -207,7 +207,7 @@ class Pair:
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the metrics that differ."""
+    """Return the differing metrics."""
     return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
 
 

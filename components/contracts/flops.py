@@ -12,11 +12,13 @@ def operations_are_numbers_above_zero(model: CountsFlops) -> None:
     expect(bool(flops.by_parameter), "no parameter takes an operation")
     for name, count in (*flops.by_parameter.items(), *flops.per_pair.items()):
         expect(0 < count < math.inf, f"{name} takes {count} operations")
+    expect(0 <= flops.per_token < math.inf, f"a token takes {flops.per_token} operations beside parameters")
 
 
 def frozen_parameters_cost_a_third_less(model: CountsFlops) -> None:
     """A step without gradients of weights computes two of three matrix products."""
     flops = model.forward_flops()
     pairs = dict.fromkeys(flops.per_pair, 0)
-    trained, frozen = flops.of_training(1, pairs), flops.of_training(1, pairs, flops.by_parameter.keys())
+    both = flops.of_training(1, pairs), flops.of_training(1, pairs, flops.by_parameter.keys())
+    trained, frozen = (count - 3 * flops.per_token for count in both)
     expect(math.isclose(3 * frozen, 2 * trained), f"{frozen} operations with frozen weights, {trained} with trained")

@@ -42,7 +42,7 @@ class Conversations(ChatCorpus):
             for part, part_weights in self._rows_to_train(messages, weights)
         ]
 
-    def nothing_trained(self) -> str:
+    def nothing_trained_message(self) -> str:
         return f"no line has a turn to train; roles has {', '.join(self.roles) or 'none'}"
 
     def _read_messages(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:

@@ -47,7 +47,7 @@ class LengthStage:
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
 
-def cut(batch: TokenBatch, length: int) -> TokenBatch:
+def truncate_rows(batch: TokenBatch, length: int) -> TokenBatch:
     """
     Split every document in a batch into documents with at most `length` tokens.
 
@@ -136,7 +136,7 @@ class Loader:
     def shorten(self, batch: Batch, step: int) -> Batch:
         """Cut a batch's documents to the step's maximum length."""
         length = self.length_at(step)
-        return batch if length is None else cut(token_batch(batch, "lengths"), length)
+        return batch if length is None else truncate_rows(token_batch(batch, "lengths"), length)
 
     def length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
@@ -260,7 +260,9 @@ def check_leaves(rows: PackedDataset, batch: Any) -> None:
     if not isinstance(batch, declared):
         actual = type(batch).__name__
         raise UserError(
-            f"rows: {type(rows).__name__} makes {declared.__name__}, and a batch is a {actual}; return one", 2
+            f"rows: {type(rows).__name__} declares the batch class {declared.__name__}, but returned a {actual}; "
+            "correct one of the two",
+            2,
         )
     try:
         batch.check()

@@ -34,7 +34,7 @@ class Megatron:
     _documents: Any = attrs.field(init=False, default=None)
 
     def check_machine(self) -> None:
-        """Map the files. Raises UserError if they are not Megatron-LM's, or truncated."""
+        """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""
         self._documents = MegatronDocuments.open(self.path)
 
     def documents(self, split: Split) -> ChosenDocuments:

@@ -14,6 +14,9 @@ from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message, render_turns
 from drawloom.graph import component
 
+MARGIN = "margin"
+"""Key of a line: how much better the chosen answer is, which the reward of a model is to exceed (`loss.reward`)."""
+
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 """Keys of a line, as in TRL: log-probabilities of both answers under a reference model, summed over tokens."""
 
@@ -29,11 +32,13 @@ class Preferences(ChatCorpus):
     `prompt`, both conversations' common first messages are the prompt. The loss compares the assistant's turns after
     the prompt, up to their end tokens. The token weights in a pair sum to 1. A line is dropped,
     with a warning, if one side has nothing to compare or both sides are equal. A line may have `ref_chosen_logps`
-    and `ref_rejected_logps`, a reference model's log-probabilities, which `drawloom reference-logps` writes.
+    and `ref_rejected_logps`, a reference model's log-probabilities, which `drawloom reference-logps` writes, and a
+    `margin` for `loss.reward`.
     """
 
     pairs: ClassVar[bool] = True
     kind: ClassVar[str] = "answer"
+    label: ClassVar[str] = MARGIN
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """Return a line's two documents, the preferred one first, or none. Raises ValueError for a malformed line."""
@@ -49,7 +54,7 @@ class Preferences(ChatCorpus):
         tools = row.get("tools")
         return _weigh_pair([self._encode_answer(side, shared, tools, template) for side in sides], row)
 
-    def nothing_trained(self) -> str:
+    def nothing_trained_message(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
 
     def _encode_answer(self, messages: Sequence[Message], shared: int, tools: Any, template: ChatTemplate) -> Encoded:
@@ -72,10 +77,20 @@ def _weigh_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encode
     if not all(is_target.any() for is_target in targets) or np.array_equal(sides[0].ids, sides[1].ids):
         return []
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
+    labels = [None, None] if (margin := _read_margin(row)) is None else [margin, 0.0]
     return [
-        attrs.evolve(side, weights=weight * is_target, reference=reference)
-        for side, is_target, reference in zip(sides, targets, references, strict=True)
+        attrs.evolve(side, weights=weight * is_target, reference=reference, label=label)
+        for side, is_target, reference, label in zip(sides, targets, references, labels, strict=True)
     ]
+
+
+def _read_margin(row: Mapping[str, Any]) -> float | None:
+    value = row.get(MARGIN)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{MARGIN} is {value!r}; write a finite number")
+    return float(value)
 
 
 def _read_reference(row: Mapping[str, Any], key: str) -> float | None:

@@ -64,8 +64,8 @@ def row_digests(batch: Batch) -> list[str]:
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
     contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
-    return [_digest(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
+    return [_blake2b_hex(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
 
 
-def _digest(content: bytes) -> str:
+def _blake2b_hex(content: bytes) -> str:
     return blake2b(content, digest_size=8).hexdigest()

@@ -20,14 +20,15 @@ class TokenArrays:
 
     ids: (tokens,), uint16 or uint32; ends: (documents,), int64, document ends; own_weights: (tokens,), float32, or
     None; references: (documents,), float64, log-probabilities of a document's trained tokens under another model, or
-    None. The arrays are tensors because torch shares tensors with other processes without a
-    copy.
+    None; labels: (documents,), float64, numbers for the loss, or None. The arrays are tensors because torch shares
+    tensors with other processes without a copy.
     """
 
     ids: Tensor
     ends: Tensor
     own_weights: Tensor | None = None
     references: Tensor | None = None
+    labels: Tensor | None = None
     name: str = "document"
 
     @classmethod
@@ -37,12 +38,13 @@ class TokenArrays:
         dtype: type[np.generic],
         weights: Sequence[np.ndarray] | None = None,
         references: Sequence[float] | None = None,
+        labels: Sequence[float] | None = None,
         name: str = "document",
     ) -> "TokenArrays":
         """
         Concatenate documents, integers (tokens,) including the end token, and their weights, float32 (tokens,).
 
-        `references` has one number per document; `name` is for messages.
+        `references` and `labels` have one number per document; `name` is for messages.
         """
         arrays = [document.astype(dtype) for document in documents]
         ends = np.cumsum([len(document) for document in arrays], dtype=np.int64)
@@ -50,8 +52,10 @@ class TokenArrays:
             None if weights is None else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *weights]))
         )
         ids = torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))
-        joined_references = None if references is None else torch.tensor(references, dtype=torch.float64)
-        return cls(ids, torch.from_numpy(ends), joined_weights, joined_references, name)
+        numbers = [
+            None if values is None else torch.tensor(values, dtype=torch.float64) for values in (references, labels)
+        ]
+        return cls(ids, torch.from_numpy(ends), joined_weights, numbers[0], numbers[1], name)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -61,7 +65,7 @@ class TokenArrays:
     def fingerprint(self) -> str:
         """SHA-256 over all arrays."""
         digest = hashlib.sha256()
-        for tensor in (self.ids, self.ends, self.own_weights, self.references):
+        for tensor in (self.ids, self.ends, self.own_weights, self.references, self.labels):
             if tensor is not None:
                 digest.update(f"{tensor.dtype} {len(tensor)}\n".encode())
                 digest.update(tensor.numpy().data)
@@ -74,7 +78,8 @@ class TokenArrays:
         part = slice(begin + first, min(begin + last, end))
         weights = None if self.own_weights is None else self.own_weights.numpy()[part]
         reference = None if self.references is None else float(self.references[document])
-        return DocumentPart(self.ids.numpy()[part], weights, reference)
+        label = None if self.labels is None else float(self.labels[document])
+        return DocumentPart(self.ids.numpy()[part], weights, reference, label)
 
     def source(self, document: int) -> str:
         """Return the document's name and number."""

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import attrs
 
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.build import build, plan_of
+from drawloom.components.data.store.build import build, describe_input
 from drawloom.components.data.store.store import Store
 from drawloom.components.data.token_arrays import tokenize
 from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
@@ -78,7 +78,7 @@ class TokenizedText:
         return self._splits[split]
 
     def _open_store(self, parts: Sequence[Part], split: Split) -> Store:
-        plan = json.dumps(plan_of(parts, self.tokenizer))
+        plan = json.dumps(describe_input(parts, self.tokenizer))
         cache = self.cache if self.cache is not None else self.job.path.parent / CACHE
         folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"
         log.debug("%s: %s documents are in %s", type(self.corpus).__name__, split, folder)

@@ -36,7 +36,7 @@ def threads_of_process(processes: int) -> int:
     return max(1, usable_cores() // processes)
 
 
-def sleep_on_busy_machine(environment: MutableMapping[str, str], load: float) -> None:
+def let_waiting_threads_sleep(environment: MutableMapping[str, str], load: float) -> None:
     """
     Let waiting threads sleep soon if other programs keep a core busy, by setting a variable; results don't change.
 

@@ -51,7 +51,8 @@ class DeviceModel:
     Kind of device: peak FLOP/s of products by dtype, memory in bytes, bandwidths in bytes/s, and fractions reached.
 
     `link` connects the `per_host` devices of a host, and `network` connects hosts, both in bytes/s of a device in one
-    direction. `workspace` is its libraries' memory in bytes. A memory of 0 bytes is unknown.
+    direction; `host_link` connects a device and host memory. `workspace` is its libraries' memory in bytes. A memory of
+    0 bytes is unknown.
     """
 
     name: str
@@ -61,6 +62,7 @@ class DeviceModel:
     link: float
     network: float
     per_host: int = 8
+    host_link: float = 50e9  # reached with PCIe 5.0 x16, whose rate is 63 GB/s in each direction
     workspace: int = 0
     reached: Reached = Reached()
 
@@ -116,7 +118,7 @@ def model_of_gpu(name: str) -> DeviceModel | None:
 
 def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
     figures = {key: row[key] for key in row.keys() - {"name", "key", "source"}}
-    _check_figures(figures, {*NEEDED, *DTYPES, "per_host", "reached"})
+    _check_figures(figures, {*NEEDED, *DTYPES, "per_host", "host_link", "reached"})
     if missing := [key for key in NEEDED if key not in row] or ["bfloat16"] * row.keys().isdisjoint(DTYPES):
         raise ValueError(f"it has no {missing[0]!r}")
     reached = Reached(**row.get("reached", {}))
@@ -129,6 +131,7 @@ def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
         link=row["link"] * 1e9,
         network=row["network"] * 1e9,
         per_host=row.get("per_host", 8),
+        host_link=row.get("host_link", 50.0) * 1e9,
         # cuBLAS keeps 32 MiB for products on Hopper, and another 32 MiB for products with an epilogue.
         workspace=64 * 2**20 if is_gpu else 0,
         reached=reached if is_gpu or "reached" in row else REACHED_BY_CPU,
@@ -167,7 +170,7 @@ def products_in(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def peak_of(device: str, products: str) -> float | None:
+def peak_tflops_of(device: str, products: str) -> float | None:
     """Return a device's TFLOP/s, by its name and its products' key; None if the table has no such entry."""
     for row in rows():
         if fnmatchcase(device, row["name"]):

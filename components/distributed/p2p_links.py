@@ -92,13 +92,13 @@ def p2p_links(
     line = next(line for line in lines if processes.rank in line)
     index = line.index(processes.rank)
     links: dict[int, P2PChannel] = {}
-    for low, high in (edge for concurrent_edges in rounds(edges) for edge in concurrent_edges):
+    for low, high in (edge for concurrent_edges in concurrent_rounds(edges) for edge in concurrent_edges):
         if index in (low, high):
             links[high if index == low else low] = processes.channel(f"{name} link", line[low], line[high])
     return dict(sorted(links.items()))
 
 
-def rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
+def concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     """Return the edges, lower index first, in rounds where no index appears twice (greedy edge colouring)."""
     edges_by_round: list[list[Edge]] = []
     busy_by_round: list[set[int]] = []

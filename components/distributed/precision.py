@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.ports.distributed import LinearFormat
+from drawloom.components.ports.distributed import FrozenFormat, LinearFormat, RoundingTime
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -38,7 +38,7 @@ class DtypePolicy:
     `parameter` is the optimizer's dtype (master weights). `compute` is the layers' dtype (`param_dtype` of FSDP's
     MixedPrecisionPolicy): every trained weight is cast once a step. `gradient` is the dtype for sums over microbatches
     (gradient accumulation). With `linear = "float8"`, linear layers round both factors of their products to 8 bits (FP8
-    training).
+    training). `frozen` is the storage of weights that adapters do not train (QLoRA).
     """
 
     _parameter: Name = setting(
@@ -75,25 +75,63 @@ class DtypePolicy:
         doc='patterns of the names of linear layers that float8 excludes: "model.layers.0.*", "*.down_proj"',
     )
 
+    linear_weights: RoundingTime = setting(
+        default="pass",
+        impact="safe",
+        doc="when weights are rounded to float8: 'pass', in every pass, without memory; 'step', once a step, with 2 "
+        "bytes per weight, which saves time with several microbatches or recomputation; the bits are the same",
+    )
+
+    gather: LinearFormat = setting(
+        default="compute",
+        doc="format in which FSDP ranks gather the weights of layers that multiply in float8: 'compute', or 'float8', "
+        "half the bytes of bfloat16 and one more pass over the weights; for links slower than the GPU's computation",
+    )
+    frozen: FrozenFormat = setting(
+        default="compute",
+        impact="incompatible",
+        doc="storage of frozen weights of linear layers and experts: 'compute', the compute dtype, or a quantized "
+        "format, which is dequantized for each product (QLoRA): 'nf4', 4 bits in blocks of 64; 'float8', 8 bits in "
+        "tiles of 128 x 128; 'mxfp4', 4 bits in blocks of 32",
+    )
+    frozen_in_compute: tuple[str, ...] = setting(
+        default=(),
+        impact="incompatible",
+        doc='name patterns of frozen weights that stay in the compute dtype: "*.self_attn.*", "*.down_proj.weight"',
+    )
+
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
             *find_dtype_conflicts(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_format_conflicts(self._compute or self._parameter, self.linear, self.linear_in_compute),
+            *find_format_conflicts(
+                self._compute or self._parameter,
+                self.linear,
+                self.linear_in_compute,
+                self.linear_weights,
+                self.gather,
+            ),
+            *find_frozen_conflicts(self._compute or self._parameter, self.frozen, self.frozen_in_compute, self.linear),
         ]
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of conflicting dtypes."""
+        """Yield problems from conflicting dtypes."""
         values = node.settings
         for key, text, hint in find_dtype_conflicts(
             values["parameter"], values["compute"], values["gradient"], values["uncast"]
         ):
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
-        for key, text, hint in find_format_conflicts(used, values["linear"], values["linear_in_compute"]):
+        conflicts = [
+            *find_format_conflicts(
+                used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
+            ),
+            *find_frozen_conflicts(used, values["frozen"], values["frozen_in_compute"], values["linear"]),
+        ]
+        for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
 
     @property
@@ -130,12 +168,37 @@ def find_dtype_conflicts(
 
 
 def find_format_conflicts(
-    compute: str, linear: LinearFormat, linear_in_compute: tuple[str, ...]
+    compute: str,
+    linear: LinearFormat,
+    linear_in_compute: tuple[str, ...],
+    linear_weights: RoundingTime,
+    gather: LinearFormat,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the conflicts of the format of linear layers with the compute dtype: the key, the fault, and the remedy."""
+    """Yield conflicts between the linear layers' format and the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
         text = f"layers compute in {compute!r}, and products in float8 round bfloat16"
         yield "linear", text, "write compute = 'bfloat16', or remove linear"
     if linear_in_compute and linear == "compute":
         text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"
         yield "linear_in_compute", text, "write linear = 'float8', or remove linear_in_compute"
+    if linear_weights == "step" and linear == "compute":
+        text = "all linear layers multiply in the compute dtype, so that no weight is rounded"
+        yield "linear_weights", text, "write linear = 'float8', or remove linear_weights"
+    if gather == "float8" and linear == "compute":
+        text = "gather = 'float8' concerns the weights of layers that multiply in float8, and linear = 'compute'"
+        yield "gather", text, "write linear = 'float8', or remove gather"
+
+
+def find_frozen_conflicts(
+    compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...], linear: LinearFormat
+) -> Iterator[tuple[str, str, str]]:
+    """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""
+    if frozen != "compute" and compute != "bfloat16":
+        text = f"layers compute in {compute!r}, and frozen weights in {frozen} are dequantized to bfloat16"
+        yield "frozen", text, "write compute = 'bfloat16', or remove frozen"
+    if frozen != "compute" and linear == "float8":
+        text = f"frozen weights in {frozen} multiply in bfloat16, and linear = 'float8' asks for another format"
+        yield "frozen", text, "remove linear, or write frozen = 'compute'"
+    if frozen_in_compute and frozen == "compute":
+        text = "all frozen weights are stored in the compute dtype, so that there is nothing to exclude"
+        yield "frozen_in_compute", text, "write frozen = 'nf4', or remove frozen_in_compute"

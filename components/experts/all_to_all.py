@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.experts.planned_exchange import without_exchange
+from drawloom.components.experts.planned_exchange import dispatch_without_exchange
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 from drawloom.graph import component
@@ -45,7 +45,7 @@ class AllToAllExperts:
         """
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
-        dispatched = without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
+        dispatched = dispatch_without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
         if dispatched is not None:
             return dispatched
         routes = self._route_to_ranks(chosen, local_experts, group)

@@ -12,7 +12,7 @@ from drawloom.components.parallel.meta_collectives import collective
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
 
 
-def without_exchange(
+def dispatch_without_exchange(
     kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched | None:
     """

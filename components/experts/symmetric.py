@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.experts.planned_exchange import without_exchange
+from drawloom.components.experts.planned_exchange import dispatch_without_exchange
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
 from drawloom.components.ports.experts import Dispatched, ExpertKernels, Peers
 from drawloom.graph import UserError, at_least, between, component, setting
@@ -66,7 +66,7 @@ class SymmetricExperts:
         """
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
-        dispatched = without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
+        dispatched = dispatch_without_exchange(self.kernels, hidden, chosen, probabilities, local_experts, group.size)
         if dispatched is not None:
             return dispatched
         # Each stream has its own memory, because exchanges are in order only within a stream.
@@ -107,7 +107,11 @@ class SharedSlots:
         self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
 
     def training_slots(self, hidden: Tensor) -> int:
-        """Return the slots for a training microbatch. Raises UserError if hidden (tokens, width) has more tokens."""
+        """
+        Return the number of token slots per training microbatch, equal on all ranks.
+
+        Raises UserError if hidden (tokens, width) has more tokens.
+        """
         self._training_slots = self._training_slots or _max_tokens(len(hidden), self.group, hidden.device)
         if len(hidden) > self._training_slots:
             raise UserError(

@@ -2,28 +2,32 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
+from drawloom.components.export.joined_adapters import PREFIX, find_joined_layers
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, with_averages
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, with_averages
+from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_tensors
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
-from drawloom.components.weights.mapper import parallel, same
+from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.components.weights.mapper_ops import rename
 from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -86,7 +90,21 @@ class AdapterExport:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
-        return adapter_mapper(whole, tied), adapter_config(whole, tied, self.base_model)
+        files = self.model.hugging_face_mapper()
+        mapper, config = adapter_mapper(whole, files, tied), adapter_config(whole, files, tied, self.base_model)
+        if (prefix := self._prefix()) != DECODER:
+            # Ends of names would match modules of other parts, such as a vision tower.
+            names = [pair.target for pair in _low_ranks(whole, files) if not pair.fused]
+            mapper = _rename_outputs(mapper, prefix)
+            config = _rename_modules({**config, "target_modules": names}, prefix)
+        return mapper, config
+
+    def _prefix(self) -> str:
+        """Return the prefix of the decoder's modules in the base model as transformers builds it."""
+        folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
+        if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
+            return DECODER
+        return self.model.prefix_within(folder / "config.json")
 
     @property
     def _target(self) -> Path:
@@ -105,22 +123,65 @@ def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[
         temporary.discard()
 
 
-PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the tensor names of transformers."""
+DECODER = "model."
+"""Prefix of the decoder's modules in a text model."""
 
 
-def adapter_mapper(whole: nn.Module, tied: bool) -> Mapper:
-    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors."""
-    layers = [layer.peft_mapper(name) for name, layer in find_adapted_layers(whole)]
-    return parallel(*layers, *(_map_saved_tensor(name, tied) for name in _list_saved_tensors(whole)))
+def _rename_outputs(mapper: Mapper, prefix: str) -> Mapper:
+    """Return a mapper to PEFT's tensors for a decoder with another prefix."""
+    start = PREFIX + DECODER
+    outputs = {name: PREFIX + prefix + name.removeprefix(start) for name in mapper.outputs if name.startswith(start)}
+    return sequential(mapper, rename(outputs))
 
 
-def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict[str, Any]:
+def _reorder_outputs(factors: Sequence[str], own: Mapping[str, TensorGroup]) -> Mapper:
+    """Give the experts' second factors, (experts, outputs, rank), the order of the weights' outputs in files."""
+    groups = []
+    for name in factors:
+        weight, _, ending = name.rpartition("_lora_")
+        if ending == "B" and weight in own:
+            groups.append(TensorGroup((name,), (name,), partial(_convert_outputs, own[weight].convert)))
+    return Mapper(tuple(groups))
+
+
+def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Convert a factor (experts, outputs, rank) like a weight (experts, outputs, inputs), but keep its dimensions."""
+    [factor] = factors
+    probe = convert([torch.empty(len(factor), factor.shape[1], factor.shape[1] + 1, device="meta")])[0]
+    [converted] = convert([factor])
+    return [converted if probe.shape[1] == factor.shape[1] else converted.transpose(1, 2)]
+
+
+def _rename_modules(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return an `adapter_config.json` for a decoder with another prefix."""
+
+    def within(name: str) -> str:
+        return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
+
+    lists = {key: config[key] and [*map(within, config[key])] for key in LISTS}
+    tables = {key: {within(name): value for name, value in config[key].items()} for key in TABLES}
+    return {**config, **lists, **tables}
+
+
+LISTS = ("target_modules", "target_parameters", "modules_to_save")
+TABLES = ("rank_pattern", "alpha_pattern")
+"""Keys of `adapter_config.json` with names of modules."""
+
+
+def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
+    """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `files` is the model's mapper."""
+    own = {group.inputs[0]: group for group in files.groups if group.inputs == group.outputs and len(group.inputs) == 1}
+    joined = list(find_joined_layers(whole, files))
+    parts = {name for layer in joined for name in layer.parts}
+    alone = (layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
+    layers = (sequential(_reorder_outputs(mapper.inputs, own), mapper) for mapper in alone)
+    saved = (_map_saved_tensor(name, tied, own) for name in _list_saved_tensors(whole))
+    return parallel(*(layer.mapper for layer in joined), *layers, *saved)
+
+
+def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
     """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
-    has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    pairs = [
-        _by_parameter(has_experts, pair) for name, layer in find_adapted_layers(whole) for pair in layer.low_ranks(name)
-    ]
+    pairs = _low_ranks(whole, files)
     if not pairs:
         raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
     if len({pair.dora for pair in pairs}) > 1:
@@ -132,6 +193,7 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
     dropouts = {pair.dropout for pair in pairs}
+    _check_saved_tensors(whole, files)
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_saved_tensors(whole)))
     if tied and EMBEDDING in saved:
         saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
@@ -156,6 +218,15 @@ def adapter_config(whole: nn.Module, tied: bool, base_model: str | None) -> dict
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
+    """Return the pairs of factors in all adapters, as PEFT has them."""
+    has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
+    joined = list(find_joined_layers(whole, files))
+    parts = {name for layer in joined for name in layer.parts}
+    single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
+    return [_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
 
 
 def _by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
@@ -197,9 +268,25 @@ def _list_saved_tensors(whole: nn.Module) -> list[str]:
     ]
 
 
-def _map_saved_tensor(name: str, tied: bool) -> Mapper:
+def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
+    """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
+    saved = set(_list_saved_tensors(whole))
+    for group in files.groups:
+        modules = {name.rpartition(".")[0] for name in group.outputs}
+        for name in saved.intersection(group.inputs):
+            owner = name.rpartition(".")[0]
+            # Experts, whose tensors in files are of modules inside of theirs, are tuned by the name of their module.
+            if any(module != owner and not module.startswith(f"{owner}.") for module in modules):
+                raise UserError(
+                    f"{name} is in {group.outputs[0]} in files, which PEFT tunes as a whole; take the export"
+                )
+
+
+def _map_saved_tensor(name: str, tied: bool, own: Mapping[str, TensorGroup]) -> Mapper:
     """Map a fully tuned module's tensor; a tied embedding is also mapped to the head."""
     outputs = [f"{PREFIX}{name}"]
     if tied and name == f"{EMBEDDING}.weight":
         outputs.append(f"{PREFIX}{HEAD}")
+    elif name in own:
+        return Mapper((TensorGroup((name,), tuple(outputs), own[name].convert),))
     return Mapper((TensorGroup((name,), tuple(outputs), lambda tensors: [*same(tensors)] * len(outputs)),))

@@ -2,19 +2,22 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.export.shard_writer import parameters_by_name, write_stages
+from drawloom.components.export.origin import find_origin
+from drawloom.components.export.shard_writer import own_share, parameters_by_name, write_shares
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.adapted import HEAD, MergeError, build_adapted_model, merge_error, merge_mapper
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
@@ -23,6 +26,9 @@ log = logging.getLogger("drawloom.run")
 
 STATE = "trainer_state.json"
 """Name of the file with the step of the weights, as in Hugging Face's Trainer."""
+
+DTYPE_KEYS = ("torch_dtype", "dtype")
+"""Keys of a config for the dtype of weights, in transformers 4 and 5."""
 
 MAX_STATE_SIZE = 2**24  # bytes
 
@@ -59,23 +65,36 @@ def write_folder(
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
     adapters = stages.local[0].adapters
-    merged = Mapper(())
+    tied, merged = bool(config.get("tie_word_embeddings")), Mapper(())
     if adapters:
-        merged = merge_mapper(build_adapted_model(model, adapters), bool(config.get("tie_word_embeddings")))
+        merged = merge_mapper(build_adapted_model(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
-    if HEAD in mapper.outputs:
-        config["tie_word_embeddings"] = False
+    origin = find_origin(model, stages, group)
+    if origin is not None:
+        config = origin.config
+    if tied and HEAD in mapper.outputs:
+        for part in _parts(config):
+            part["tie_word_embeddings"] = False
+    if origin is not None:
+        mapper = origin.rename(mapper)
     if adapters:
         _log_merge_error(merge_error(merged, parameters_by_name(stages), dtype), group)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
-        _write_config(folder, config, files)
+        carried = () if origin is None else origin.carried
+        specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
+        _write_config(folder, config, specs)
+        if origin is not None:
+            origin.copy_processors(folder)
         if tokenizer is not None:  # after the config, which determines the tokenizer class of transformers
             tokenizer.save(folder)
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
-    write_stages(target, stages, mapper, finish, group, workspace=workspace, max_shard=max_shard, dtype=dtype)
+    own = own_share(stages, mapper, group, workspace, dtype)
+    if origin is not None and group.rank == 0:
+        own = origin.add_to(own)
+    write_shares(target, own, group, max_shard, finish)
 
 
 def _log_merge_error(error: MergeError, group: Group) -> None:
@@ -87,9 +106,18 @@ def _log_merge_error(error: MergeError, group: Group) -> None:
         log.info(text, 100 * total.relative)
 
 
-def _write_config(folder: Path, config: dict[str, Any], files: list[PlannedFile]) -> None:
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a config, and the text part of a multimodal model's config."""
+    return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
+
+
+def _write_config(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> None:
     # vectors may have a wider dtype, such as the bias of a router
-    specs = [spec for file in files for spec in file.specs.values() if len(spec.shape) > 1]
-    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs}
-    config = config | ({"torch_dtype": dtypes.pop()} if len(dtypes) == 1 else {})
+    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        if not any(key in part for part in _parts(config) for key in DTYPE_KEYS):
+            config["torch_dtype"] = dtype
+        for part in _parts(config):
+            part |= dict.fromkeys([key for key in DTYPE_KEYS if key in part], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -48,7 +48,7 @@ class HuggingFaceExport:
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """Write the folder, to which every rank adds its own tensors. A collective over all ranks."""
+        """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         run_on_rank0(

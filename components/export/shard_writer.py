@@ -20,7 +20,6 @@ from drawloom.components.weights.load import stream
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
-    MAX_SHARD,
     PlannedFile,
     check_names,
     output_specs,
@@ -37,12 +36,12 @@ def parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     return {name: param for stage in stages.local for name, param in stage.model_parameters().items()}
 
 
-def buffers(stages: Stages) -> dict[str, ModelParameter]:
+def persistent_buffers(stages: Stages) -> dict[str, ModelParameter]:
     """Return the model's persistent buffers on this rank, by name."""
     return {name: buffer for stage in stages.local for name, buffer in stage.model_buffers().items()}
 
 
-def holding(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
+def describe_parameters(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
     """Return parameter shapes and dtypes, by name, as JSON."""
     return {"tensors": {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}}
 
@@ -101,7 +100,7 @@ class Share:
     writes: Collection[str]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that the rank writes, any shape. Ranks that share slices call this together."""
+        """Return all tensors written by the rank, any shape. Ranks that share slices call this together."""
         return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
 
 
@@ -156,34 +155,15 @@ def own_share(
     parameters = {
         name: param for name, param in parameters_by_name(stages).items() if not only_inputs or name in inputs
     }
-    parameters |= {name: buffer for name, buffer in buffers(stages).items() if name in inputs}
-    with get_configs_parallel(holding(parameters), range(group.size), group, workspace) as holdings:
+    parameters |= {name: buffer for name, buffer in persistent_buffers(stages).items() if name in inputs}
+    with get_configs_parallel(describe_parameters(parameters), range(group.size), group, workspace) as holdings:
         owners = run_on_rank0(group, lambda: choose_owners(mapper, holdings))
     return share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
 
-def write_stages(
-    target: Path,
-    stages: Stages,
-    mapper: Mapper,
-    finish: Finish,
-    group: Group,
-    workspace: Path | None = None,
-    max_shard: int = MAX_SHARD,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """
-    Write a folder with a mapper's outputs for all ranks' parameters. A collective over the group.
-
-    Raises UserError like `own_share` and `write_shares`.
-    """
-    own = own_share(stages, mapper, group, workspace, dtype)
-    write_shares(target, own, group, max_shard, finish)
-
-
 def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish: Finish) -> None:
     """
-    Write a folder with safetensors files, to which every rank adds its share. A collective over the group.
+    Write a folder with safetensors files, with a share from every rank. A collective over the group.
 
     Rank 0 creates the temporary folder and, after all ranks have written, writes the index, calls `finish` for
     other files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two

@@ -1,5 +1,8 @@
 """Gradient clipping by total norm."""
 
+from functools import partial
+from typing import ClassVar
+
 import torch
 
 from drawloom.components.ports.run import Step
@@ -12,6 +15,8 @@ from drawloom.kernels.scale import scale
 class ClipNorm:
     """Clipping for all gradients by one factor, to a total norm of at most `max_norm`."""
 
+    defers_scaling: ClassVar[bool] = True
+
     parameters: Parameters
     max_norm: float = setting(check=above(0), doc="maximum total 2-norm after clipping")
 
@@ -22,4 +27,4 @@ class ClipNorm:
         gradients = [
             parameter.grad for _, parameter in self.parameters.named_parameters() if parameter.grad is not None
         ]
-        scale(gradients, torch.where(factor < 1, factor, 1.0))
+        step.scale_gradients(partial(scale, gradients), torch.where(factor < 1, factor, 1.0))

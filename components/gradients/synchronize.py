@@ -55,7 +55,10 @@ class Synchronize:
         factor = torch.where(weight > 0, 1 / weight, 1.0)
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)
         counted = [] if is_exact else [name in owned for name in gradients]
-        squares = scale([*gradients.values()], factor, counted)
+        defers = step.defers_scaling and not is_exact
+        squares = scale([*gradients.values()], factor, counted, write=not defers)
+        if defers:
+            step.scale_gradients(partial(scale, [*gradients.values()]), factor)
         if is_exact:
             norm = exact_norm([gradients[name] for name in gradients if name in owned], self.reduce, weight.device)
         else:

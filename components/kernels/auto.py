@@ -1,6 +1,6 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,10 +20,11 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
-from drawloom.kernels.geglu import geglu_eager
+from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
+from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import cheap, note
+from drawloom.kernels.weight_formats import WeightFormat
 
 Choice = Literal["auto", "eager", "triton"]
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -46,7 +47,7 @@ class AutoKernels:
     """
     Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
-    Embeddings, GeGLU, and linear layers without float8 always use torch. `triton` compiles a kernel at its first use.
+    Embeddings, and linear layers without float8, always use torch. `triton` compiles a kernel at its first use.
     Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
     `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
     logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
@@ -54,10 +55,13 @@ class AutoKernels:
 
     device: Device
     _linear_float8: Choice = _operation("linear_float8", "linear layers in float8")
+    _dequantize: Choice = _operation("dequantize", "the dequantization of frozen weights")
     _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
     _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
     _swiglu_halves: Choice = _operation("swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor")
+    _geglu: Choice = _operation("geglu", "gelu(gate) * up")
+    _oss_swiglu_halves: Choice = _operation("oss_swiglu_halves", "gpt-oss's clamped SwiGLU, gate and up in one tensor")
     _rope: Choice = _operation("rope", "the rotary position embedding")
     _qk_norm_rope: Choice = _operation("qk_norm_rope", "the norms and rotations of queries and keys")
     _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _operation("attention", "attention")
@@ -134,15 +138,39 @@ class AutoKernels:
     embedding = staticmethod(embedding_eager)
 
     def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._functions["linear_float8"](x, weight, bias)  # type: ignore[no-any-return]
+        return linear_float8(self._functions["linear_float8"], x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        return cheap(self._functions["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return linears_float8(self._functions["linear_float8"], x, weights)
+
+    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return mlp_float8(self._functions["linear_float8"], x, gate, up, down)
+
+    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+        return self._functions["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
+
+    def linear_quantized(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+    ) -> Tensor:
+        return linear_quantized(self._functions["dequantize"], x, stored, weight_format, bias)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    ) -> Tensor:
+        normed: Tensor = self._functions["rms_norm"](x, weight, eps, zero_centered, float8)
+        note(normed, self._functions["rms_norm"], x, weight, eps, zero_centered)
+        return normed
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool = False,
+        float8: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered)
+        normed, summed = self._functions["add_rms_norm"](x, residual, weight, eps, zero_centered, float8)
         # Recomputation starts from the sum, which is saved anyway, not from its terms.
         note(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return normed, summed
@@ -151,7 +179,7 @@ class AutoKernels:
         return cheap(self._functions["swiglu"], gate, up, scale)  # type: ignore[no-any-return]
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return cheap(geglu_eager, gate, up)  # type: ignore[no-any-return]
+        return cheap(self._functions["geglu"], gate, up)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `cheap`: its backward pass does not need x, so that recomputation would save no memory.
@@ -251,7 +279,7 @@ class AutoKernels:
         return cheap(self._functions["swiglu_halves"], both, scale)  # type: ignore[no-any-return]
 
     def oss_swiglu_halves(self, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return cheap(oss_swiglu_halves_eager, both, scale, alpha, limit)  # type: ignore[no-any-return]
+        return cheap(self._functions["oss_swiglu_halves"], both, scale, alpha, limit)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
@@ -268,6 +296,12 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def multiply_quantized_experts(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+    ) -> Tensor:
+        dequantize, grouped_gemm = self._functions["dequantize"], self._functions["grouped_gemm"]
+        return multiply_quantized_experts(dequantize, grouped_gemm, x, stored, weight_format, offsets)
 
 
 class PartMask(NamedTuple):

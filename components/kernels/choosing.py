@@ -32,11 +32,14 @@ def _pair(module: str, triton_module: str, function: str) -> Operation:
 
 
 OPERATIONS = {
-    "linear_float8": _pair("float8", "float8", "linear_float8"),
+    "linear_float8": Operation({"eager": "float8.EAGER", "triton": "triton.float8.TRITON"}),
+    "dequantize": _pair("dequantize", "dequantize", "dequantize"),
     "rms_norm": _pair("rms_norm", "rms_norm", "rms_norm"),
     "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),
     "swiglu": _pair("swiglu", "swiglu", "swiglu"),
     "swiglu_halves": _pair("swiglu", "swiglu", "swiglu_halves"),
+    "geglu": _pair("geglu", "geglu", "geglu"),
+    "oss_swiglu_halves": _pair("oss_swiglu", "oss_swiglu", "oss_swiglu_halves"),
     "rope": _pair("rope", "rope", "rope"),
     "qk_norm_rope": _pair("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
@@ -49,10 +52,7 @@ OPERATIONS = {
         ("cudnn", "flex", "eager"),
     ),
     "causal_conv": _pair("causal_conv", "causal_conv", "causal_conv"),
-    # Tiles of 16 channels gave wrong results in bfloat16 on an H200; wider ones have to pass there first.
-    "gated_delta_rule": Operation(
-        {"eager": "gated_delta.delta_rule_eager", "triton": "triton.gated_delta.delta_rule_triton"}, ("eager",)
-    ),
+    "gated_delta_rule": _pair("gated_delta", "gated_delta", "delta_rule"),
     "linear_cross_entropy": Operation(
         {
             "eager": "linear_cross_entropy.linear_cross_entropy_eager",

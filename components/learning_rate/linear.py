@@ -11,6 +11,6 @@ class LinearDecay(AfterWarmup):
 
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
-    def after(self, done: int, rest: int, total: int) -> float:
+    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
         """Return the line's value."""
         return between("linear", 1.0, self.end, min(done / rest, 1.0))

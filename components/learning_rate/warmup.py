@@ -53,7 +53,7 @@ class AfterWarmup:
         warmup = self.warmup(total)
         if done < warmup:
             return self.start + (1 - self.start) * done / warmup
-        return self.after(done - warmup, max(total - warmup, 1), total)
+        return self.factor_after_warmup(done - warmup, max(total - warmup, 1), total)
 
     def warmup(self, total: int) -> int:
         """Return the warm-up length in steps, in a run with `total` steps."""
@@ -67,7 +67,7 @@ class AfterWarmup:
         return token_counts(self.batching, self.rows)
 
     @abstractmethod
-    def after(self, done: int, rest: int, total: int) -> float:
+    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
         """Return the factor after `done` out of `rest` steps behind the warm-up, in a run with `total` steps."""
 
     @classmethod

@@ -28,7 +28,7 @@ class WarmupStableDecay(AfterWarmup):
     curve: Curve = setting(default="linear", doc="decay curve")
     end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
 
-    def after(self, done: int, rest: int, total: int) -> float:
+    def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
         """Return 1 before the decay, and then the curve's value."""
         steps = steps_of(
             self.decay_steps, self.decay_tokens, self.decay_percent, total=total, sizes=self.sizes, at_end=True

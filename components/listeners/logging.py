@@ -25,7 +25,7 @@ def rank_log(folder: RunFolder, mesh: Mesh) -> Path:
     return make_folder(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
 
 
-def coordinates(mesh: Mesh, launches: Iterable[Processes]) -> str:
+def describe_rank(mesh: Mesh, launches: Iterable[Processes]) -> str:
     """Return this rank's host and mesh indices, without hosts and dimensions of size 1."""
     sizes = mesh.sizes.dense()
     parts = [f"host {launch.node_rank}" for launch in launches if launch.node_count > 1]
@@ -83,7 +83,7 @@ class RunLogging:
         """Open the log file, and install the handlers."""
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file comes first, so that a message that fails on the terminal is in the file
-        prefix = coordinates(self.mesh, self.launches.values())
+        prefix = describe_rank(self.mesh, self.launches.values())
         self._add(top, _file_handler(rank_log(self.folder, self.mesh), prefix))
         if self.mesh.world.rank == 0:
             level = logging.getLevelNamesMapping()[self.level.upper()]
@@ -104,7 +104,7 @@ class RunLogging:
             handler.close()
 
     def on_event(self, event: Event) -> None:
-        """Do nothing: this is a listener only to be listed with the others in a trainer."""
+        """Do nothing: as a listener, the component is opened before the trainer's other nodes."""
 
     def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
         logger.addHandler(handler)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.float8_layers import count_text, float8_layers, linear_layers
+from drawloom.components.parallel.frozen_formats import chosen_weights
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LanguageModel, LayerRange, Model
@@ -107,6 +108,8 @@ class RunSummary:
             yield stored if stored == compute else f"{stored}, computed in {compute}"
             if used := len(float8_layers(whole, precision)):
                 yield count_text(used, len(linear_layers(whole)))
+            if stored_weights := len(chosen_weights(whole, precision)):
+                yield f"{stored_weights} frozen weights in {precision.frozen}"
 
     def _describe_device(self) -> str:
         device = self.device.device

@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import Head, TokenContext
 
 
 class DecoderInputs:
@@ -16,3 +16,12 @@ class DecoderInputs:
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
         """Return token ids, int64 (rows, length), for the first stage, and the context for all stages."""
         return batch.tokens, TokenContext(batch.positions, batch.document_ids, batch.weights)
+
+
+def target_logps(hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+    """
+    Return the log-probabilities of targets with a weight, at least float32 (rows, length), 0 elsewhere.
+
+    hidden: (rows, length, hidden_size). Differentiable.
+    """
+    return -head.token_losses(hidden, batch.targets, (batch.weights > 0).float())[0]

@@ -8,12 +8,12 @@ from torch import Tensor
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import component
 
-NAMES = ("loss", "grad_norm", "lr", "validation_loss")
+NAMES = ("loss", "grad_norm", "lr", "validation_loss", "validation_reward")
 
 
 @component(impact="safe")
 class Learning:
-    """`loss`, `grad_norm`, `lr` and `validation_loss`, if the step has them."""
+    """`loss`, `grad_norm`, `lr`, `validation_loss` and `validation_reward`, if the step has them."""
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 

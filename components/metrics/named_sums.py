@@ -28,7 +28,7 @@ def total_of(losses: Mapping[str, Any], name: str) -> Tensor:
     """Return a named sum, or `loss`, over this rank's microbatches: float64 (). Raises UserError for tensors."""
     total = _by_microbatch(losses, name).double().sum(0)
     if total.ndim:
-        text = f"the loss's sum {name!r} is a tensor of shape {tuple(total.shape)}, and the metric is of one number"
+        text = f"the loss's sum {name!r} is a tensor of shape {tuple(total.shape)}, and the metric needs a number"
         raise UserError(f"{text}; write the name of another sum, or use another metric", exit_code=2)
     return total
 
@@ -37,8 +37,8 @@ def tensor_sum(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], set
     """Return a named sum over this rank's microbatches, float64 (*shape,). Raises UserError for other shapes."""
     total = _by_microbatch(losses, name).double().sum(0)
     if total.shape != shape:
-        text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric is of one of shape {shape}"
-        raise UserError(f"{text}; write another name in `of`, or set `{setting}` as the loss has it", exit_code=2)
+        text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric needs shape {shape}"
+        raise UserError(f"{text}; write another name in `of`, or set `{setting}` to the loss's value", exit_code=2)
     return total
 
 

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device_model import peak_of, products_in
+from drawloom.components.distributed.device_model import peak_tflops_of, products_in
 from drawloom.components.ports.data import token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
@@ -56,7 +56,7 @@ class Utilization:
         self._flops = model.forward_flops()
         self._peak = self.peak_tflops
         if self._peak is None:
-            self._peak = peak_of(torch.cuda.get_device_name(device), products_in(self.precision.compute))
+            self._peak = peak_tflops_of(torch.cuda.get_device_name(device), products_in(self.precision.compute))
         frozen = [
             name for stage in self.stages.local for name, param in stage.named_parameters() if not param.requires_grad
         ]
@@ -75,9 +75,9 @@ class Utilization:
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """
-        Read the clock, and count positions, 0-dimensional, and query-key pairs (windows,), both float64.
+        Measure the step's time, and return float64 counts: positions (), and query-key pairs by window (windows,).
 
-        Only the first pipeline rank counts, because all pipeline ranks have the same microbatches.
+        Pipeline ranks after the first return nothing, because all pipeline ranks have the same microbatches.
         """
         self._seconds = max(self.clock() - step.started - step.excluded_seconds, MIN_SECONDS)
         if self._flops is None or self.mesh.indices.pipeline:

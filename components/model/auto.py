@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
 from drawloom.components.model.decoder.config import num_experts, tensor_faults
 from drawloom.components.model.decoder.hugging_face import config_path, read_config, read_json
+from drawloom.components.model.decoder.rope import rope_context_faults
+from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.gemma3 import Gemma3
@@ -25,10 +27,13 @@ from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.olmo2 import Olmo2
 from drawloom.components.model.olmo3 import Olmo3
+from drawloom.components.model.phi3 import Phi3
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.model.qwen3_5_moe import Qwen35Moe
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens
 from drawloom.components.ports.corpus import Tokenizer
@@ -44,6 +49,7 @@ from drawloom.graph.recipe.lockfile import LOCK
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     model_type: kind
     for kind in (
+        DeepseekV2,
         DeepseekV3,
         Dots1,
         Gemma3,
@@ -55,13 +61,16 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Mistral,
         Olmo2,
         Olmo3,
+        Phi3,
         Qwen2,
         Qwen3Dense,
         Qwen3Moe,
         Qwen35,
+        Qwen35Moe,
+        Qwen3Next,
         SmolLm3,
     )
-    for model_type in (kind.family.model_type, *kind.family.other_types)
+    for model_type in (kind.family.model_type, *kind.family.other_types, *kind.family.nested_types)
 }
 """Model components by `model_type`."""
 
@@ -123,6 +132,12 @@ class AutoModel:
             yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
 
     @classmethod
+    def context_faults(cls, node: Any) -> Iterator[str]:
+        with suppress(UserError):  # a problem of its own
+            path = node.settings["path"]
+            yield from rope_context_faults(read_config(_family(path).family, path).rope_scaling)
+
+    @classmethod
     def expert_count(cls, node: Any) -> int:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
@@ -175,6 +190,12 @@ class AutoModel:
 
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        return self.builder.config_within(path)
+
+    def prefix_within(self, path: Path) -> str:
+        return self.builder.prefix_within(path)
 
     def hugging_face_mapper(self) -> Mapper:
         return self.builder.hugging_face_mapper()

@@ -6,30 +6,37 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.config import MAX_SIZES, size
-from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsBuilder, GroupedExpertsConfig
+from drawloom.components.model.decoder.grouped_experts import (
+    RENAMED,
+    GroupedExpertsBuilder,
+    GroupedExpertsConfig,
+    SigmoidExpertsBuilder,
+    SigmoidExpertsConfig,
+)
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.model.decoder.values import COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
-from drawloom.graph import between, component, setting
+from drawloom.graph import between, component, inherited, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
 
-@attrs.frozen(kw_only=True)
-class DeepseekV3Config(GroupedExpertsConfig):
+@attrs.frozen(kw_only=True, slots=False)
+class LatentConfig(GroupedExpertsConfig):
     """
-    Config of DeepSeek-V3: multi-head latent attention and grouped experts.
+    Config for multi-head latent attention and grouped experts.
 
     `head_dim` is the number of rotated channels, which files call qk_rope_head_dim. With `q_lora_rank` 0,
     queries are projected from hidden states.
     """
 
+    rope_interleave = True
+
     q_lora_rank: int = config_key(COUNT, 1536)
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     v_head_dim: int = 128
-    rope_interleave: bool = True
     attention_bias: bool = False
 
     def has_bias(self, projection: str) -> bool:
@@ -54,7 +61,7 @@ class DeepseekV3Config(GroupedExpertsConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the fault of fewer key heads than query heads, which latent attention does not have."""
+        """Yield the fault if there are fewer key heads than query heads; latent attention has equally many."""
         yield from super().faults(given)
         heads = given["num_attention_heads"]
         if (kv_heads := given.get("num_key_value_heads", heads)) != heads:
@@ -62,18 +69,26 @@ class DeepseekV3Config(GroupedExpertsConfig):
             yield InvalidSetting("num_key_value_heads", why, "leave it out")
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which a query rank of null is 0, as a recipe has no null."""
+@attrs.frozen(kw_only=True)
+class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
+    """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
+
+    rope_interleave: bool = True
+
+
+def read_ranks(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with 0 for a query rank that is null, since recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def _write(config: dict[str, Any]) -> dict[str, Any]:
+def write_ranks(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with null for a query rank that is 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 
 def _read_types(config: dict[str, Any]) -> dict[str, Any]:
     """Count the first dense layers in GLM-4.7-Flash's `mlp_layer_types`."""
-    config, types = _read(config), config.get("mlp_layer_types")
+    config, types = read_ranks(config), config.get("mlp_layer_types")
     if types is None:
         return config
     dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
@@ -85,7 +100,7 @@ def _read_types(config: dict[str, Any]) -> dict[str, Any]:
 def _write_types(config: dict[str, Any]) -> dict[str, Any]:
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**_write(config), "mlp_layer_types": types}
+    return {**write_ranks(config), "mlp_layer_types": types}
 
 
 DEEPSEEK_V3 = Family(
@@ -105,8 +120,8 @@ DEEPSEEK_V3 = Family(
         "routed_scaling_factor": 2.5,
         "num_experts_per_tok": 8,
     },
-    read=_read,
-    write=_write,
+    read=read_ranks,
+    write=write_ranks,
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     other_types=("kimi_k2",),
     ignored=("model.layers.{layers}.*",),
@@ -136,15 +151,9 @@ GLM4_MOE_LITE = attrs.evolve(
 )
 
 
-@component(impact="incompatible")
-class DeepseekV3(GroupedExpertsBuilder):
-    """
-    A DeepSeek-V3 language model, with sizes from this table or a Hugging Face `config.json`.
-
-    Moonlight and Kimi K2 are of this family, too.
-    """
-
-    family = DEEPSEEK_V3
+@inherited
+class LatentBuilder(GroupedExpertsBuilder):
+    """Builder for a decoder with latent attention."""
 
     head_dim: int | None = setting(
         default=None,
@@ -164,11 +173,23 @@ class DeepseekV3(GroupedExpertsBuilder):
         check=between(0, MAX_SIZES["hidden_size"] + 1),
         doc="width of the latent of queries, or 0 to project them from hidden states; default: 1536",
     )
+    attention_bias: bool | None = setting(
+        default=None, doc="add biases to the projections to latents and to the output; default: false"
+    )
+
+
+@component(impact="incompatible")
+class DeepseekV3(LatentBuilder, SigmoidExpertsBuilder):
+    """
+    A DeepSeek-V3 language model, with sizes from this table or a Hugging Face `config.json`.
+
+    Moonlight and Kimi K2 are of this family, too.
+    """
+
+    family = DEEPSEEK_V3
+
     rope_interleave: bool | None = setting(
         default=None,
         impact="changes_training",
         doc="rotate pairs of adjacent channels instead of pairs of halves; default: true",
-    )
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the projections to latents and to the output; default: false"
     )

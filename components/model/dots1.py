@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsBuilder, GroupedExpertsConfig
+from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsBuilder, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.values import COUNT, config_key
 from drawloom.components.model.qwen3.moe import MOE
@@ -10,7 +10,7 @@ from drawloom.graph import at_least, component, setting
 
 
 @attrs.frozen(kw_only=True)
-class Dots1Config(GroupedExpertsConfig):
+class Dots1Config(SigmoidExpertsConfig):
     """Config of dots.llm1: Qwen3's attention, DeepSeek-V3's experts, and windows in the last layers."""
 
     qk_norm = "head"
@@ -43,7 +43,7 @@ DOTS1 = Family(
 
 
 @component(impact="incompatible")
-class Dots1(GroupedExpertsBuilder):
+class Dots1(SigmoidExpertsBuilder):
     """
     A dots.llm1 language model, with sizes from this table or a Hugging Face `config.json`.
 

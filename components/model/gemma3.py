@@ -79,6 +79,7 @@ GEMMA3 = Family(
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
+        "vocab_size": 262_208,
     },
     fixed={
         "hidden_act": GELU,
@@ -88,6 +89,8 @@ GEMMA3 = Family(
         "use_bidirectional_attention": False,
     },
     derives_head_dim=False,
+    nested_types={"gemma3": "model.language_model."},
+    ignored=tuple(f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
     read=_read,
     write=_write,
 )

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.config import rotary_faults
-from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsBuilder, GroupedExpertsConfig
+from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsBuilder, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import MixerSpec
@@ -15,7 +15,7 @@ from drawloom.graph import between, component, setting
 
 
 @attrs.frozen(kw_only=True)
-class Glm4MoeConfig(GroupedExpertsConfig):
+class Glm4MoeConfig(SigmoidExpertsConfig):
     """Config of GLM-4.5: DeepSeek-V3's experts, and attention in which a part of each head is rotated."""
 
     rms_norm_eps: float = 1e-5
@@ -59,7 +59,7 @@ GLM4_MOE = Family(
 
 
 @component(impact="incompatible")
-class Glm4Moe(GroupedExpertsBuilder):
+class Glm4Moe(SigmoidExpertsBuilder):
     """A GLM-4.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
     family = GLM4_MOE

@@ -64,16 +64,16 @@ class GptOssConfig(LayerTypesConfig):
 
 
 def _interleave(name: str, dim: int) -> Mapper:
-    """Interleave the halves of a tensor along `dim`: gate and up alternate in files."""
+    """Interleave a tensor's halves along `dim`: gate and up alternate in files."""
 
-    def alternate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def interleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack(tensors[0].chunk(2, dim), dim + 1).flatten(dim, dim + 1)]
 
-    def separate(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def deinterleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         ahead = (slice(None),) * dim
         return [torch.cat([tensors[0][(*ahead, slice(start, None, 2))] for start in (0, 1)], dim)]
 
-    return Mapper((TensorGroup((name,), (name,), alternate, separate),))
+    return Mapper((TensorGroup((name,), (name,), interleave, deinterleave),))
 
 
 def _mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:

@@ -1,122 +1,51 @@
 """The component `model.qwen3_5`: dense Qwen3.5 for text (Qwen team 2026)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import FULL, DecoderConfig, rotary_faults, size
+from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
-from drawloom.components.model.decoder.values import names
-from drawloom.components.ports.recurrence import RecurrentKernels
+from drawloom.components.model.decoder.hybrid import (
+    HYBRID_DEFAULTS,
+    HybridBuilder,
+    HybridConfig,
+    delta_nets,
+    read_hybrid,
+)
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, identity, unsqueeze
-from drawloom.graph import between, component, setting
-
-LINEAR = "linear_attention"
-
-
-def default_types(layers: int, interval: int = 4) -> tuple[str, ...]:
-    """Return the types of layers: the last of every `interval` layers has full attention."""
-    return tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(layers))
+from drawloom.graph import component
 
 
 @attrs.frozen(kw_only=True)
-class Qwen35Config(DecoderConfig):
-    """Config of Qwen3.5: gated delta nets, and gated attention in every fourth layer."""
-
-    qk_norm = "head"
-    zero_centered = True
-
-    rope_theta: float = 1e7
-    partial_rotary_factor: float = 0.25
-    attention_bias: bool = False
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    layer_types: tuple[str, ...] = attrs.field(
-        default=attrs.Factory(lambda self: default_types(self.num_hidden_layers), takes_self=True),
-        converter=tuple,
-        metadata={"values": names(FULL, LINEAR)},
-    )
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    def has_bias(self, projection: str) -> bool:
-        return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    def attention_of(self, layer: int) -> MixerSpec:
-        return attrs.evolve(self.grouped_attention_of(layer), gate=True)
-
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
-        if self.layer_types[layer] == FULL:
-            return first, last
-        delta = DeltaSpec(
-            key_heads=self.linear_num_key_heads,
-            value_heads=self.linear_num_value_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            taps=self.linear_conv_kernel_dim,
-        )
-        return attrs.evolve(first, name="linear_attn", spec=delta), last
-
-    @classmethod
-    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of the rotated part, of layers without a type, and of value heads without a key head."""
-        yield from rotary_faults({"partial_rotary_factor": 0.25, **given})
-        layers, types = given["num_hidden_layers"], given.get("layer_types")
-        if types is not None and len(types) < layers:
-            why = f"layer_types has {len(types)} types, and num_hidden_layers = {layers}"
-            yield InvalidSetting("layer_types", why, f"write {layers} types, or leave layer_types out")
-        keys, values = given.get("linear_num_key_heads", 16), given.get("linear_num_value_heads", 32)
-        if values % keys:
-            why = f"linear_num_value_heads = {values} is not divisible by linear_num_key_heads = {keys}"
-            yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
+class Qwen35Config(HybridConfig):
+    """Config of Qwen3.5."""
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop keys of positions in images, which do not matter to text, and derive missing layer types."""
-    interval, layers = config.get("full_attention_interval", 4), config.get("num_hidden_layers")
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
-        config = {**config, "rope_parameters": kept}
-    if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
-        return {**config, "layer_types": list(default_types(layers, interval))}
-    return config
+def convolution_mapper(net: str, config: HybridConfig) -> Mapper:
+    """Return the mapper that joins the convolutions of a gated delta net (channels, taps): (channels, 1, taps)."""
+    joined, delta = f"{net}.conv1d.weight", config.delta
+    sizes = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
+    return sequential(concatenate([f"{net}.conv_{part}" for part in "qkv"], joined, sizes=sizes), unsqueeze(joined, 1))
 
 
-def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    return parallel(*(mapper for name in parameters for mapper in _mappers_of(name, architecture)))
+def qwen3_5_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper to files, in which queries, keys and values of gated delta nets are joined."""
+    names = list(parameters)
+    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
+    return parallel(joined, identity(*(name for name in names if name not in set(joined.inputs))))
 
 
-def _mappers_of(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mapper of a parameter, or with the queries' parameter that of queries, keys and values."""
-    config: Any = architecture
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    sizes = [keys, keys, config.linear_num_value_heads * config.linear_value_head_dim]
-    layer, _, _ = name.partition(".linear_attn.")
-    if name.endswith("linear_attn.in_proj_q.weight"):
-        parts = [f"{layer}.linear_attn.in_proj_{part}.weight" for part in "qkv"]
-        yield concatenate(parts, f"{layer}.linear_attn.in_proj_qkv.weight", sizes=sizes)
-    elif name.endswith("linear_attn.conv_q"):
-        joined = f"{layer}.linear_attn.conv1d.weight"
-        parts = [f"{layer}.linear_attn.conv_{part}" for part in "qkv"]
-        yield sequential(concatenate(parts, joined, sizes=sizes), unsqueeze(joined, 1))
-    elif not name.endswith(tuple(f"linear_attn.{kind}" for kind in JOINED)):
-        yield identity(name)
+def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
+    delta = config.delta
+    sizes = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
+    parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
+    yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=sizes)
+    yield convolution_mapper(net, config)
 
-
-JOINED = ("in_proj_k.weight", "in_proj_v.weight", "conv_k", "conv_v")
 
 QWEN3_5 = Family(
     "model.qwen3_5",
@@ -124,53 +53,17 @@ QWEN3_5 = Family(
     Qwen35Config,
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    hf_defaults={"rope_theta": 1e4, "num_key_value_heads": 4, "head_dim": 256},
+    hf_defaults=HYBRID_DEFAULTS | {"num_key_value_heads": 4},
     derives_head_dim=False,
+    nested_types={"qwen3_5": "model."},
     ignored=("mtp.*", "model.visual.*"),
-    read=_read,
-    mapper=_mapper,
+    read=read_hybrid,
+    mapper=qwen3_5_mapper,
 )
 
 
 @component(impact="incompatible")
-class Qwen35(DecoderBuilder):
+class Qwen35(HybridBuilder):
     """A dense Qwen3.5 language model for text, with sizes from this table or a Hugging Face `config.json`."""
 
     family = QWEN3_5
-
-    kernels: RecurrentKernels
-
-    @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
-        yield from super().context_faults(node)
-        yield "gated delta nets have not been compared with one rank there"
-
-    layer_types: list[str] | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="full_attention or linear_attention for every layer; default: every fourth is full_attention",
-    )
-    partial_rotary_factor: float | None = setting(
-        default=None,
-        check=between(0.01, 1.001),
-        impact="changes_training",
-        doc="part of the channels of a head that rotary positions rotate; default: 0.25",
-    )
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of attention; default: false"
-    )
-    linear_conv_kernel_dim: int | None = setting(
-        default=None, check=between(1, 65), doc="number of tokens in a convolution; default: 4"
-    )
-    linear_key_head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="width of a key head in gated delta nets; default: 128"
-    )
-    linear_value_head_dim: int | None = setting(
-        default=None, check=size("head_dim"), doc="width of a value head in gated delta nets; default: 128"
-    )
-    linear_num_key_heads: int | None = setting(
-        default=None, check=size("num_attention_heads"), doc="number of key heads in gated delta nets; default: 16"
-    )
-    linear_num_value_heads: int | None = setting(
-        default=None, check=size("num_attention_heads"), doc="number of value heads in gated delta nets; default: 32"
-    )

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import fill_with_initial_weights
 from drawloom.components.model.decoder.hugging_face import config_path, read_json
-from drawloom.components.model.fallback.build import allocate_parameters, build_without_memory, load_config
-from drawloom.components.model.fallback.checks import Verdict, name_without_layer, self_check
+from drawloom.components.model.fallback.build import (
+    allocate_parameters,
+    build_without_memory,
+    float32_parameters,
+    load_config,
+)
+from drawloom.components.model.fallback.checks import Verdict, self_check
 from drawloom.components.model.fallback.conversion import conversion_mapper
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
+from drawloom.components.model.fallback.parts import name_without_layer, value_of
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Kernels, LayerRange
@@ -124,23 +130,24 @@ class Transformers:
 
     @property
     def num_hidden_layers(self) -> int:
-        layers: int = self._config.num_hidden_layers
+        layers: int = value_of(self._config, "num_hidden_layers")
         return layers
 
     @property
     def vocab_size(self) -> int:
-        size: int = self._config.vocab_size
+        size: int = value_of(self._config, "vocab_size")
         return size
 
     @property
     def longest_text(self) -> int | None:
-        return getattr(self._config, "max_position_embeddings", None)
+        longest: int | None = value_of(self._config, "max_position_embeddings")
+        return longest
 
     def build(self, span: LayerRange) -> nn.Module:
         reason = self._verdict.no_stages
         if reason and not (span.embedding and span.head):
             raise self._refusal("stages", f"{reason}, so that it has only one pipeline stage")
-        module = TransformersLM(build_without_memory(self._config), span, self.kernels)
+        module = TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module
@@ -150,52 +157,52 @@ class Transformers:
 
     def initialise(self, name: str, parameter: Tensor, seed: int, part_of: TensorSlice | None = None) -> None:
         constant = self._verdict.constants.get(name_without_layer(name))
-        std = getattr(self._config, "initializer_range", None) or 0.02
+        std = value_of(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
         fill_with_initial_weights(
             name, parameter, role, seed=seed, layers=self.num_hidden_layers, std=std, part_of=part_of
         )
 
+    def uncast_parameters(self) -> Sequence[str]:
+        return float32_parameters(self._empty)
+
     def forward_flops(self) -> ForwardFlops:
         whole = self._whole_span()
         shapes = dict(whole.named_parameters())
-        tied = whole.tied
         by_parameter = {
-            name: 2.0 * shapes[name].numel() * self._products(name, shapes[name], role, tied)
+            name: 2.0 * shapes[name].numel() * self._products(name, shapes[name], role)
             for name, role in parameter_roles(whole)
             if name in shapes
         }
         return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._flops_per_pair())
 
-    def _products(self, name: str, parameter: Tensor, role: Role, tied: bool) -> float:
+    def _products(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter of any shape."""
-        if name == "model.embed_tokens.weight":
-            return float(tied)
-        experts = self._first_of(EXPERT_COUNTS)
+        parts = self._verdict.parts
+        if name == f"{parts.embedding}.weight":
+            return float(parts.tied)
+        experts: int | None = value_of(self._config, *EXPERT_COUNTS)
         if ".experts." in name and parameter.ndim > 1 and experts:
-            return (self._first_of(CHOSEN_EXPERTS) or experts) / experts
+            return float(value_of(self._config, *CHOSEN_EXPERTS) or experts) / experts
         return role.products
-
-    def _first_of(self, keys: Sequence[str]) -> int:
-        return next((value for key in keys if isinstance(value := getattr(self._config, key, None), int)), 0)
 
     def _flops_per_pair(self) -> dict[int | None, float]:
         config = self._config
-        heads: int = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if rope_width := getattr(config, "qk_rope_head_dim", None):
-            both = getattr(config, "qk_nope_head_dim", 0) + rope_width + getattr(config, "v_head_dim", width)
-        else:
-            both = 2 * width
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        heads = value_of(config, "num_attention_heads")
+        width = value_of(config, "head_dim") or value_of(config, "hidden_size") // heads
+        both = 2 * width
+        if rope_width := value_of(config, "qk_rope_head_dim"):
+            both = (value_of(config, "qk_nope_head_dim") or 0) + rope_width + (value_of(config, "v_head_dim") or width)
+        kinds = value_of(config, "layer_types") or ["full_attention"] * self.num_hidden_layers
         flops: dict[int | None, float] = {}
         for kind in kinds:
-            window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+            window = value_of(config, "sliding_window") if kind == "sliding_attention" else None
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
 
     def hugging_face_config(self) -> dict[str, Any]:
-        return read_json(config_path(self.path))
+        # A file may leave the tie out, and adapters of a table depend on it.
+        return read_json(config_path(self.path)) | {"tie_word_embeddings": self._verdict.parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self._whole_span())]
@@ -207,4 +214,4 @@ class Transformers:
     def _whole_span(self) -> TransformersLM:
         """Build all layers without memory."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
-        return TransformersLM(build_without_memory(self._config), span, self.kernels)
+        return TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)

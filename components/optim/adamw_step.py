@@ -46,8 +46,11 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
     torch's AdamW for contiguous weights in float32 or bfloat16, with one launch per parameter group.
 
     Gradients have any float dtype; weights without a gradient are left out. A step changes nothing and does not count
-    if `found_inf`, float32 () on the weights' device, is not 0; the host does not wait for the flag.
+    if `found_inf`, float32 () on the weights' device, is not 0; the host does not wait for the flag. A step multiplies
+    the gradients by each of `factors`, float32 (factors,) on the device.
     """
+
+    factors: Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **defaults)
@@ -65,7 +68,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         # The device counts the steps, because the host learns too late which of them were skipped.
         steps = [self.state[part]["step"] for part in parts]
         scalars = step_scalars(group["lr"], group["betas"], group["eps"], torch.stack(steps) + 1)
-        stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf)
+        stepper.step([part.grad for part in parts], scalars, found_inf=self.found_inf, factors=self.factors)
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, adamw
-from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, decays, match_targets
+from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_targets, match_targets
 from drawloom.components.optim.shared_matrices import SharedMatrices, orthogonalize_flops
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Group, Mesh
@@ -97,7 +97,8 @@ class Muon(TorchOptimizer):
 
     def _muon_matrices(self) -> set[nn.Parameter]:
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
-        matrices = [(name, part) for name, part in self.parameters.named_parameters() if decays(name, part)]
+        roles = self.parameters.roles()
+        matrices = [(name, part) for name, part in self.parameters.named_parameters() if roles[name].is_matrix]
         indices = match_targets([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 
@@ -136,7 +137,7 @@ class MuonStep(WideGradientStep):
                 name = self._names[part]
                 rate = group["lr"] * _lr_multiplier(self._adjust, self._slices[name].shape)
                 updated = part * (1 - group["lr"] * group["weight_decay"])
-                self._assign(part, updated.add_(directions[name], alpha=-rate))
+                self._assign_if_finite(part, updated.add_(directions[name], alpha=-rate))
 
     def _average(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """Add the gradient to its running mean, and return the tensor to orthogonalise."""
@@ -144,10 +145,10 @@ class MuonStep(WideGradientStep):
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         averaged = torch.lerp(mean, gradient, 1 - group["momentum"])
-        self._assign(mean, averaged)
+        self._assign_if_finite(mean, averaged)
         return gradient.lerp(averaged, group["momentum"]) if group["nesterov"] else averaged
 
-    def _assign(self, tensor: Tensor, value: Tensor) -> None:
+    def _assign_if_finite(self, tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))
 
 

@@ -5,11 +5,10 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import attrs
-from torch import nn
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import known_module
-from drawloom.components.ports.parameter_roles import default_role
+from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.pipeline import TrainableLoss
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, UserError, at_least, between, setting
@@ -17,7 +16,7 @@ from drawloom.graph.problems import KeyPath
 from drawloom.graph.wiring.node import NodeView
 
 ParameterKind = Literal["parameter", "matrix"]
-"""Parameters that patterns are matched with: all trained parameters, or those with at least two dimensions."""
+"""Parameters that patterns are matched with: all trained parameters, or matrices by their roles."""
 
 
 def check_betas(value: tuple[float, float] | None) -> str | None:
@@ -59,11 +58,6 @@ class AdamGroup(ParameterGroup):
     )
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices, but not to norms and biases."""
-    return default_role(name, parameter).is_matrix
-
-
 def param_groups(
     parameters: Parameters, groups: Sequence[ParameterGroup], weight_decay: float, mesh: Mesh
 ) -> list[dict[str, Any]]:
@@ -71,18 +65,18 @@ def param_groups(
     Return torch's parameter groups: `params`, `weight_decay`, `lr_multiplier`, and a group's explicit options.
 
     Every trained parameter is in one group. Parameters without a group, and then every group's parameters, form two
-    torch groups: matrices, and vectors without weight decay. Groups may be empty: torch rejects an empty group list,
-    but all parameters on a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern without a
-    matching parameter.
+    torch groups: matrices, and parameters of other roles, without weight decay. Groups may be empty: torch rejects an
+    empty group list, but all parameters on a pipeline rank may be frozen. Raises UserError, on all ranks, for a pattern
+    without a matching parameter.
     """
-    named = parameters.named_parameters()
+    named, roles = parameters.named_parameters(), parameters.roles()
     indices = match_targets([name for name, _ in named], _targets(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):
         members = [pair for pair, index in zip(named, indices, strict=True) if index == number]
         options = {"lr_multiplier": 1.0} if group is None else group.options()
         matrices, vectors = (
-            [part for name, part in members if decays(name, part) == wanted] for wanted in (True, False)
+            [part for name, part in members if roles[name].is_matrix == wanted] for wanted in (True, False)
         )
         torch_groups.append({"params": matrices, "weight_decay": weight_decay} | options)
         torch_groups.append({"params": vectors, "weight_decay": 0.0} | options)
@@ -102,21 +96,21 @@ def check_patterns(node: NodeView) -> Iterator[Problem]:
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
-    parameters = _model_parameters(stages) if stages else {}
+    roles = _model_roles(stages) if stages else {}
     for kind, targets, paths in kinds:
-        names = [name for name, part in parameters.items() if kind == "parameter" or decays(name, part)]
+        names = [name for name, role in roles.items() if kind == "parameter" or role.is_matrix]
         for index, pattern, text in _faults(_pair_with_index(names, targets), targets, kind):
             yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 
 
-def _model_parameters(stages: NodeView) -> dict[str, nn.Parameter]:
-    """Return the stages' model parameters; {} if another part of the stages changes them."""
+def _model_roles(stages: NodeView) -> dict[str, Role]:
+    """Return the roles of the stages' model parameters; {} if another part of the stages changes parameters."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
     trains_loss = loss and loss.implements(TrainableLoss)
     if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
         return {}
     module = known_module(model)
-    return {} if module is None else dict(module.named_parameters())
+    return {} if module is None else dict(parameter_roles(module))
 
 
 def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:

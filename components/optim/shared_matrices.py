@@ -169,7 +169,9 @@ class SharedMatrices:
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[int]], like: Mapping[str, Tensor]
     ) -> Sequence[Tensor]:
         """
-        Send flat pieces (elements,) by rank, and return the received pieces, with sizes `received`, in rank order.
+        Send flat bfloat16 pieces (elements,) by rank, and return the received pieces in rank order.
+
+        `received` are their sizes by sender. The received pieces are on the device of the tensors in `like`.
         """
         device = next(iter(like.values())).device
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)

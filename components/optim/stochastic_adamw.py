@@ -1,19 +1,21 @@
 """AdamW on bfloat16 weights with stochastic rounding, so small updates accumulate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed
+from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup, check_betas, check_patterns, param_groups
+from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, allocate_state, pad_size, state_of
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.run import RunInfo, Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, gradient_of
@@ -21,9 +23,15 @@ from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
+from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, blocks_in_rows
 from drawloom.kernels.operation import why_no_triton
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SCALES = ".scales"
+"""End of the names of entries with the scales of a parameter's means, whose slices are those of blocks."""
+
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of a parameter's state by the fields of ParamState."""
 
 
 @attrs.frozen
@@ -39,14 +47,18 @@ class _Launch:
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
 class StochasticAdamW:
     """
-    AdamW with stochastic rounding for bfloat16 weights, without float32 master weights.
+    AdamW with stochastic rounding for bfloat16 weights, without float32 master weights, or with split ones.
 
     Norms and biases do not decay. One launch updates all weights; groups with their own learning rate or betas take one
-    more launch each. With `amsgrad`, the largest mean of squares is the maximum over the rounded means.
+    more launch each. With `amsgrad`, the largest mean of squares is the maximum over the rounded means. With `states =
+    "host"`, the state is in host memory (optimizer offload), and is streamed to the GPU and back in every step; weights
+    and state have the same bits as with the state on the device.
 
     The noise depends on the run's seed, the parameter's name, the element's index in the parameter and the step number.
     It is the same for any rank layout, and resuming is bit-exact.
     """
+
+    defers_scaling: ClassVar[bool] = True
 
     parameters: Parameters
     mesh: Mesh
@@ -65,14 +77,34 @@ class StochasticAdamW:
     )
     maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
     groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
-    state_dtype: Literal["bfloat16", "float32"] = setting(
+    state_dtype: Literal["uint8", "bfloat16", "float32"] = setting(
         default="bfloat16",
         impact="incompatible",
-        doc="running mean dtype; bfloat16 is rounded stochastically too",
+        doc="running mean dtype; bfloat16 is rounded stochastically too; with uint8, the means of matrices are codes "
+        "of 8 bits with a scale for 256 elements of a row, and others are float32",
+    )
+    split_master_weights: bool = setting(
+        default=False,
+        impact="incompatible",
+        doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
+        "are then rounded to the nearest",
+    )
+    states: Literal["device", "host"] = setting(
+        default="device",
+        impact="safe",
+        doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
+    )
+    slot_bytes: int = setting(
+        default=2**28,
+        impact="safe",
+        check=above(0),
+        doc="bytes of each of three slots on the device, through which a state on the host is streamed",
     )
     implementation: Literal["auto", "triton", "eager"] = setting(
         default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
+    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
+    _transfers: Transfers | None = attrs.field(init=False, default=None)
     _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
     _launches: list[_Launch] = attrs.field(init=False, factory=list)
     _steps: int = attrs.field(init=False, default=0)
@@ -85,29 +117,42 @@ class StochasticAdamW:
         device = node.neighbour("device")
         if node.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             yield node.problem("implementation", "'triton' runs on GPUs, and the device is the CPU", "write 'auto'")
+        if node.settings["amsgrad"] and node.settings["state_dtype"] == "uint8":
+            text = "the largest mean of squares can't have 8 bits"
+            yield node.problem("amsgrad", text, "write state_dtype = 'bfloat16', or amsgrad = false")
+        if node.settings["states"] == "device" and node.settings["slot_bytes"] != 2**28:
+            text = "the state is on the device, so that nothing is streamed through slots"
+            yield node.problem("slot_bytes", text, "write states = 'host', or remove slot_bytes")
+        stages = node.neighbour("parameters")
+        precision = stages and stages.neighbour("precision")
+        if node.settings["split_master_weights"] and precision and precision.settings.get("parameter") != "bfloat16":
+            text = f"weights in {precision.settings.get('parameter')} are not split"
+            yield node.problem("split_master_weights", text, "write precision.parameter = 'bfloat16'")
 
     def open(self) -> None:
         """Create all parameters' optimizer state, filled with zeros."""
-        slices = self.parameters.slices()
+        slices, named = self.parameters.slices(), self.parameters.named_parameters()
+        if self.states == "host":
+            self._transfers = self.open_transfers(self.device.device)
+        self.state_slices()  # raises an error for slices that cut blocks
+        state = self._allocate_state(dict(named))
         groups = param_groups(self.parameters, self.groups, self.weight_decay, self.mesh)
         decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
-        for name, parameter in self.parameters.named_parameters():
-            weight = parameter.detach()
-            moments = {key: torch.zeros_like(weight, dtype=DTYPES[self.state_dtype]) for key in self._moments.values()}
+        for name, parameter in named:
             first, width, stride = slice_rows(slices[name])
             self._params[name] = ParamState(
-                weight,
+                parameter.detach(),
                 weight_decay=decay[parameter],
                 key=derive_seed(self.job.seed, "stochastic_adamw", name),
                 first=first,
                 width=width,
                 stride=stride,
-                **moments,
+                **state[name],
             )
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in groups:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
-        implementation, states = self._implementation(), self._states()
+        implementation, states = self._step_class(), self._states()
         for (lr_multiplier, betas), parts in kinds.items():
             stepper = implementation([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
@@ -119,21 +164,73 @@ class StochasticAdamW:
         A group multiplies the learning rate by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        step.apply_update(partial(self._update, lr, self._steps_taken() + 1))
+        step.apply_update(partial(self._update, lr, self._steps_taken() + 1, step.take_factors()))
         self._last = step
         for _, parameter in self.parameters.named_parameters():
             parameter.grad = None
 
-    def _update(self, lr: float, number: int, skip: Tensor | None) -> None:
+    def _update(self, lr: float, number: int, factors: Tensor | None, skip: Tensor | None) -> None:
         for launch in self._launches:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
-            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip)
+            launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
+        if self._streamed:
+            self._streamed[0].prefetch()
 
     @property
-    def _moments(self) -> dict[str, str]:
+    def _streamed(self) -> list[StreamedStep]:
+        """Return the steppers whose state is in host memory."""
+        return [launch.stepper for launch in self._launches if isinstance(launch.stepper, StreamedStep)]
+
+    @property
+    def _fields(self) -> dict[str, str]:
         """Return ParamState's fields by their keys in the state dict."""
-        moments = {"mean": "exp_avg", "square": "exp_avg_sq"}
-        return moments | ({"max_square": "max_exp_avg_sq"} if self.amsgrad else {})
+        fields = {"mean": "exp_avg", "square": "exp_avg_sq"}
+        fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
+        return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
+
+    def _specs(self, parameter: nn.Parameter) -> Specs:
+        """Return the shapes and dtypes of a parameter's state."""
+        shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
+        has_codes = means == torch.uint8 and parameter.ndim > 1
+        if means == torch.uint8 and not has_codes:
+            means = torch.float32  # a slice of a vector would cut blocks
+        specs = {field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields.values()}
+        scales = (blocks_in_rows(shape), torch.float32)
+        return specs | ({"exp_avg_scale": scales, "exp_avg_sq_scale": scales} if has_codes else {})
+
+    def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+        """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
+        specs = {name: self._specs(parameter) for name, parameter in parameters.items()}
+        if self._transfers is not None:
+            state = allocate_state(self._transfers, specs)
+        else:
+            state = {
+                name: {
+                    field: torch.zeros(shape, dtype=dtype, device=parameter.device)
+                    for field, (shape, dtype) in specs[name].items()
+                }
+                for name, parameter in parameters.items()
+            }
+        for fields in state.values():
+            if "exp_avg_scale" in fields:
+                fields["exp_avg"].fill_(ZERO_CODE)
+        return state
+
+    def _step_class(self) -> Any:
+        """Return the function from parameters' states to a stepper."""
+        implementation = self._choose_stepper()
+        if self._transfers is None:
+            return implementation
+        total = sum(pad_size(tensor.nbytes) for param in self._params.values() for tensor in state_of(param).values())
+        slots = Slots(self._transfers, self.device.device, min(self.slot_bytes, total))
+        slots.open()
+        return partial(StreamedStep, implementation, slots)
+
+    def close(self) -> None:
+        """Release the host memory."""
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
 
     def _states(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
@@ -146,34 +243,69 @@ class StochasticAdamW:
         return self._steps
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
-        """Return the bytes of the running means, and with `amsgrad` of the largest mean of squares."""
-        count = sum(parameter.numel() for _, parameter in self.parameters.named_parameters())
-        return {"optimizer_state": len(self._moments) * count * DTYPES[self.state_dtype].itemsize}
+        """Return the bytes of the state on the device: of all of it, or of the slots."""
+        size = self._state_bytes()
+        return {"optimizer_state": size if self.states == "device" else SLOTS * min(self.slot_bytes, size)}
+
+    def host_bytes(self) -> int:
+        return self._state_bytes() if self.states == "host" else 0
+
+    def _state_bytes(self) -> int:
+        specs = [self._specs(parameter).values() for _, parameter in self.parameters.named_parameters()]
+        return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
-        return self.parameters.slices()
+        slices = dict(self.parameters.slices())
+        return slices | {
+            f"{name}{SCALES}": slice_of_blocks(name, slices[name])
+            for name, parameter in self.parameters.named_parameters()
+            if "exp_avg_scale" in self._specs(parameter)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
         steps = self._steps_taken()
-        return {
-            name: {key: getattr(param, field) for key, field in self._moments.items()} | {"steps": steps}
+        if self._transfers is not None:
+            self._transfers.synchronize()
+        state = {
+            name: {key: getattr(param, field) for key, field in self._fields.items()} | {"steps": steps}
             for name, param in self._params.items()
+        }
+        return state | {f"{name}{SCALES}": scales for name, scales in self._scales().items()}
+
+    def _scales(self) -> dict[str, dict[str, Tensor]]:
+        """Return the scales of means by parameter, for those with codes of 8 bits."""
+        named = {
+            name: {"mean": param.exp_avg_scale, "square": param.exp_avg_sq_scale}
+            for name, param in self._params.items()
+        }
+        return {
+            name: {key: scale for key, scale in scales.items() if scale is not None}
+            for name, scales in named.items()
+            if self._params[name].has_codes
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
-        if state.keys() != self._params.keys():
-            raise KeyError(f"optimizer state differs for {sorted(state.keys() ^ self._params.keys())}")
-        steps = {values["steps"] for values in state.values()}
+        scales = {f"{name}{SCALES}": values for name, values in self._scales().items()}
+        if other := state.keys() ^ (self._params.keys() | scales.keys()):
+            raise KeyError(f"optimizer state differs for {sorted(other)}")
+        steps = {state[name]["steps"] for name in self._params}
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
+        if self._transfers is not None:
+            self._transfers.synchronize()
+        for stepper in self._streamed:
+            stepper.forget()
         for name, param in self._params.items():
-            for key, field in self._moments.items():
+            for key, field in self._fields.items():
                 getattr(param, field).copy_(state[name][key])
+        for name, values in scales.items():
+            for key, scale in values.items():
+                scale.copy_(state[name][key])
         self._steps, self._last = steps.pop() if steps else 0, None
 
-    def _implementation(self) -> Any:
+    def _choose_stepper(self) -> Any:
         """Return the stepper class. Raises UserError if `implementation` is triton and the device can't run it."""
         wanted, problem = self.implementation, ""
         if wanted == "auto" and self.device.device.type == "cpu":
@@ -187,6 +319,19 @@ class StochasticAdamW:
         from drawloom.kernels.triton.adamw import AdamwTriton
 
         return AdamwTriton
+
+
+def slice_of_blocks(name: str, part: TensorSlice | None) -> TensorSlice | None:
+    """
+    Return the slice of scales for a slice of a parameter. Raises UserError if the slice cuts a block.
+    """
+    if part is None:
+        return None
+    first, size = part.offsets[-1], part.size[-1]
+    if first % BLOCK or (size % BLOCK and first + size != part.shape[-1]):
+        text = f"{name} has columns {first} to {first + size} on this rank, and means of 8 bits have blocks of {BLOCK}"
+        raise UserError(f"optim.stochastic_adamw: {text}; write state_dtype = 'bfloat16', or another mesh.tensor", 2)
+    return TensorSlice(blocks_in_rows(part.shape), (*part.offsets[:-1], first // BLOCK), blocks_in_rows(part.size))
 
 
 def slice_rows(part: TensorSlice | None) -> tuple[int, int, int]:

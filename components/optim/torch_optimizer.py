@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AdamWTriton, WideGradientStep
 from drawloom.components.optim.parameter_groups import ParameterGroup, check_patterns, param_groups
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind
@@ -83,6 +83,8 @@ class TorchOptimizer:
     Every trained parameter belongs to one optimizer.
     """
 
+    defers_scaling: ClassVar[bool] = True
+
     parameters: Parameters
     mesh: Mesh
     lr: float
@@ -127,7 +129,12 @@ class TorchOptimizer:
         multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
+        if not all(isinstance(optimizer, AdamWTriton) for optimizer in self._optimizers):
+            step.settle_scaling()
+        factors = step.take_factors()
         for optimizer in self._optimizers:
+            if isinstance(optimizer, AdamWTriton):
+                optimizer.factors = factors
             step.apply_update(partial(self._update, optimizer, lr))
             optimizer.zero_grad()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.meta_collectives import collective
-from drawloom.components.parallel.row_sums import share_rows
+from drawloom.components.parallel.row_sums import set_context_group
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.state.batch import Batch
@@ -72,7 +72,7 @@ class ContextDimension(Dimension):
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
         """Tell modules with sums over rows which ranks have other tokens of the same rows."""
-        share_rows(module, self.mesh.context_group)
+        set_context_group(module, self.mesh.context_group)
         return {}
 
 

@@ -20,10 +20,15 @@ from torch import Tensor, nn
 from drawloom.components.parallel.dimension import Dimension, SharedParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, compute_dtype
-from drawloom.components.parallel.shard_transfers import DirectAllGather, DirectReduceScatter, message_dtype
+from drawloom.components.parallel.shard_transfers import (
+    DirectAllGather,
+    DirectReduceScatter,
+    Float8AllGather,
+    message_dtype,
+)
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import HeadLayer
+from drawloom.components.ports.model import HeadLayer, LinearLayer
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, ReducedPart
 from drawloom.components.weights.adapted import adapter_names
@@ -103,11 +108,13 @@ class ShardedModule:
         policy: Any,
         by_block: bool,
         by_microbatch: bool,
+        gathers_float8: bool,
     ) -> "ShardedModule":
         """
         Shard a module on the meta device, except for the parameters in `whole`.
 
-        Experts are sharded over `expert_mesh`, if there is one.
+        Experts are sharded over `expert_mesh`, if there is one. If `gathers_float8`, weights of layers that multiply in
+        float8 are gathered in float8.
         """
         # Imported here, because the import takes a second, which runs without shards need not spend.
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -132,7 +139,9 @@ class ShardedModule:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_custom_reduce_scatter(DirectReduceScatter())
-            if not by_block:
+            if gathers_float8 and any(_float8_widths(sharded)):
+                sharded.set_custom_all_gather(Float8AllGather(partial(_float8_widths, sharded)))
+            elif not by_block:
                 sharded.set_custom_all_gather(DirectAllGather(partial(_allocate_outputs, sharded)))
             # Otherwise ranks would deadlock if different weights get no gradient on them (not in torch 2.11).
             if hasattr(sharded, "set_reduce_scatter_unused_params"):
@@ -343,6 +352,7 @@ def shard(
             policy=policy,
             by_block=by_block,
             by_microbatch=by_microbatch,
+            gathers_float8=precision.gather == "float8",
         )
         for module, whole in zip(modules, whole_by_module, strict=True)
     ]
@@ -395,6 +405,17 @@ def _reduce(unit: Any) -> None:
 def _fsdp_params(unit: Any) -> Iterator[Any]:
     for group in _param_groups(unit):
         yield from group.fsdp_params
+
+
+def _float8_widths(unit: Any) -> list[int]:
+    """Return row widths for a unit's weights in float8 layers, and 0 for other parameters."""
+    return [_float8_width(param) for param in _fsdp_params(unit)]
+
+
+def _float8_width(param: Any) -> int:
+    owner = param._module_info
+    in_float8 = isinstance(owner.module, LinearLayer) and owner.module.uses_float8 and owner.param_name == "weight"
+    return int(param._orig_size[1]) if in_float8 else 0
 
 
 def _allocate_outputs(unit: Any) -> list[Tensor]:

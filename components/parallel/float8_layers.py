@@ -1,9 +1,11 @@
 """The linear layers of a module whose matrix products run in float8."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Self
 
+import attrs
 import torch
 from torch import nn
 
@@ -12,10 +14,11 @@ from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import LinearLayer, known_module
+from drawloom.components.ports.model import JointLayers, LinearLayer, known_module
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
+from drawloom.kernels.linear_float8 import KeptWeights
 
 
 def linear_layers(module: nn.Module) -> dict[str, LinearLayer]:
@@ -52,6 +55,50 @@ def use_float8(module: nn.Module, precision: Precision) -> None:
         layer.uses_float8 = True
 
 
+@attrs.define(eq=False)
+class KeptFloat8:
+    """Weights whose float8 elements are kept from one update to the next, by operation."""
+
+    _kept: Sequence[KeptWeights]
+    _rounded_at: list[int] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module], precision: Precision) -> Self:
+        """Allocate memory for the weights in stages' real modules, if the recipe keeps them."""
+        if precision.linear_weights == "pass":
+            return cls([])
+        groups = [group for module in modules for group in _operations(module, precision)]
+        return cls([KeptWeights([layer.weight for layer in group]) for group in groups])
+
+    def round(self, only_if_changed: bool = False) -> None:
+        """Round the weights; with `only_if_changed`, only if a step or a load may have changed one."""
+        versions = [weight._version for kept in self._kept for weight in kept.weights]
+        if only_if_changed and versions == self._rounded_at:
+            return
+        for kept in self._kept:
+            if not kept.is_current or any(weight.requires_grad for weight in kept.weights):
+                kept.round()
+        self._rounded_at = versions
+
+    def expire(self) -> None:
+        """Expect new weights without new version numbers, from a fused optimizer."""
+        self._rounded_at = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for elements, transposed elements and scales."""
+        return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
+
+
+def _operations(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
+    """Yield layers in float8 by operation; an operation may multiply one input by several weights."""
+    layers = float8_layers(module, precision)
+    joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
+    yield from joint
+    members = {id(layer) for group in joint for layer in group}
+    yield from ([layer] for layer in layers.values() if id(layer) not in members)
+
+
 def fault_of_widths(shape: tuple[int, ...]) -> str:
     """Return why a weight (outputs, inputs) can't be multiplied in float8, as the end of a sentence, or ""."""
     if all(width % ALIGNMENT == 0 for width in shape):
@@ -86,6 +133,9 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     if nodes.stages.settings["compile"]:
         text = f"torch.compile does not trace products in float8, which [{nodes.precision.name}] asks for"
         yield nodes.stages.problem("compile", text, 'write compile = false, or linear = "compute"')
+    if nodes.precision.settings["linear_weights"] == "step" and nodes.sizes.data_shard * nodes.sizes.context > 1:
+        text = "shards are gathered for every use, so that nothing can keep their weights in float8"
+        yield nodes.precision.problem("linear_weights", text, 'write linear_weights = "pass"')
     layers, excluded = _layers_of(nodes)
     names = [*layers, *excluded]
     for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):
@@ -131,7 +181,7 @@ def build_precision(node: NodeView) -> Precision | None:
 
 
 def _local_shape(layer: LinearLayer, ranks: int) -> tuple[int, ...]:
-    """Return the shape of a layer's weight on each of the ranks along `tensor`."""
+    """Return the shape of a layer's weight on a rank along `tensor`."""
     shape = list(layer.weight.shape)
     if ranks > 1 and isinstance(layer, TensorParallel) and (dim := layer.split_dims().get("weight")):
         shape[dim.dim] = -(-shape[dim.dim] // ranks)

@@ -17,7 +17,7 @@ class RowSums(TensorParallel):
 
     Ranks of `context` have other tokens of the same rows. If several tensor `ranks` split this rank's context part,
     token values are (tokens, ...), padded at the end; otherwise they are (rows, length, ...). Token weights, float32
-    (rows, length), cover the context part. Without `share_rows` and `split`, this rank has all tokens.
+    (rows, length), cover the context part. Without `set_context_group` and `split`, this rank has all tokens.
     """
 
     context: Group = SingleProcess()
@@ -72,7 +72,7 @@ class RowSums(TensorParallel):
         return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
 
 
-def share_rows(module: nn.Module, context: Group) -> None:
+def set_context_group(module: nn.Module, context: Group) -> None:
     """Tell modules with sums over rows which ranks have other tokens of the same rows."""
     for submodule in module.modules():
         if isinstance(submodule, RowSums):

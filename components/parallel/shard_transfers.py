@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Precision
+from drawloom.kernels.float8_message import pack_weights, unpack_weights
 from drawloom.kernels.sum_parts import sum_parts
 
 PACKED_BELOW_BYTES = 2**18
@@ -35,12 +36,22 @@ def message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     return precision.gradient if precision.gradient.itemsize == 2 and wide == torch.float32 and not replicas else wide
 
 
+@attrs.frozen(eq=False)
+class _Messages:
+    """Own message, uint8 (bytes,), all ranks' messages (ranks, bytes), and row widths of weights in float8, or 0."""
+
+    own: Tensor
+    gathered: Tensor
+    widths: Sequence[int]
+
+
 @attrs.define
 class _Listed:
-    """Tensors behind a stand-in or, if they were gathered one behind the other, their buffer."""
+    """Tensors behind a stand-in or, if they were gathered one behind the other, their buffer or messages."""
 
     tensors: Sequence[Tensor] = ()
     buffer: Tensor | None = None
+    messages: _Messages | None = None
 
 
 class StandIn(Tensor):
@@ -81,7 +92,9 @@ class StandIn(Tensor):
                 output.listed.tensors = list(inputs)
                 return cls(output.shape, output.dtype, output.device, output.listed), output
             case "fsdp::split_with_sizes_copy":
-                buffer = args[0].listed.buffer
+                buffer, messages = args[0].listed.buffer, args[0].listed.messages
+                if messages is not None:
+                    unpack_weights(messages.gathered, named["out"], messages.widths)
                 if buffer is not None:
                     torch.split_with_sizes_copy(buffer.view(args[0].shape), args[1], dim=args[2], out=named["out"])
                 return None
@@ -116,6 +129,34 @@ class DirectAllGather:
         for copy, tensor in zip(copies, listed.tensors, strict=True):
             copy.copy_(tensor)
         group.allgather_into_tensor_coalesced([listed.buffer], [own_part]).wait()
+        return None
+
+
+@attrs.frozen(eq=False)
+class Float8AllGather:
+    """
+    All-gather of slices in one message per rank, with weights in float8; for `set_custom_all_gather`.
+
+    `widths` returns the row width for each parameter in float8, and 0 for others. Messages are unpacked into the
+    parameters when these are used.
+    """
+
+    widths: Callable[[], Sequence[int]]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a stand-in for all ranks' slices (ranks * n,)."""
+        return StandIn.empty(size, dtype, device)
+
+    def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:
+        """Gather the tensors listed by torch, and return the work to wait for, or None."""
+        widths = self.widths()
+        own = pack_weights(output_tensor.listed.tensors, widths)
+        gathered = own.new_empty(group.size(), len(own))
+        output_tensor.listed.messages = _Messages(own, gathered, widths)
+        work = group.allgather_into_tensor_coalesced([gathered.view(-1)], [own])
+        if async_op:
+            return work
+        work.wait()
         return None
 
 

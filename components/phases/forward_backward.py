@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import TrainingData, has_pairs
+from drawloom.components.ports.data import TrainingData, has_pairs, is_unpaired
 from drawloom.components.ports.pipeline import STEP_SPECS, Executor
 from drawloom.components.ports.run import Event, Events, Step
 from drawloom.graph import Problem, component
@@ -30,6 +30,13 @@ class ForwardBackward:
         elif has_pairs(loss.component) and not has_pairs(rows.component):
             text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
             yield rows.problem("use", text, 'write use = "data.packing.pairs"')
+        judged = [node for node in rows.reachable() if is_unpaired(node.component)]
+        if judged and not is_unpaired(loss.component):
+            text = f"[{judged[0].name}] has answers that are good or bad by themselves"
+            yield loss.problem("use", text, 'write use = "loss.kto"')
+        elif is_unpaired(loss.component) and not judged:
+            text = f"[{loss.name}] learns from answers that are good or bad by themselves, and the data have none"
+            yield loss.problem("use", text, 'write use = "data.feedback" in the corpus, or use = "loss.dpo"')
 
     def run_phase(self, step: Step) -> None:
         """Load the microbatches, run the pipeline program on them, and write this rank's `losses` and `batches`."""

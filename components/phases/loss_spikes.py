@@ -6,7 +6,7 @@ Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches d
 
 import logging
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -30,6 +30,8 @@ class LossSpikes:
     With `go_back` the host waits for the loss before an update. Without it the host does not wait, and on a GPU the
     warning comes one step late.
     """
+
+    defers_scaling: ClassVar[bool] = True  # it reads no gradient
 
     data: MovableData
     window: int = setting(default=100, check=at_least(2), doc="number of previous losses for the comparison")

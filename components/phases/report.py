@@ -33,6 +33,9 @@ from drawloom.components.ports.tracking import (
 from drawloom.graph import Problem, ResolvedRecipe, component, setting
 from drawloom.graph.wiring.node import NodeView
 
+VALIDATION = ("validation_loss", "validation_reward")
+"""Numbers that are also measured before the first step."""
+
 log = logging.getLogger("drawloom.run")
 
 
@@ -43,6 +46,8 @@ log = logging.getLogger("drawloom.run")
         "lr?",
         "validation_loss?",
         "initial_validation_loss?",
+        "validation_reward?",
+        "initial_validation_reward?",
         "skip?",
         "tokens?",
         "losses?",
@@ -123,8 +128,9 @@ class Report:
 
     def _write_start(self, step: Step) -> None:
         """Report the evaluation before the first step, as step 0."""
-        if "initial_validation_loss" in step.state:
-            values = {"validation_loss": step.state.number("initial_validation_loss")}
+        names = [name for name in VALIDATION if f"initial_{name}" in step.state]
+        if names:
+            values = {name: step.state.number(f"initial_{name}") for name in names}
             self._call_trackers(lambda tracker: _track(tracker, 0, Measurements(values, {})))
             if isinstance(self.every, int):
                 log.info("%s", step_line(Step(0, step.total), values), extra={"step_line": True})
@@ -146,7 +152,7 @@ class Report:
             log.info("%s%s", step_line(step, values), left, extra={STEP_LINE: True})
 
     def _has_line(self, step: Step, values: Mapping[str, Value]) -> bool:
-        news = step is self._first or values.get("validation_loss") is not None
+        news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return due(self.every, step) or (news and isinstance(self.every, int))
 
     def _seconds_left(self, step: Step) -> float:
@@ -208,6 +214,8 @@ def _short(number: float) -> str:
 FORMATS: Mapping[str, Callable[[float], str]] = {
     "loss": lambda number: f"loss {number:.4f}",
     "validation_loss": lambda number: f"validation loss {number:.4f}",
+    "reward": lambda number: f"reward {number:.4f}",
+    "validation_reward": lambda number: f"validation reward {number:.4f}",
     "grad_norm": lambda number: f"grad_norm {_short(number)}",
     "lr": lambda number: f"lr {number:#.2g}",
     "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",

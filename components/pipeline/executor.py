@@ -9,11 +9,19 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import constraint_problems
 from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.lowering import expect_same, lower, program_for, with_shard_actions
+from drawloom.components.pipeline.program.lowering import (
+    expect_same,
+    lower,
+    program_for,
+    with_offload_actions,
+    with_shard_actions,
+)
 from drawloom.components.pipeline.runtime.capture import Captures
+from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -22,8 +30,9 @@ from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.adapters import thaws_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
+from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
-from drawloom.components.ports.pipeline import LOSSES, Loss, Referenced, Schedule, embeds_on_every_rank
+from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, flat
 from drawloom.components.ports.stages import Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
@@ -66,6 +75,7 @@ class ProgramExecutor:
         doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
     )
     embeds_on_every_rank: ClassVar[bool] = False
+    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
@@ -94,6 +104,11 @@ class ProgramExecutor:
         hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
         self._links = self.neighbours.links(hops)
 
+    def close(self) -> None:
+        """Release host memory for activations."""
+        if self._offloads is not None:
+            self._offloads.transfers.close()
+
     @property
     def _owners(self) -> tuple[int, ...]:
         """Return the stages' ranks."""
@@ -103,7 +118,7 @@ class ProgramExecutor:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._training_of(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._with_references(state["batches"])
+        inputs = self._with_measured(self._with_references(state["batches"]))
         if self._captures is not None:
             inputs = self._captures.unify_rows(inputs)
         runner = self._runner(inputs, state, training.stages, training.split)
@@ -120,7 +135,8 @@ class ProgramExecutor:
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        runner = self._runner(self._with_references(state["batches"]), state, self.stages.local)
+        inputs = self._with_measured(self._with_references(state["batches"]))
+        runner = self._runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._forward_program(state.microbatches))
@@ -180,7 +196,7 @@ class ProgramExecutor:
     def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """Return the microbatches' inputs, with reference log-probabilities on the last stage's rank."""
         inputs = [self._inputs(batch) for batch in microbatches]
-        if not isinstance(self.objective, Referenced) or self.objective.reference == "data":
+        if not isinstance(self.objective, Referenced) or self.objective.reference != "adapters":
             return inputs
         references = self._token_logps(self.objective, inputs)
         return [
@@ -188,11 +204,28 @@ class ProgramExecutor:
             for number, microbatch in enumerate(inputs)
         ]
 
+    def _with_measured(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+        """Return the microbatches' inputs, with the step's sums on the last stage's rank. A collective."""
+        objective = self.objective
+        if not isinstance(objective, MeasuresStep):
+            return inputs
+        outputs: dict[int, Tensor] = {}
+        finishing = [_finishing(objective.measure, microbatch) for microbatch in inputs]
+        self._finish_each(finishing, outputs.__setitem__)
+        if not outputs:  # alike on all ranks of the data group, which have the same stages
+            return inputs
+        sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
+        self.mesh.data_group.sum(sums)
+        return [
+            attrs.evolve(microbatch, batch=objective.with_measured(microbatch.batch, sums)) for microbatch in inputs
+        ]
+
     def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
         """Return log-probabilities under the model without adapters by microbatch, on the last stage's rank."""
         outputs: dict[int, Tensor] = {}
         with without_adapters(stage.module for stage in self.stages.local):
-            self._finish_each([_for_reference(objective, microbatch) for microbatch in inputs], outputs.__setitem__)
+            finishing = [_finishing(objective.token_logps, microbatch) for microbatch in inputs]
+            self._finish_each(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
 
@@ -204,7 +237,11 @@ class ProgramExecutor:
         split: Set[int] = frozenset(),
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
-        new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
+        new = (
+            partial(StageRunner, objective=self.objective, offloads=self._offloads)
+            if self._captures is None
+            else self._captures.runner
+        )
         stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
@@ -229,6 +266,12 @@ class ProgramExecutor:
     def _captures(self) -> Captures | None:
         captured = any(stage.capture for stage in self.stages.local)
         return Captures.on(self.device.device, self.objective) if captured else None
+
+    @cached_property
+    def _offloads(self) -> Offloads | None:
+        if not any(stage.offload for stage in self.stages.local):
+            return None
+        return Offloads(self.open_transfers(self.device.device))
 
     @cached_property
     def _streams(self) -> StageStreams | None:
@@ -263,20 +306,21 @@ class ProgramExecutor:
 
     def _lower(self, program: Program) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
-        line = lower(program, self.mesh.indices.pipeline)
+        offloaded = {stage.index for stage in self.stages.local if stage.offload}
+        line = with_offload_actions(lower(program, self.mesh.indices.pipeline), offloaded)
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
         return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
-def _for_reference(objective: Referenced, inputs: MicrobatchInputs) -> MicrobatchInputs:
-    """Return a microbatch whose result on the last stage is the log-probabilities for the loss's comparison."""
+def _finishing(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """Return a microbatch whose result on the last stage is a function of hidden states, head and batch."""
     if (batch := inputs.batch) is None:
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return objective.token_logps(hidden, head, batch)
+        return function(hidden, head, batch)
 
     # Without weights the model computes no losses of its own, such as a router's.
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
@@ -291,12 +335,13 @@ def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | 
 
 def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
-    if loss.settings.get("reference") != "adapters":
+    if loss.settings.get("reference") != "adapters" and not issubclass(loss.component, MeasuresStep):
         return
     adapters = stages.neighbours("adapters")
     if not adapters:
+        other = ', or reference = "data"' if "reference" in loss.settings else ""
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
-        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}], or reference = "data"')
+        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
     for adapter in adapters:
         if thaws_weights(adapter.component):
             text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
@@ -308,6 +353,9 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
     if stages.settings.get("capture"):
         text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
         yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
+    if stages.settings.get("offload"):
+        text = "memory of offloaded activations would be freed on another stream than it was allocated on"
+        yield executor.problem("streams", text, f"write streams = false, or offload = false in [{stages.name}]")
     if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 

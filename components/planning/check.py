@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.planning.calibrate import at_hand
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import remedies, toml_lines
+from drawloom.components.planning.remedies import find_remedies, toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
 from drawloom.components.storage.byte_size import byte_size
@@ -100,7 +100,9 @@ class PlanCheck:
     def _refusal(self, planned: Plan) -> str:
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [
-            remedy for remedy in remedies(recipe, planned) if remedy.plan.fits and remedy.plan.ranks == planned.ranks
+            remedy
+            for remedy in find_remedies(recipe, planned)
+            if remedy.plan.fits and remedy.plan.ranks == planned.ranks
         ]
         settings = " or ".join("; ".join(toml_lines(remedy.values)) for remedy in fitting)
         fullest = max(planned.memory, key=lambda rank: rank.peak)

@@ -52,7 +52,7 @@ class Interval:
         return f"{self.toml}  # {why}; saves and lost steps take {self.lost:.2%} of the time"
 
 
-def interval(nodes: Nodes, planned: Plan, mtbf: float, cost: float | None = None) -> Interval:
+def propose_interval(nodes: Nodes, planned: Plan, mtbf: float, cost: float | None = None) -> Interval:
     """Propose an interval for hosts with `mtbf` seconds between failures; by default, the save `cost` is estimated."""
     hosts = math.ceil(planned.ranks / planned.device.per_host)
     between, cost = mtbf / hosts, save_seconds(nodes, planned) if cost is None else cost

@@ -15,7 +15,8 @@ from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import MemoryUser
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import Batching, Restorer
+from drawloom.components.ports.rollouts import MakesRows
+from drawloom.components.ports.run import Batching, Phase, Restorer
 from drawloom.components.ports.stages import TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
@@ -130,10 +131,19 @@ class Nodes:
         """Return the minimum rank count: the product over dimensions with explicit sizes."""
         return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
 
+    @cached_property
+    def made_rows(self) -> tuple[int, int]:
+        """Return how many rows a phase makes from a row of the data set, and how many tokens it adds to a row."""
+        for name in self._all(Phase):
+            if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
+                return component.made_rows(self.graph.view(name))
+        return 1, 0
+
     @property
     def batch_type(self) -> type[Batch]:
         """Return the run's batch class; UserError if there is not exactly one."""
-        classes = [self.graph.nodes[name].spec.cls for port in (PackedDataset, Collator) for name in self._all(port)]
+        ports = (Phase,) if self.made_rows != (1, 0) else (PackedDataset, Collator)
+        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._all(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
             raise UserError(f"a plan needs one class of batches, and the recipe's data sets have {len(types)}", 2)
@@ -147,7 +157,7 @@ class Nodes:
         for name in self._all(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
-                    return length
+                    return length + self.made_rows[1]
         raise UserError("a plan needs the length of rows, and no node of the recipe has a setting `length`", 2)
 
     @property
@@ -163,13 +173,13 @@ class Nodes:
 
     @property
     def attention(self) -> str:
-        """Return the attention kernel that the recipe names, or `auto`."""
+        """Return the recipe's attention kernel, or `auto`."""
         settings = [self.settings(name).get("attention", "auto") for name in self._all(Kernels)]
         return next(iter(settings), "auto")
 
     @property
     def global_size(self) -> int:
-        """Return the global batch size: rows in a step."""
+        """Return the global batch size: rows of the data set in a step."""
         return int(self.settings(self.only(Batching))["global_size"])
 
     @property
@@ -185,4 +195,4 @@ class Nodes:
         if self.global_size % (rows * replicas):
             text = f"{self.global_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
             raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
-        return rows, self.global_size // (rows * replicas)
+        return rows * self.made_rows[0], self.global_size // (rows * replicas)

@@ -17,12 +17,12 @@ from drawloom.components.pipeline.program.lowering import with_whole_backwards
 from drawloom.components.pipeline.program.timing import CostTable, DeadlockError
 from drawloom.components.planning.attention import AttentionFractions, Rows, estimate_attention_fractions
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.rank_view import Elements, RankView, link
+from drawloom.components.planning.rank_view import Elements, RankView, link_bandwidth
 from drawloom.components.planning.stage_costs import Recordings, StageCosts, StageMeter
-from drawloom.components.planning.step_time import StepTime, cost_table, step_time
+from drawloom.components.planning.step_time import StepTime, cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, peak_of
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateFlops
-from drawloom.components.ports.memory import memory_by_kind
+from drawloom.components.ports.memory import HostMemoryUser, memory_by_kind
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
@@ -41,7 +41,7 @@ class RankMemory:
 
     Gradients belong to the step, because the first backward pass allocates them and the update frees them. During
     backward passes the gradients of sharded parameters (FSDP, ZeRO) may be whole: then they take `whole_gradients`.
-    `final_peak` is the bytes for gradients and their reduction when the step ends.
+    `final_peak` is the bytes for gradients and their reduction when the step ends; `host` are bytes in host memory.
     """
 
     stages: Sequence[int]
@@ -51,6 +51,7 @@ class RankMemory:
     step: Peak
     buffers: Mapping[str, int]
     final_peak: int
+    host: int
 
     @property
     def peak(self) -> int:
@@ -221,7 +222,7 @@ class Planner:
         memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
         document_rows = self._rows(rows)
-        tokens = self.nodes.global_size * self.nodes.length
+        tokens = self.nodes.global_size * self.nodes.made_rows[0] * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message(costs))
         frozen = set[str]().union(*(view.frozen for view in views))
@@ -236,7 +237,7 @@ class Planner:
             costs=costs,
             table=table,
             memory=memory,
-            time=step_time(program, table, costs, exchanges, self._has_reference),
+            time=estimate_step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
             flops=_flops(self._forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
@@ -298,7 +299,8 @@ class Planner:
         users = [container[name] for name in self.nodes.memory_users]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
-        return RankView(mesh, stages, sizes, update_flops)
+        host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
+        return RankView(mesh, stages, sizes, update_flops, host_bytes)
 
     def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
@@ -312,9 +314,9 @@ class Planner:
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision].gradient,
             device=self.device.without_host() if stages.get("capture") else self.device,
-            links=lambda dimension: link(self.mesh, self.device, dimension),
+            links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._fractions(self._rows(rows)),
-            cache_key=tuple((sizes[name], link(self.mesh, self.device, name)) for name in WITHIN_STAGES),
+            cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
         )
         recompute = stages["recompute"]
@@ -327,7 +329,8 @@ class Planner:
 
     def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
         gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
-        peak = peak_of(program, index, costs, gradients)
+        offloaded = {stage.index for stage in view.stages.local if stage.offload}
+        peak = peak_of(program, index, costs, gradients, offloaded)
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_persistent(view),
@@ -336,12 +339,13 @@ class Planner:
             step=peak,
             buffers=view.buffers(costs, self.device, self._batch_bytes(program.microbatches)),
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_bytes(),
+            host=view.host_bytes,
         )
 
     def _message(self, costs: Mapping[int, StageCosts]) -> float:
         """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
-        return size / link(self.mesh, self.device, PipelineDimension.name)
+        return size / link_bandwidth(self.mesh, self.device, PipelineDimension.name)
 
     def _batch_bytes(self, microbatches: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""

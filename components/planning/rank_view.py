@@ -10,6 +10,7 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.parallel.float8_layers import float8_layers
 from drawloom.components.parallel.shard_transfers import message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
@@ -36,13 +37,15 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the matrix product FLOPs in one optimizer step.
+    `update_flops` are the matrix product FLOPs in one optimizer step; `host_bytes` are streamed from host memory and
+    back in every step.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
     update_flops: float
+    host_bytes: int
 
     @property
     def shard_store(self) -> SlicedStore | None:
@@ -136,7 +139,18 @@ class RankView:
         """Return the seconds for gathering parameters, by stage."""
         seconds = self._seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
-        return {stage.index: (sizes.root + sum(sizes.blocks)) * seconds for stage, sizes in stages}
+        return {
+            stage.index: (sizes.root + sum(sizes.blocks) - self._bytes_saved_by_float8(stage)) * seconds
+            for stage, sizes in stages
+        }
+
+    def _bytes_saved_by_float8(self, stage: Stage) -> int:
+        """Return the bytes that float8 saves in the messages with a stage's weights."""
+        precision = self.stages.precision
+        if precision.gather != "float8":
+            return 0
+        layers = float8_layers(stage.module, precision).values()
+        return sum(layer.weight.numel() for layer in layers) * (int(precision.compute.itemsize) - 1)
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""
@@ -148,7 +162,7 @@ class RankView:
     def _seconds_per_byte(self, device: DeviceModel, *dimensions: str) -> float:
         """Return the seconds per byte for an all-gather or a reduce-scatter along mesh dimensions."""
         size = self.mesh.group(*dimensions).size
-        return (size - 1) / size / link(self.mesh, device, *dimensions)
+        return (size - 1) / size / link_bandwidth(self.mesh, device, *dimensions)
 
     @cached_property
     def _weight_bytes(self) -> int:
@@ -156,15 +170,17 @@ class RankView:
         return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
     def _update_seconds(self, device: DeviceModel) -> float:
-        """Return the seconds for an update: gradient norm and scaling, weights, moments, and casts."""
+        """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
         traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
-        return traffic / (device.bandwidth * device.reached.memory) + products
+        # State in host memory is streamed in both directions at once, while the device updates.
+        streamed = self.host_bytes / device.host_link
+        return max(traffic / (device.bandwidth * device.reached.memory) + products, streamed)
 
 
-def link(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
+def link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *dimensions: str) -> float:
     """Return a rank's send rate along mesh dimensions, in bytes/s."""
     ranks = mesh.group(*dimensions).ranks
     hosts = {rank // device.per_host for rank in ranks}

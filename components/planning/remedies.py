@@ -25,7 +25,7 @@ class Remedy:
     plan: Plan
 
     @property
-    def lines(self) -> list[str]:
+    def setting_lines(self) -> list[str]:
         """Return the settings as TOML lines."""
         return toml_lines(self.values)
 
@@ -43,7 +43,7 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
+def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
     Return remedies for a plan over its memory limit, sorted by decreasing memory; all take less than the plan.
 
@@ -113,7 +113,7 @@ def remedy_data(remedy: Remedy) -> dict[str, Any]:
     """Return a remedy for JSON."""
     peak = max(remedy.plan.peak_memory_bytes)
     seconds = {"step_seconds": remedy.plan.time.seconds, "ranks": remedy.plan.ranks, "fits": remedy.plan.fits}
-    return {"toml": remedy.lines, "cost": remedy.cost, "peak_memory_bytes": peak, **seconds}
+    return {"toml": remedy.setting_lines, "cost": remedy.cost, "peak_memory_bytes": peak, **seconds}
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:
@@ -124,6 +124,6 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     for remedy in remedies:
         peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
         fits = "fits" if remedy.plan.fits else "too much"
-        settings = "; ".join(remedy.lines)
+        settings = "; ".join(remedy.setting_lines)
         lines.append(f"  {settings}  # {byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
     return "\n".join(lines)

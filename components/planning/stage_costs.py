@@ -22,6 +22,7 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_in
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.model import HasCostKey
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.activation_specs import on_meta
@@ -82,15 +83,20 @@ class StageMeter:
             for number, block in enumerate(self.blocks(stage.module))
         ]
         # The last block is recorded alone: when an earlier block is recomputed, the tensors of the last are free.
-        earlier, last = blocks[:-1], blocks[-1:]
-        alone = self._record(stage, last, split)
-        passes, recorded = dict(alone), [alone]
+        earlier, examples = blocks[:-1], blocks[-1:]
+        before = self._record(stage, examples, split)
+        passes, recorded = dict(before), [before]
         for kind, count in Counter(earlier).items():
-            example = next(block for block in earlier if block == kind)
-            # The last block already keeps what blocks share, such as masks, so that the example adds only its own.
-            both = self._record(stage, [example, *last], split)
-            passes = {op: cost.plus(both[op].plus(alone[op], -1), count) for op, cost in passes.items()}
-            recorded.append(both)
+            # Blocks that are recorded already keep what blocks share, such as masks, so that an example adds its own.
+            same = [block for block in earlier if block == kind][:2]
+            added = same[:1] if kind.kind in {example.kind for example in examples} else same
+            for number, block in enumerate(added, 1):
+                examples = sorted([*examples, block], key=lambda block: block.number)
+                more = self._record(stage, examples, split)
+                times = count - len(added) + 1 if number == len(added) else 1
+                passes = {op: cost.plus(more[op].plus(before[op], -1), times) for op, cost in passes.items()}
+                recorded.append(more)
+                before = more
         for op, cost in passes.items():
             # Bytes alive at a pass's peak but not at its end belong to one block; the rest may grow with the blocks.
             beyond = max(costs[op].peak_delta - costs[op].net_delta for costs in recorded)
@@ -165,7 +171,7 @@ class StageMeter:
                 batch = self.batch_type.outline(self.rows, self.length)
             except NotImplementedError as error:
                 raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
-            if isinstance(self.loss, Referenced):
+            if isinstance(self.loss, Referenced) and self.loss.reference != "none":
                 batch = self.loss.with_reference(batch, batch.weights)
             part: Any = None
             if self.context.size > 1:
@@ -195,9 +201,9 @@ class _Block:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """Return a key, equal for blocks with the same costs: the type, and the parameters' shapes and dtypes."""
+    """Return a key, equal for blocks with the same costs: type, parameters' shapes and dtypes, and the block's own."""
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-    return type(block), tuple(parameters)
+    return type(block), tuple(parameters), block.cost_key if isinstance(block, HasCostKey) else None
 
 
 def _outer_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> Hashable:

@@ -84,7 +84,7 @@ def _is_host_bound(costs: StageCosts) -> bool:
     return sum(cost.host for cost in both) > sum(cost.seconds for cost in both)
 
 
-def step_time(
+def estimate_step_time(
     program: Program,
     table: CostTable,
     costs: Mapping[int, StageCosts],

@@ -40,6 +40,7 @@ def _rank_data(memory: RankMemory) -> dict[str, Any]:
         "activations": memory.activations,
         "buffers": dict(memory.buffers),
         "peak": memory.peak,
+        "host": memory.host,
         "when": memory.when,
     }
 
@@ -57,7 +58,7 @@ def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Return a plan as text: a line per subject, and a table by rank."""
     lines = [f"{label:8}{text}" for label, text in _subjects(plan)]
     return "\n".join([*lines, "", *_table(plan)])
@@ -75,6 +76,8 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     limit = f" of {byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
     yield "memory", f"{byte_size(fullest.peak)}{limit} at most, in {fullest.when}{verdict}"
+    if host := max(memory.host for memory in plan.memory):
+        yield "host", f"{byte_size(host)} of each rank in host memory, at most"
     yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""

@@ -106,12 +106,14 @@ class DocumentPart(NamedTuple):
     Consecutive tokens from a document: `ids`, any integer dtype (tokens,).
 
     `weights`, non-negative float32 (tokens,), weights tokens as targets; None means 1. `reference` is the document's
-    log-probability under another model, over all trained tokens, if the data have it.
+    log-probability under another model, over all trained tokens, and `label` a number for the loss, if the data have
+    them.
     """
 
     ids: np.ndarray
     weights: np.ndarray | None = None
     reference: float | None = None
+    label: float | None = None
 
 
 class TokenDocuments(Protocol):

@@ -32,6 +32,12 @@ class TokenBatch(Batch):
     token weights of a pair add up to the pair's weight. `reference`, float32 or float64, is for losses that compare
     the model with a reference model: the targets' log-probabilities under that model, used as a sum by document.
 
+    `labels`, float32, is a document's number for the loss at its first token, such as the margin of a pair.
+    `measured`, float64 (numbers,), are sums over the whole step, for a loss that is a `MeasuresStep`.
+
+    `teacher_ids`, (rows, length, k), and `teacher_logps`, float32 (rows, length, k + 1), are a teacher's likeliest next
+    tokens, and their log-probabilities with that of all others last.
+
     `padding` is the number of positions in all rows without a document's token; they are not counted as tokens.
     """
 
@@ -41,6 +47,10 @@ class TokenBatch(Batch):
     document_ids: Tensor = leaf("tokens")
     weights: Tensor = leaf("tokens")
     reference: Tensor | None = leaf("tokens", default=None)
+    labels: Tensor | None = leaf("tokens", default=None)
+    measured: Tensor | None = leaf("replicated", default=None)
+    teacher_ids: Tensor | None = leaf("tokens", default=None)
+    teacher_logps: Tensor | None = leaf("tokens", default=None)
     padding: int = leaf("host", default=0, kw_only=True)
 
     @classmethod
@@ -53,6 +63,7 @@ class TokenBatch(Batch):
         document_ids: np.ndarray,
         weights: np.ndarray,
         reference: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
         padding: int = 0,
     ) -> Self:
         """Return a batch that shares memory with these arrays, (rows, length)."""
@@ -63,14 +74,18 @@ class TokenBatch(Batch):
             document_ids=torch.from_numpy(document_ids),
             weights=torch.from_numpy(weights),
             reference=None if reference is None else torch.from_numpy(reference),
+            labels=None if labels is None else torch.from_numpy(labels),
             padding=padding,
         )
 
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
-        """Return a batch on the meta device, without a reference."""
+        """Return a batch on the meta device, without a reference, and with 64 tokens of a teacher by position."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        return cls(whole, whole, whole, whole, torch.empty_like(whole, dtype=torch.float32))
+        ids = torch.empty(rows, length, 64, dtype=torch.int64, device="meta")
+        logps = torch.empty(rows, length, 65, device="meta")
+        weights = torch.empty_like(whole, dtype=torch.float32)
+        return cls(whole, whole, whole, whole, weights, teacher_ids=ids, teacher_logps=logps)
 
     def has_whole_rows(self) -> bool:
         """Return whether the host knows that every row is one document; False if the ids are on a GPU."""
@@ -174,6 +189,22 @@ class PairedDocuments(Protocol):
 def has_pairs(component: object) -> bool:
     """Return whether a component, an object or a class, has or compares document pairs."""
     return isinstance(component, PairedDocuments) and component.pairs
+
+
+@runtime_checkable
+class UnpairedAnswers(Protocol):
+    """
+    A corpus in which a pair is a judged answer and one to another prompt, or a loss for such pairs (KTO).
+
+    `check` rejects one without the other.
+    """
+
+    unpaired: ClassVar[bool]
+
+
+def is_unpaired(component: object) -> bool:
+    """Return whether a component, an object or a class, has or reads judged answers without a counterpart."""
+    return isinstance(component, UnpairedAnswers) and component.unpaired
 
 
 @runtime_checkable

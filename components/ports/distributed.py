@@ -1,7 +1,7 @@
 """Ports for process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -226,6 +226,32 @@ class Processes(Protocol):
         ...
 
 
+@runtime_checkable
+class SurvivingProcesses(Protocol):
+    """
+    Processes that may continue without the replicas of lost ranks.
+
+    `replicas` are the sets of ranks that leave as a whole; the mesh sets them. `survives_losses` is True if the run
+    continues after a loss.
+    """
+
+    replicas: Sequence[Sequence[int]]
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the run continues after a loss."""
+        ...
+
+
+@port
+class ReplicaLimit(Protocol):
+    """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
+
+    def fits_replicas(self, count: int) -> bool:
+        """Return whether `count` replicas (DDP) can share the work; the node is open."""
+        ...
+
+
 @port
 class Timed(Protocol):
     """Timeouts for collectives, and diagnosis of hangs and failures."""
@@ -363,8 +389,14 @@ class Device(Protocol):
         ...
 
 
+RoundingTime = Literal["pass", "step"]
+"""When weights are rounded to float8: in every forward and backward pass, or once a step."""
+
 LinearFormat = Literal["compute", "float8"]
 """Format of the operands of linear layers' matrix products: the compute dtype, or e4m3 with a scale for each row."""
+
+FrozenFormat = Literal["compute", "nf4", "float8", "mxfp4"]
+"""Format in which frozen weights are stored: the compute dtype, or a quantized one (`kernels/weight_formats.py`)."""
 
 
 @port
@@ -404,6 +436,26 @@ class Precision(Protocol):
     @property
     def linear_in_compute(self) -> Sequence[str]:
         """Patterns (fnmatch) of the names of linear layers whose products stay in the compute dtype."""
+        ...
+
+    @property
+    def gather(self) -> LinearFormat:
+        """Format for FSDP messages with weights in float8 layers."""
+        ...
+
+    @property
+    def linear_weights(self) -> RoundingTime:
+        """When weights are rounded to float8."""
+        ...
+
+    @property
+    def frozen(self) -> FrozenFormat:
+        """Format of the frozen weights of linear layers and experts inside of blocks (QLoRA)."""
+        ...
+
+    @property
+    def frozen_in_compute(self) -> Sequence[str]:
+        """Patterns (fnmatch) of the names of frozen weights that stay in the compute dtype."""
         ...
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import port
+from drawloom.kernels.weight_formats import WeightFormat
 
 
 @port
@@ -59,6 +60,15 @@ class ExpertKernels(Kernels, Protocol):
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         """
         Multiply rows x (rows, inputs) by their expert's matrix in (experts, inputs, outputs), or its transpose.
+        """
+        ...
+
+    def multiply_quantized_experts(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+    ) -> Tensor:
+        """
+        Multiply rows x (rows, inputs) by their expert's frozen weight (experts, outputs, inputs), given as its storage
+        (experts, outputs, units).
         """
         ...
 

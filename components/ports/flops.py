@@ -17,11 +17,13 @@ class ForwardFlops:
 
     `by_parameter` has the operations for one token by parameter; for experts, only those that the token visits.
     `per_pair` has the attention operations per query and visible key, by layer window; the key None is for layers
-    without a window.
+    without a window. `per_token` are other operations for one token, such as products with the states of recurrent
+    layers.
     """
 
     by_parameter: Mapping[str, float]
     per_pair: Mapping[int | None, float]
+    per_token: float = 0.0
 
     def of_training(self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()) -> float:
         """
@@ -33,7 +35,8 @@ class ForwardFlops:
         appendix B).
         """
         products = sum(flops * (2 if name in frozen else 3) for name, flops in self.by_parameter.items())
-        return tokens * products + 3 * sum(flops * pairs[window] for window, flops in self.per_pair.items())
+        attention = sum(flops * pairs[window] for window, flops in self.per_pair.items())
+        return tokens * (products + 3 * self.per_token) + 3 * attention
 
 
 @port

@@ -1,7 +1,9 @@
 """Memory kinds, and the port for nodes that occupy memory from step to step."""
 
-from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+from torch import Tensor
 
 from drawloom.graph import port
 
@@ -27,6 +29,15 @@ class MemoryUser(Protocol):
         ...
 
 
+@runtime_checkable
+class HostMemoryUser(Protocol):
+    """A memory user with tensors in host memory, which are streamed to the device and back in every step."""
+
+    def host_bytes(self) -> int:
+        """Return the bytes in host memory on this rank; like `memory_bytes`, before `open`."""
+        ...
+
+
 def memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
     """Sum all users' bytes by kind, without empty kinds; with a peak, `workspace` is the remainder."""
     bytes_by_user = [user.memory_bytes() for user in users]
@@ -34,3 +45,47 @@ def memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict
     if peak is not None:
         totals["workspace"] += max(0, peak - sum(totals.values()))
     return {kind: size for kind, size in totals.items() if size}
+
+
+Ticket = Any
+"""A point in a stream of copies or computation, from `Transfers`; None is the past."""
+
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""Pairs of a target and a source of equal shape and dtype."""
+
+
+class Transfers(Protocol):
+    """
+    Asynchronous copies between a device and host memory (offload).
+
+    Copies in one direction are made in order, each after the tickets in `after`. Neither the host nor the device's
+    computation waits for a copy, except in `wait` and `synchronize`; memory may be reused only after its copies.
+    """
+
+    def allocate(self, size: int) -> Tensor:
+        """Return zeros in host memory, uint8 (size,), which is pinned if the device is a GPU."""
+        ...
+
+    def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        """Copy tensors from host memory to the device, and return the ticket of the last copy's end."""
+        ...
+
+    def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        """Copy tensors from the device to host memory, and return the ticket of the last copy's end."""
+        ...
+
+    def mark(self) -> Ticket:
+        """Return a ticket for the end of the computation issued so far."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let later computation wait for a ticket."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for all copies."""
+        ...
+
+    def close(self) -> None:
+        """Wait for all copies, and release the memory."""
+        ...

@@ -1,7 +1,8 @@
 """Ports for models, which build modules, and for the heads and kernels inside modules."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
@@ -13,6 +14,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.weight_formats import WeightFormat
 
 
 @attrs.frozen
@@ -166,12 +168,43 @@ class HeadLayer:
         return finish(hidden, self.head())
 
 
-class LinearLayer:
+class QuantizableLayer:
+    """
+    A layer whose parameters named in `quantizable` can be stored in a quantized format while they are frozen.
+
+    Stages set `weight_formats`, from parameter names to formats, and replace these parameters by their storage.
+    """
+
+    quantizable: ClassVar[tuple[str, ...]] = ()
+    weight_formats: Mapping[str, WeightFormat] = MappingProxyType({})
+
+
+def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
+    """Return the formats of a module's quantized parameters by name."""
+    return {
+        f"{path}.{leaf}" if path else leaf: weight_format
+        for path, layer in module.named_modules()
+        if isinstance(layer, QuantizableLayer)
+        for leaf, weight_format in layer.weight_formats.items()
+    }
+
+
+class LinearLayer(QuantizableLayer):
     """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
 
+    quantizable: ClassVar[tuple[str, ...]] = ("weight",)
     weight: Tensor
     supports_float8: ClassVar[bool] = True
     uses_float8: bool = False
+
+
+@runtime_checkable
+class JointLayers(Protocol):
+    """A module that multiplies one input by several layers' weights in one operation."""
+
+    def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
+        """Return the layers by operation in float8."""
+        ...
 
 
 @port
@@ -246,6 +279,27 @@ class LanguageModel(Model, Protocol):
 
 
 @runtime_checkable
+class KeepsConfig(Protocol):
+    """A language model that may be a part of a larger model in a folder."""
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        """
+        Return the `config.json` of a folder with this model in place of the old one.
+
+        It is unchanged if both models are equal. Raises UserError if it is not a config of the model's family.
+        """
+        ...
+
+    def prefix_within(self, path: Path) -> str:
+        """
+        Return the prefix of the decoder's modules in the model that transformers builds for a folder's `config.json`.
+
+        It is "model.", as in this model, or another one in a multimodal model.
+        """
+        ...
+
+
+@runtime_checkable
 class ShapeKeepingModel(Protocol):
     """
     A model with layers that keep the shape and dtype of hidden states.
@@ -254,6 +308,16 @@ class ShapeKeepingModel(Protocol):
     """
 
     layers_keep_shapes: ClassVar[bool]
+
+
+@runtime_checkable
+class HasCostKey(Protocol):
+    """A layer whose time and memory depend on more than its parameters, such as a window of attention."""
+
+    @property
+    def cost_key(self) -> Hashable:
+        """Return a key: layers with equal keys and parameters of equal shapes have equal costs."""
+        ...
 
 
 def layers_keep_shapes(model: object) -> bool:
@@ -268,6 +332,15 @@ class PretrainedModel(Protocol):
     @property
     def initial_weights(self) -> Path | None:
         """Folder with the initial weights, unless the recipe names another; None for random weights."""
+        ...
+
+
+@runtime_checkable
+class UncastParameters(Protocol):
+    """A model with parameters that layers use in the parameter dtype, as if `precision.uncast` named them."""
+
+    def uncast_parameters(self) -> Sequence[str]:
+        """Return name patterns (fnmatch) of these parameters."""
         ...
 
 
@@ -339,16 +412,42 @@ class Kernels(Protocol):
         """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
         ...
 
+    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Compute `linear_float8` with up to three weights (outputs, inputs): (..., outputs) by weight."""
+        ...
+
+    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """
+        Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs) with products in float8: x (..., inputs), gate
+        and up (width, inputs), down (outputs, width), all bfloat16.
+        """
+        ...
+
+    def dequantize(self, stored: Tensor, weight_format: WeightFormat) -> Tensor:
+        """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
+        ...
+
+    def linear_quantized(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+    ) -> Tensor:
+        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
+        ...
+
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    ) -> Tensor:
+        """
+        Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight. With
+        `float8` the result is also rounded, for `linears_float8` and others.
+        """
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...

@@ -1,13 +1,14 @@
 """Ports for pipeline schedules and their executor, and the losses that the executor writes into a step's state."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import BatchContext, Head, TokenContext
+from drawloom.components.ports.model import BatchContext, Finish, Head, TokenContext
 from drawloom.components.ports.program import Program
+from drawloom.components.ports.rollouts import ROLLOUTS
 from drawloom.components.ports.run import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.specs import Replicate, SpecTree, Stack
@@ -95,7 +96,12 @@ shape (), and `sums`, a dict of further sums (...) by name. In the global view t
 Ranks without the last stage have the losses of 0 microbatches.
 """
 
-STEP_SPECS: Mapping[str, SpecTree] = {"batches": Stack(), LOSSES: Stack(), METRIC_TOTALS: Replicate()}
+STEP_SPECS: Mapping[str, SpecTree] = {
+    "batches": Stack(),
+    ROLLOUTS: Stack(),
+    LOSSES: Stack(),
+    METRIC_TOTALS: Replicate(),
+}
 """The division into microbatches of the step's values that are not numbers."""
 
 
@@ -167,10 +173,13 @@ class Referenced(Protocol):
     A loss that compares the model with a reference model, whose log-probabilities are a batch leaf.
 
     `reference` selects the reference model: "adapters" is the model without adapters; with "data", another model's
-    log-probabilities are in the data.
+    log-probabilities are in the data; "none" switches the comparison off.
     """
 
-    reference: Literal["adapters", "data"]
+    @property
+    def reference(self) -> Literal["adapters", "data", "none"]:
+        """The reference model."""
+        ...
 
     def token_logps(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
@@ -182,6 +191,40 @@ class Referenced(Protocol):
 
     def with_reference(self, batch: Any, logps: Tensor) -> Any:
         """Return the batch with the reference model's log-probabilities (rows, length)."""
+        ...
+
+
+@runtime_checkable
+class MeasuresStep(Protocol):
+    """
+    A loss that depends on sums over all microbatches and ranks of the step, such as KTO's reference point.
+
+    A pass without gradients measures them before the step's first backward pass.
+    """
+
+    def measure(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+        """
+        Return a microbatch's sums, float64 (numbers,), from its last hidden states (rows, length, hidden_size).
+
+        Called without gradients; `batch` has its reference log-probabilities, if the loss is `Referenced`.
+        """
+        ...
+
+    def with_measured(self, batch: Any, sums: Tensor) -> Any:
+        """Return the batch with the step's sums, float64 (numbers,)."""
+        ...
+
+
+@port
+class Scorer(Protocol):
+    """A loss whose own parameters score documents, such as a reward model's."""
+
+    def score_tokens(self, hidden: Tensor) -> Tensor:
+        """
+        Return a score by token, at least float32 (rows, length), from hidden states (rows, length, hidden_size).
+
+        A document's score is that of its last token. Called inside the last stage's forward pass.
+        """
         ...
 
 
@@ -210,5 +253,23 @@ class Predictor(Protocol):
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """
         Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank; None elsewhere.
+        """
+        ...
+
+
+@port
+class ForwardPasses(Protocol):
+    """Inference over all stages, with a function of the last hidden states."""
+
+    def infer_each(
+        self,
+        microbatches: Sequence[tuple[Tensor, BatchContext]],
+        each_output: Callable[[int, Any], None],
+        finish: Finish,
+    ) -> None:
+        """
+        Run microbatches of tokens (rows, length) forward without gradients.
+
+        On the last stage's rank, `each_output` gets a microbatch's number and the `finish` result.
         """
         ...

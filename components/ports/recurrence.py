@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.model import Kernels, RowPart
 from drawloom.graph import port
 
@@ -41,3 +42,8 @@ class RecurrentKernels(Kernels, Protocol):
         value_heads); result like v. value_heads / key_heads consecutive value heads share a key head.
         """
         ...
+
+
+@port
+class HybridKernels(RecurrentKernels, ExpertKernels, Protocol):
+    """Operations for models with both recurrent layers and experts."""

@@ -70,6 +70,9 @@ class Step:
 
     The state's value `skip`, float32 () on the gradients' device, is 1 if the update is skipped, else 0. On a GPU
     the host issues the update before it knows `skip`. `before_update` is called before every update.
+
+    If `defers_scaling`, phases may leave the multiplication of gradients by a factor to the optimizer, which then reads
+    and writes them once less; see `DefersScaling`.
     """
 
     index: int
@@ -79,8 +82,10 @@ class Step:
     excluded_seconds: float = 0.0
     goes_back: bool = False
     before_update: Callable[[], object] = lambda: None
+    defers_scaling: bool = False
     stop_reason: str = ""
     _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
+    _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = attrs.field(init=False, factory=list)
 
     @property
     def last(self) -> bool:
@@ -124,6 +129,31 @@ class Step:
             return ""
         return next(filter(None, (reason() for reason in self._skip_reasons)), "a phase skipped it")
 
+    def scale_gradients(self, scale: Callable[[Tensor], object], factor: Tensor) -> None:
+        """
+        Multiply all gradients by a factor, float64 () on their device, by `scale(factor)`: now, or if this step defers
+        it, when a phase reads them.
+        """
+        if self.defers_scaling:
+            self._deferred.append((scale, factor))
+        else:
+            scale(factor)
+
+    def settle_scaling(self) -> None:
+        """Multiply the gradients by all deferred factors."""
+        for scale, factor in self._deferred:
+            scale(factor)
+        self._deferred = []
+
+    def take_factors(self) -> Tensor | None:
+        """
+        Return the deferred factors, float32 (factors,) on the gradients' device, or None; the caller multiplies every
+        gradient by each in turn, and rounds each product to the gradient's dtype.
+        """
+        factors = [factor.float() for _, factor in self._deferred]
+        self._deferred = []
+        return torch.stack(factors) if factors else None
+
     def apply_update(self, update: Callable[[Tensor | None], object]) -> None:
         """
         Apply an update, such as the optimizer's, unless the step is skipped.
@@ -146,6 +176,22 @@ class Phase(Protocol):
     def run_phase(self, step: Step) -> None:
         """Run this phase for a step."""
         ...
+
+
+@runtime_checkable
+class DefersScaling(Protocol):
+    """
+    A phase for which gradients may lack deferred factors, because it reads no gradient or `Step.take_factors`.
+
+    The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
+    """
+
+    defers_scaling: ClassVar[bool]
+
+
+def defers_scaling(phase: object) -> bool:
+    """Return whether gradients may lack deferred factors when a phase runs."""
+    return isinstance(phase, DefersScaling) and phase.defers_scaling
 
 
 @runtime_checkable
@@ -445,7 +491,11 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the save in progress has copied the state, so that the state may change."""
+        """Wait until the save in progress, and the memory, have copied the state, so that the state may change."""
+        ...
+
+    def hold(self, step: Step) -> None:
+        """Hold the state after a step in memory, if the run survives losses."""
         ...
 
 

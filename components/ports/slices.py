@@ -1,5 +1,6 @@
 """Tensor slices: parts of whole tensors on one rank."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -139,6 +140,31 @@ class ModelParameter:
         if self.split is None:
             return local
         return gather_shares(local, self.split.ranks, self.split.dim, self.shape[self.split.dim])
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class QuantizedParameter(ModelParameter):
+    """
+    Frozen model parameter in a quantized format: `tensor` is its storage, of another shape than `weight_shape`.
+
+    `read` returns its values before they were quantized, from where they came.
+    """
+
+    weight_shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight_shape
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks are needed for the values: never."""
+        return False
+
+    def whole(self) -> Tensor:
+        """Return the whole parameter as it was before it was quantized, any shape."""
+        return self.read()
 
 
 class SlicedTensor:

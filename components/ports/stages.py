@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -9,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.ports.slices import ModelParameter, RankSlice, TensorSlice
+from drawloom.components.ports.model import BatchContext, LayerRange, stored_formats
+from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
+
+ReadFrozen = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""Function that returns the initial values of a whole frozen parameter, from its name, shape and dtype."""
 
 LOSS = "loss"
 """The name under which the last stage's module holds the module of the loss, if the loss has one."""
@@ -86,7 +92,8 @@ class Stage:
     `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
     adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
     that ranks compute with in slices. `recompute` is the activation checkpointing policy. `capture` is True if passes
-    are launched as CUDA graphs.
+    are launched as CUDA graphs. With `offload`, activations wait in host memory. `read_frozen` reads the values of
+    frozen parameters that the module stores in a quantized format.
     """
 
     index: int
@@ -99,6 +106,8 @@ class Stage:
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
     recompute: Recompute = "none"
     capture: bool = False
+    offload: bool = False
+    read_frozen: ReadFrozen | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """
@@ -113,11 +122,18 @@ class Stage:
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
-        return {
+        parameters = {
             name: ModelParameter(parameter, self.splits.get(name))
             for name, parameter in named
             if not name.startswith(f"{LOSS}.")
         }
+        if (read_frozen := self.read_frozen) is not None:
+            for name, weight_format in stored_formats(self.module).items():
+                stored = parameters[name]
+                shape = weight_format.weight_shape(stored.shape)
+                read = partial(read_frozen, name, shape, stored.dtype)
+                parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
+        return parameters
 
     def model_buffers(self) -> dict[str, ModelParameter]:
         """Return the model's persistent buffers by name, without the loss's; buffers are whole on every rank."""
@@ -181,6 +197,20 @@ class Parameters(Protocol):
 
     def slices(self) -> dict[str, TensorSlice | None]:
         """Return this rank's slices by parameter; None for a whole parameter."""
+        ...
+
+    def roles(self) -> Mapping[str, Role]:
+        """Return the roles by parameter, on which weight decay and orthogonalization depend."""
+        ...
+
+
+@runtime_checkable
+class LoadedStages(Protocol):
+    """Stages with weights from a folder, other parts of which exports keep."""
+
+    @property
+    def initial_folder(self) -> Path | None:
+        """The folder that the initial weights were read from; None for random weights."""
         ...
 
 

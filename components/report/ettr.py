@@ -38,7 +38,7 @@ class Ettr:
         return f"{self.ratio:.1%} in steps that count: {learned} of {wall} since the start{processes}{lost}"
 
 
-def ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
+def compute_ettr(log: RunLog, metrics: Metrics) -> Ettr | None:
     """Compute a run's ratio from its log and metrics; None if they lack times or steps."""
     if not log.first or not len(metrics.steps) or metrics.seconds[-1] <= 0:
         return None

@@ -63,8 +63,8 @@ class RunLog:
     _time: str = ""
     _in_header: bool = False
 
-    def put(self, line: str) -> None:
-        """Read a line; a line without a time continues the previous message."""
+    def read_line(self, line: str) -> None:
+        """Update the events with a line; a line without a time continues the previous message."""
         if (match := LINE.match(line)) is None:
             if self._in_header:
                 self._add_label(line)
@@ -151,5 +151,5 @@ def parse_log(lines: Iterable[str]) -> RunLog:
     """Read a log's lines."""
     log = RunLog()
     for line in lines:
-        log.put(line)
+        log.read_line(line)
     return log

@@ -9,8 +9,8 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
 from drawloom.components.report.drawings import draw_schedule
-from drawloom.components.report.ettr import TIME_FORMAT, ettr
-from drawloom.components.report.page import page
+from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
+from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
@@ -50,9 +50,9 @@ class HtmlReport:
         folder = self.folder.folder
         run = read_run(folder, folder.resolve().name, self._draw(step))
         run.log.end(time.strftime(TIME_FORMAT), step)
-        replace_file(self._target, page([run], _heading(step)).encode())
+        replace_file(self._target, render_page([run], _heading(step)).encode())
         log.info("report in %s", self._target)
-        if (ratio := ettr(run.log, run.metrics)) is not None:
+        if (ratio := compute_ettr(run.log, run.metrics)) is not None:
             log.info("time    %s", ratio)
 
     def _draw(self, step: int) -> Drawings:

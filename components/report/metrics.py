@@ -63,7 +63,7 @@ class Metrics:
     _speeds: "array[float]" = attrs.field(factory=lambda: array("d"))  # tokens per second; NaN if missing
     _step: int = -1  # of the last row; 0 is before training
 
-    def put(self, row: dict[str, Any]) -> None:
+    def add_row(self, row: dict[str, Any]) -> None:
         """Add a row, or leave it out if its step is not later than the previous step."""
         step = row.get("step")
         if type(step) is not int or not self._step < step < 2**53:
@@ -171,7 +171,7 @@ def read_metrics(folder: Path) -> Metrics:
         except (ValueError, RecursionError):  # a crash left the line incomplete, or a stranger wrote the file
             continue
         if isinstance(row, dict):
-            metrics.put(row)
+            metrics.add_row(row)
     return metrics
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from drawloom.components.report.ettr import ettr
+from drawloom.components.report.ettr import compute_ettr
 from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord
 from drawloom.components.report.seed_groups import SeedGroup, group_seeds, last_common_step
@@ -36,7 +36,7 @@ CURVES = {
 """Titles of the curves that are shown first."""
 
 
-def page(runs: Sequence[RunRecord], heading: str = "") -> str:
+def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
     """Return the report about runs as HTML; `heading` is a comment on the first line, after the doctype."""
     script, style = ((FOLDER / name).read_text("utf-8") for name in ("page.js", "page.css"))
     allowed = f"script-src {_hash(script)}; style-src {_hash(style)}"
@@ -168,7 +168,7 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "memory, measured", f"{byte_size(memory)} at most"
     if log.skipped:
         yield "skipped steps", f"{log.skipped:,}"
-    if (ratio := ettr(log, metrics)) is not None:
+    if (ratio := compute_ettr(log, metrics)) is not None:
         yield "effective training time", str(ratio)
     if log.starts > 1:
         yield "processes", f"{log.starts}, one after another"

@@ -67,6 +67,10 @@ class GlobalBatch:
     def dp_rank(self) -> int:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
+    def fits_replicas(self, count: int) -> bool:
+        replicas = count * self.mesh.sizes.data_shard
+        return not any(_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
+
     def start(self, step: int) -> int:
         return self._locate(step)[0]
 
@@ -119,14 +123,14 @@ def _uneven_sizes(
     global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
     """Yield the key of every size not divisible into whole microbatches, the reason, and the remedy."""
-    if fault := uneven(global_size, micro_size, replicas):
+    if fault := explain_uneven_step(global_size, micro_size, replicas):
         yield ("global_size",), *fault
     for number, stage in enumerate(ramp):
-        if fault := uneven(stage.size, micro_size, replicas):
+        if fault := explain_uneven_step(stage.size, micro_size, replicas):
             yield ("ramp", number, "size"), f"ramp[{number}]: {fault[0]}", fault[1].replace("global_size", "size")
 
 
-def uneven(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
+def explain_uneven_step(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
     """Return why a step can't be divided into whole microbatches, and the remedy; None if it can."""
     unit = micro_size * replicas
     if global_size % unit == 0:

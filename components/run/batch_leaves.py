@@ -9,8 +9,14 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
-    """Yield a problem for every component with a leaf missing from the run's batches."""
+    """
+    Yield a problem for every component with a leaf missing from the run's batches.
+
+    A phase that makes batches, such as one of rollouts, replaces those of the data set.
+    """
+    phases = {node.name for node in trainer.neighbours("phases")}
     writers = [*batch_types(trainer)]
+    writers = [writer for writer in writers if writer[0].name in phases] or writers
     for reader in trainer.reachable():
         if isinstance(reader.component, ReadsLeaves):
             for writer, batch_type in writers:

@@ -40,7 +40,7 @@ class NamedRun:
 
     @property
     def path(self) -> Path:
-        return _path(self.name, self.folder)
+        return _run_folder(self.name, self.folder)
 
     def outcome(self) -> dict[str, str]:
         """Return the run folder, for programs."""
@@ -51,10 +51,10 @@ class NamedRun:
         """Return settings to keep a run in its folder after a move, unless `given` names a folder or a name."""
         if "folder" in given:
             return {}
-        recorded = _path(settings["name"], settings.get("folder"))
-        target = _path(settings["name"], None) if "name" in given else Path(folder)
+        recorded = _run_folder(settings["name"], settings.get("folder"))
+        target = _run_folder(settings["name"], None) if "name" in given else Path(folder)
         return {} if os.path.realpath(recorded) == os.path.realpath(target) else {"folder": str(target)}
 
 
-def _path(name: str, folder: Path | str | None) -> Path:
+def _run_folder(name: str, folder: Path | str | None) -> Path:
     return Path("runs") / name if folder is None else Path(folder)

@@ -92,7 +92,7 @@ class ProcessRandomness:
         if self.deterministic:
             self._determinism_before = Determinism.now()
             Determinism.full().apply()
-        self._before = generators()
+        self._before = generator_states()
         rank = self.mesh.world.rank
         torch.manual_seed(derive_seed(self.job.seed, "process", "torch", rank))
         random.seed(derive_seed(self.job.seed, "process", "python", rank))
@@ -101,7 +101,7 @@ class ProcessRandomness:
     def close(self) -> None:
         """Restore the generators and the determinism settings from before the run."""
         if self._before is not None:
-            set_generators(self._before)
+            set_generator_states(self._before)
             self._before = None
         if self._determinism_before is not None:
             self._determinism_before.apply()
@@ -123,14 +123,14 @@ class ProcessRandomness:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's generator states."""
-        return generators()
+        return generator_states()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set this rank's generator states; skip the GPU's if the state or this process has none."""
-        set_generators(state)
+        set_generator_states(state)
 
 
-def generators() -> dict[str, Any]:
+def generator_states() -> dict[str, Any]:
     """Return the process's generator states, as tensors and plain values."""
     version, words, gauss = random.getstate()
     return {
@@ -141,8 +141,8 @@ def generators() -> dict[str, Any]:
     }
 
 
-def set_generators(state: dict[str, Any]) -> None:
-    """Set the process's generator states to a `generators` result."""
+def set_generator_states(state: dict[str, Any]) -> None:
+    """Set the process's generator states to a `generator_states` result."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

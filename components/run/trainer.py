@@ -4,6 +4,7 @@ import logging
 import signal as signals
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from drawloom.components.ports.run import (
     Stop,
     StoppedError,
     StoppingPhase,
+    defers_scaling,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import missing_leaves
@@ -174,8 +176,8 @@ class Trainer:
 
     def _next_step(self, index: int) -> Step:
         if self.checkpointer is None:
-            return Step(index, self.steps)
-        return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged)
+            return Step(index, self.steps, defers_scaling=True)
+        return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged, defers_scaling=True)
 
     def _after_restore(self, done: int) -> None:
         for node in self.restored.values():
@@ -209,6 +211,8 @@ class Trainer:
         for name, phase in zip(self.phases.names, self.phases, strict=True):
             self.events.emit(Event("phase_started", step, name))
             asked = step.stop_reason
+            if name in self._readers_of_gradients:
+                step.settle_scaling()
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
             with self._saving(step) if saves else nullcontext():
                 phase.run_phase(step)
@@ -219,9 +223,21 @@ class Trainer:
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add(step)
+        if self.checkpointer:
+            self.checkpointer.hold(step)
         if signal := self.stop.agree_on_signal():
             self._skipped.read()
             self._stop(step, signal)
+
+    @cached_property
+    def _readers_of_gradients(self) -> set[str]:
+        """The phases that read gradients with all factors."""
+        values = {
+            name: (*flow_of(phase).reads, *flow_of(phase).changes)
+            for name, phase in zip(self.phases.names, self.phases, strict=True)
+            if not defers_scaling(phase)
+        }
+        return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
 
     def _agree_on_stop(self, step: Step, name: str, phase: Phase, before: str) -> None:
         """

@@ -9,6 +9,7 @@ from torch import nn
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, use_dispatcher
 from drawloom.components.parallel.float8_layers import use_float8
+from drawloom.components.parallel.frozen_formats import use_frozen_format
 from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.parallel.pipeline import layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.pipeline.program.builders import stages_of
@@ -81,6 +82,7 @@ class StageBuilder:
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
             self._cast(module)
+            use_frozen_format(module, self.precision, splits)
             use_float8(module, self.precision)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
@@ -100,11 +102,11 @@ class StageBuilder:
     def build_for_activations(self, span: LayerRange) -> nn.Module:
         """Build a layer range's split module in its layers' compute dtypes."""
         module = self.build(span)
-        for dimension in self.dimensions:
-            dimension.split(module)
+        splits = {name: part for dimension in self.dimensions for name, part in dimension.split(module).items()}
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(compute_dtype(name, self.precision))
+        use_frozen_format(module, self.precision, splits)
         use_float8(module, self.precision)
         return module
 

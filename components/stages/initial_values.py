@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import local_part, slice_of
-from drawloom.components.ports.model import BufferOwner, LanguageModel, Model, PretrainedModel
+from drawloom.components.ports.model import BufferOwner, LanguageModel, Model, PretrainedModel, stored_formats
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
+from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.weights.adapted import adapter_names, fill_adapters
-from drawloom.components.weights.load import folder_fingerprint, load_folder
+from drawloom.components.weights.load import folder_fingerprint, load_folder, open_dequantized, stream
+from drawloom.components.weights.mapper import select_outputs
 from drawloom.graph import UserError
 
 
@@ -40,7 +43,7 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class InitialValues:
     """
     Initializer for a rank's modules, with weights from a folder, or random values by seed and name.
@@ -59,13 +62,13 @@ class InitialValues:
         """Allocate and fill meta modules' parameters and buffers."""
         for module in modules:
             # Weights of a folder are read parameter by parameter, without a second copy of the model.
-            if self._folder is None or any(map(is_dtensor, module.parameters())):
+            if self.folder is None or any(map(is_dtensor, module.parameters())):
                 module.to_empty(device=self.device)
             fill_buffers(module, self.device, self.seed)
             if (loss_module := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, loss_module, self.device, self.seed)
-            if self._folder is not None:
-                self._read(self._folder, module)
+            if self.folder is not None:
+                self._read(self.folder, module)
             else:
                 self._draw(module)
 
@@ -80,22 +83,34 @@ class InitialValues:
         """Return a fingerprint of the frozen parameters' source, or "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
-        return f"seed {self.seed}" if self._folder is None else folder_fingerprint(self._folder)
+        return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
+
+    def read_frozen(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the initial values, without rounding to a quantized format, of a whole parameter of this shape."""
+        if self.folder is None:
+            return self._draw_whole(name, shape, dtype)
+        tensors = dict(stream(open_dequantized(self.folder, self._mapper), select_outputs(self._mapper, {name})))
+        return tensors[name].to(self.device, dtype)
 
     def other_origin(self) -> str:
         """Return the message for a resumed run whose frozen parameters have another origin."""
-        weights = f"the weights in {self._folder}" if self._folder else "the random weights of this seed"
+        weights = f"the weights in {self.folder}" if self.folder else "the random weights of this seed"
         return f"{weights} are not those that the run started from; name those in stages.weights"
 
     @property
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         """The initial weights' folder: the recipe's, or the model's own."""
         return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
 
-    def _read(self, folder: Path, module: nn.Module) -> None:
+    @cached_property
+    def _mapper(self) -> Mapper:
+        """The mapper from the folder's tensors to parameters. Raises UserError for a model without one."""
         if not isinstance(self.model, LanguageModel):
             raise UserError(f"weights: {type(self.model).__name__} can't load a folder; leave weights out", 2)
-        mapper = self.model.hugging_face_mapper().inverse()
+        return self.model.hugging_face_mapper().inverse()
+
+    def _read(self, folder: Path, module: nn.Module) -> None:
+        mapper = self._mapper
         try:
             load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
         except UserError as error:
@@ -103,11 +118,24 @@ class InitialValues:
             raise UserError(f"{prefix}{error}", error.exit_code) from error
 
     def _draw(self, module: nn.Module) -> None:
-        in_adapters = adapter_names(module)
+        in_adapters, formats = adapter_names(module), stored_formats(module)
         for name, parameter in module.named_parameters():
-            if not name.startswith(f"{LOSS}.") and name not in in_adapters:
-                local = local_part(parameter) if is_dtensor(parameter) else parameter.data
-                self.model.initialise(name, local, self.seed, self._slice(name, parameter))
+            if name.startswith(f"{LOSS}.") or name in in_adapters:
+                continue
+            local = local_part(parameter) if is_dtensor(parameter) else parameter.data
+            tensor_slice = self._slice(name, parameter)
+            if (weight_format := formats.get(name)) is None:
+                self.model.initialise(name, local, self.seed, tensor_slice)
+                continue
+            # A format may have blocks of several rows, which a slice could cut.
+            stored_slice = tensor_slice or TensorSlice.whole(tuple(local.shape))
+            whole = self._draw_whole(name, weight_format.weight_shape(stored_slice.shape), local.dtype)
+            local.copy_(weight_format.quantize(whole)[stored_slice.index()])
+
+    def _draw_whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        self.model.initialise(name, whole, self.seed, None)
+        return whole
 
     def _slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
         """Return this rank's parameter slice; None for a whole parameter."""
@@ -128,7 +156,7 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     Allocate a module's buffers, persistent or not, and fill them by their owners' `reset_parameters()`.
 
     Random values depend on the seed and the owner's name, and the process's generators keep their state. The owner's
-    own parameters are allocated as well. Raises UserError for an owner that does not fill all its buffers.
+    own parameters are allocated as well. Raises UserError if an owner does not fill all its buffers.
     """
     for name, owner in module.named_modules():
         if any(True for _ in _buffers(owner)):
@@ -140,8 +168,7 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
     Allocate the parameters and buffers of the module called `name`, and fill them by their owners'
     `reset_parameters()`.
 
-    Random values depend on the seed and the owner's name. Raises UserError for an owner that does not fill all its
-    tensors.
+    Random values depend on the seed and the owner's name. Raises UserError if an owner does not fill all its tensors.
     """
     for path, owner in module.named_modules(prefix=name):
         if any(True for _ in _tensors(owner)):

@@ -17,13 +17,21 @@ from drawloom.components.parallel.data_shard import ShardedStore, gathers_by_blo
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
-from drawloom.components.parallel.float8_layers import check_float8, check_gpu, describe_float8, linear_layers
+from drawloom.components.parallel.float8_layers import (
+    KeptFloat8,
+    check_float8,
+    check_gpu,
+    describe_float8,
+    linear_layers,
+)
+from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
+from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
@@ -34,6 +42,7 @@ from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_layer_costs,
     check_loss_is_not_module,
+    check_offload,
     check_single_recompute,
     describe_layers,
     fault_of_policy,
@@ -47,6 +56,7 @@ from drawloom.components.stages.compilation import (
     warn_compiled_split_backward,
 )
 from drawloom.components.stages.initial_values import InitialValues, check_capacity
+from drawloom.components.stages.model_precision import precision_of
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
@@ -128,6 +138,12 @@ class MaterializedStages:
         impact="safe",
         doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches",
     )
+    offload: bool = setting(
+        default=False,
+        impact="safe",
+        doc="whether activations wait in host memory between a microbatch's forward and backward pass, if two or more "
+        "passes of the rank are in between",
+    )
     weights: Path | None = setting(
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
@@ -137,6 +153,7 @@ class MaterializedStages:
     store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
+    _float8: KeptFloat8 = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -150,11 +167,13 @@ class MaterializedStages:
                 yield from check_single_recompute(node, schedule, nodes.mesh)
             yield from check_cuda_graphs(nodes)
             yield from check_float8(nodes)
+            yield from check_frozen(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
             yield from check_layer_costs(node, schedule)
+            yield from check_offload(node, schedule)
         yield from warn_compiled_recompute(node)
 
     @classmethod
@@ -165,6 +184,7 @@ class MaterializedStages:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := stage_nodes(node):
             yield from describe_float8(nodes)
+            yield from describe_frozen(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
@@ -210,13 +230,17 @@ class MaterializedStages:
         return [dimension(self.mesh) for dimension in DIMENSIONS]
 
     @cached_property
+    def _model_precision(self) -> Precision:
+        return precision_of(self.precision, self.model)
+
+    @cached_property
     def _builder(self) -> StageBuilder:
         return StageBuilder(
             model=self.model,
             loss=self.loss,
             schedule=self.schedule,
             mesh=self.mesh,
-            precision=self.precision,
+            precision=self._model_precision,
             adapters=self.adapters,
             transforms=self.transforms,
             dispatcher=self.dispatcher,
@@ -232,7 +256,7 @@ class MaterializedStages:
     def _data_parallel(self, parallel: ParallelModules) -> DataParallel:
         return DataParallel(
             mesh=self.mesh,
-            precision=self.precision,
+            precision=self._model_precision,
             blocks=self.model.blocks,
             by_block=gathers_by_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             by_microbatch=self.sync_each_microbatch,
@@ -259,6 +283,7 @@ class MaterializedStages:
     def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
         """Make the modules this rank's stages, with parameters in `store`."""
         self.store = store
+        self._float8 = KeptFloat8.of(parallel.modules.values(), self.precision)
         self.local = [
             Stage(
                 index=index,
@@ -271,6 +296,8 @@ class MaterializedStages:
                 splits=parallel.splits,
                 recompute=self.recompute,
                 capture=self.capture,
+                offload=self.offload,
+                read_frozen=None if self._values is None else self._values.read_frozen,
             )
             for index, module in parallel.modules.items()
         ]
@@ -278,7 +305,7 @@ class MaterializedStages:
             stages=self.local,
             store=store,
             dimensions=self._dimensions,
-            precision=self.precision,
+            precision=self._model_precision,
             device=self.device.device,
             bucket_bytes=self.bucket_bytes,
             splits=parallel.splits,
@@ -301,21 +328,33 @@ class MaterializedStages:
     def slices(self) -> dict[str, TensorSlice | None]:
         return {name: self._parameters.slice(name) for name, _ in self.named_parameters()}
 
+    @property
+    def initial_folder(self) -> Path | None:
+        return self._values.folder
+
+    def roles(self) -> dict[str, Role]:
+        return self._parameters.roles()
+
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast(only_if_changed)
+        self._float8.round(only_if_changed)
 
     def hand_over_gradients(self) -> None:
         self.store.hand_over_gradients()
+        self._float8.expire()
 
     def memory_bytes(self) -> dict[MemoryKind, int]:
         """
         Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients; {} before
         `open`.
         """
-        return self._parameters.memory_bytes() if self._parameters is not None else {}
+        if self._parameters is None:
+            return {}
+        sizes = self._parameters.memory_bytes()
+        return sizes | {"compute_copies": sizes.get("compute_copies", 0) + self._float8.nbytes}
 
     def sum_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
@@ -351,6 +390,8 @@ class MaterializedStages:
         self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
         layers = [name for module in modules for name in linear_layers(module)]
         self._check_matches("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
+        weights = [name for module in modules for name in quantizable_weights(module)]
+        self._check_matches("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 
     def _check_matches(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]

@@ -12,6 +12,7 @@ from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.load import persistent_buffers
@@ -50,6 +51,11 @@ class StageParameters:
         """Determine which other ranks have these parameters; a collective."""
         for dimension in self.dimensions:
             dimension.open(self._named)
+
+    def roles(self) -> dict[str, Role]:
+        """Return the trained parameters' roles, as the stages' modules declare them."""
+        declared = {name: role for stage in self.stages for name, role in parameter_roles(stage.module)}
+        return {name: declared[name] for name in self._named}
 
     def all(self) -> dict[str, nn.Parameter]:
         """Return the stages' parameters by name, including frozen ones."""

@@ -107,7 +107,7 @@ def remove_folder(path: Path) -> None:
         path.unlink()
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Return the sorted names in a folder; empty if it is missing."""
     try:
         return sorted(os.listdir(folder))

@@ -50,7 +50,7 @@ class InMemory:
 def empty(spec: TensorSpec) -> tuple[Tensor, memoryview]:
     """Return an uninitialized CPU tensor with the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)
-    return from_memory(memory, spec), view(memory)
+    return from_memory(memory, spec), as_memoryview(memory)
 
 
 def from_memory(memory: Tensor, spec: TensorSpec) -> Tensor:
@@ -62,10 +62,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, any shape and dtype, in row-major order; copies only if necessary."""
     # lazily negated and conjugated tensors store other bytes than their values
     dense = tensor.detach().cpu().contiguous().resolve_neg().resolve_conj()
-    return view(dense.view(-1).view(torch.uint8))
+    return as_memoryview(dense.view(-1).view(torch.uint8))
 
 
-def view(memory: Tensor) -> memoryview:
+def as_memoryview(memory: Tensor) -> memoryview:
     """View memory, uint8 (bytes,) on the CPU, as writable bytes."""
     array: Any = memory.numpy()
     return memoryview(array)

@@ -49,7 +49,7 @@ class CsvTracker(TrackerInBackground):
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
         self._names = [STEP, *(name for name in names if name != STEP)]
-        rows, damaged = _read_rows(table, names)
+        rows, damaged = _skip_damaged_lines(table, names)
         if damaged:
             log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
         self._replace(row for row in rows if int(row[STEP]) <= step)
@@ -76,8 +76,8 @@ class CsvTracker(TrackerInBackground):
             file.close()
 
 
-def _read_rows(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
-    """Return the number lines with increasing steps, and how many other lines there are."""
+def _skip_damaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
+    """Return the lines with only numbers and increasing steps, as rows by name, and the count of skipped lines."""
     rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:
         row = dict(zip(names, fields, strict=False))

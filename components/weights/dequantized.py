@@ -1,59 +1,175 @@
-"""Source that reads weights in MXFP4 as bfloat16 (Open Compute Project 2023, "Microscaling Formats", version 1.0)."""
+"""
+Source for folders with quantized weights: NF4 of bitsandbytes, float8 in tiles of DeepSeek and Qwen, MXFP4 of gpt-oss.
 
-from collections.abc import Mapping
+Formats are described in `kernels/weight_formats.py`.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
+from drawloom.graph import UserError
+from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, in_blocks
 
+BITS = torch.int16
+"""Dtype in which mappers move storage: rows of numbers that are not values."""
+
+NF4_STATE, OTHER_STATE = ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__"
+TILE_SCALES = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the lower three bits; the fourth bit is the sign."""
-
 EXPONENT_BIAS = 127
+
+
+@attrs.frozen
+class QuantizedTensor:
+    """
+    A tensor of a file in a quantized format: its spec when dequantized, and the names of its parts.
+
+    `read` returns its storage (..., outputs, units). A `transposed` tensor is (..., inputs, outputs) in files.
+    """
+
+    spec: TensorSpec
+    weight_format: WeightFormat
+    parts: tuple[str, ...]
+    read: Callable[[], Tensor]
+    transposed: bool = False
+
+    @property
+    def storage_spec(self) -> TensorSpec:
+        shape = self._turned(torch.empty(self.spec.shape, device="meta")).shape
+        stored = torch.empty(self.weight_format.storage_shape(tuple(shape)), device="meta")
+        return TensorSpec(tuple(self._turned(stored).shape), BITS)
+
+    def storage(self) -> Tensor:
+        """Return the storage as BITS, transposed as the tensor is."""
+        return self._turned(self.read().view(BITS))
+
+    def dequantize(self) -> Tensor:
+        """Return the values, bfloat16."""
+        return self._turned(self.weight_format.dequantize(self.read()))
+
+    def _turned(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(-1, -2) if self.transposed else tensor
 
 
 @attrs.frozen(slots=False)
 class Dequantized:
     """
-    Source in which each pair `X_blocks` and `X_scales` of another source is one bfloat16 tensor X.
+    Source in which each quantized tensor of another source is one bfloat16 tensor.
 
-    Blocks are uint8 (experts, outputs, groups, 16), two values in a byte, the lower half first; scales are exponents,
-    uint8 (experts, outputs, groups). X is (experts, inputs, outputs), as in the files of gpt-oss without quantization.
+    Tensors named in `stored` are not dequantized: they are their storage's rows, as BITS.
     """
 
     source: TensorSource
+    stored: frozenset[str] = frozenset()
 
     @cached_property
-    def _quantized(self) -> dict[str, TensorSpec]:
-        """Specs of blocks by the name of the tensor that they become."""
+    def quantized(self) -> Mapping[str, QuantizedTensor]:
+        """Quantized tensors by the name of the dequantized tensor. Raises UserError for an unsupported format."""
         specs = self.source.specs()
-        names = [name.removesuffix(BLOCKS) for name in specs if name.endswith(BLOCKS)]
-        return {name: specs[name + BLOCKS] for name in names if name + SCALES in specs}
+        return {
+            name: tensor for find in (_find_nf4, _find_float8, _find_mxfp4) for name, tensor in find(self.source, specs)
+        }
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        hidden = {name + end for name in self._quantized for end in (BLOCKS, SCALES)}
+        hidden = {part for tensor in self.quantized.values() for part in tensor.parts}
         plain = {name: spec for name, spec in self.source.specs().items() if name not in hidden}
-        return plain | {name: _spec(blocks.shape) for name, blocks in self._quantized.items()}
+        return plain | {
+            name: tensor.storage_spec if name in self.stored else tensor.spec for name, tensor in self.quantized.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self._quantized:
+        if name not in self.quantized:
             return self.source.tensor(name)
-        return dequantize_mxfp4(self.source.tensor(name + BLOCKS), self.source.tensor(name + SCALES))
+        tensor = self.quantized[name]
+        return tensor.storage() if name in self.stored else tensor.dequantize()
 
 
-def _spec(blocks: tuple[int, ...]) -> TensorSpec:
-    experts, outputs, groups, size = blocks
-    return TensorSpec((experts, 2 * groups * size, outputs), torch.bfloat16)
+Specs = Mapping[str, TensorSpec]
+Found = Iterator[tuple[str, QuantizedTensor]]
 
 
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return bfloat16 (experts, inputs, outputs) from blocks uint8 (experts, outputs, groups, 16) and their scales."""
-    table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16, device=blocks.device)
-    halves = torch.stack([blocks & 0x0F, blocks >> 4], -1).flatten(-2)
-    # Powers of two are exact in bfloat16, but ldexp would compute them in float32's range only.
-    values = torch.ldexp(table[halves.int()].float(), scales.int().unsqueeze(-1) - EXPONENT_BIAS)
-    return values.bfloat16().flatten(-2).transpose(1, 2)
+def _find_nf4(source: TensorSource, specs: Specs) -> Found:
+    """
+    Yield weights in 4 bits of bitsandbytes.
+
+    `W` is uint8 (elements / 2, 1); `W.absmax` has the blocks' scales, float32, or uint8 if they are quantized again, in
+    blocks of 256; a JSON text in bytes has the shape.
+    """
+    for key in specs:
+        name, marker, kind = key.rpartition(OTHER_STATE)
+        if not marker:
+            continue
+        if kind != NF4.name:
+            raise UserError(f"{name} is in {kind} of bitsandbytes, and only nf4 is read; take another folder")
+        state = json.loads(bytes(source.tensor(key).tolist()))
+        shape = tuple(state["shape"])
+        if state["blocksize"] != NF4.block or shape[-1] % NF4.block:
+            text = f"{name} has rows of {shape[-1]} elements in blocks of {state['blocksize']}"
+            raise UserError(f"{text}, and only rows of whole blocks of {NF4.block} are read; take another folder")
+        ends = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", NF4_STATE)
+        parts = tuple(name + end for end in ends if name + end in specs)
+
+        def read(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
+            return _read_nf4(source, name, shape, state)
+
+        yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read)
+
+
+def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
+    codes, scales = source.tensor(name), source.tensor(f"{name}.absmax")
+    if not torch.equal(source.tensor(f"{name}.quant_map"), torch.tensor(NF4_VALUES)):
+        raise UserError(f"{name}.quant_map has other values than NF4; take another folder")
+    if "nested_offset" in state:
+        values, largest = (source.tensor(f"{name}.nested_{part}") for part in ("quant_map", "absmax"))
+        repeated = largest.repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        scales = values[scales.int()] * repeated + state["nested_offset"]
+    blocks = (*shape[:-1], shape[-1] // NF4.block)
+    # The storage of codes may have another dtype, for FSDP.
+    return NF4.join(codes.view(torch.uint8).view(*blocks, NF4.block // 2), scales.view(blocks))
+
+
+def _find_float8(source: TensorSource, specs: Specs) -> Found:
+    """Yield weights `W` in e4m3 (..., outputs, inputs) with scales `W_scale_inv` for tiles of 128 x 128."""
+    for name, spec in specs.items():
+        scales = name + TILE_SCALES
+        if spec.dtype != E4M3 or scales not in specs:
+            continue
+        tiles = tuple(math.ceil(size / TILE) for size in spec.shape[-2:])
+        if specs[scales].shape != (*spec.shape[:-2], *tiles) or spec.shape[-1] % TILE:
+            text = f"{name} is {spec.shape} with scales {specs[scales].shape}"
+            raise UserError(f"{text}, and only scales of tiles of {TILE} x {TILE} are read; take another folder")
+
+        def read(name: str = name, shape: tuple[int, ...] = spec.shape) -> Tensor:
+            by_row = source.tensor(name + TILE_SCALES).float().repeat_interleave(TILE, -2)[..., : shape[-2], :]
+            codes = source.tensor(name).contiguous().view(torch.uint8)
+            return FLOAT8.join(in_blocks(codes, TILE), by_row)
+
+        yield name, QuantizedTensor(TensorSpec(spec.shape, torch.bfloat16), FLOAT8, (name, scales), read)
+
+
+def _find_mxfp4(source: TensorSource, specs: Specs) -> Found:
+    """
+    Yield pairs `X_blocks`, uint8 (experts, outputs, groups, 16), and `X_scales`, exponents uint8 (experts, outputs,
+    groups), as tensors X (experts, inputs, outputs), as in the files of gpt-oss without quantization.
+    """
+    for key, spec in specs.items():
+        name = key.removesuffix(BLOCKS)
+        if name == key or name + SCALES not in specs:
+            continue
+
+        def read(name: str = name) -> Tensor:
+            exponents = source.tensor(name + SCALES).int() - EXPONENT_BIAS
+            scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+            return MXFP4.join(source.tensor(name + BLOCKS), scales)
+
+        experts, outputs, groups, size = spec.shape
+        turned = TensorSpec((experts, 2 * groups * size, outputs), torch.bfloat16)
+        yield name, QuantizedTensor(turned, MXFP4, (name + BLOCKS, name + SCALES), read, transposed=True)

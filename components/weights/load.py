@@ -1,13 +1,15 @@
 """Loads weights from files into modules, through a mapper, one tensor group at a time."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.ports.model import stored_formats
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper, TensorGroup
@@ -15,10 +17,13 @@ from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.dequantized import Dequantized
-from drawloom.components.weights.mapper import giving, parallel, sequential
-from drawloom.components.weights.mapper_ops import cut, identity, like
+from drawloom.components.weights.dequantized import BITS, Dequantized
+from drawloom.components.weights.mapper import parallel, select_outputs, sequential
+from drawloom.components.weights.mapper_ops import cut_slice, like
+from drawloom.components.weights.nested import TextTensors
+from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
+from drawloom.kernels.weight_formats import STORAGE, WeightFormat
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -100,10 +105,21 @@ def fitting_folder(
     Open a folder for `load_folder`, and check the files' headers. Raises UserError if the folder can't fill the
     module.
     """
-    source = Dequantized(open_safetensors_folder(folder))
-    if reasons := list(_find_mismatches(source, mapper, _find_targets(module, mapper, without), places)):
+    source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
+    targets = _find_targets(module, mapper, without)
+    shapes = {name: _whole_shape(name, tensor, places) for name, tensor in targets.items()}
+    for name, weight_format in stored_formats(module).items():
+        shapes[name] = weight_format.weight_shape(shapes[name])
+    expected = StackedExperts(Dequantized(source), mapper.inputs)
+    if reasons := list(_find_mismatches(expected, mapper, shapes)):
         raise UserError(f"{folder} does not fit the model: {'; '.join(reasons)}; compare its config.json with [model]")
     return source
+
+
+def open_dequantized(folder: Path, mapper: Mapper) -> TensorSource:
+    """Open a folder as a source with the mapper's inputs: dequantized, with stacked experts, the text part alone."""
+    inputs = frozenset(mapper.inputs)
+    return StackedExperts(Dequantized(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
 def load(
@@ -117,15 +133,66 @@ def load(
     """
     Fill a module's parameters and persistent buffers from a mapper's outputs.
 
-    Parameters on the meta device are materialized on `device`. For names in `places` the module has slices.
+    Parameters on the meta device are materialized on `device`. For names in `places` the module has slices. A frozen
+    weight that the module stores in a quantized format is quantized on `device`; if the source has this format, and the
+    mapper only moves its rows, it keeps the bits of the source.
     """
     parameters = _find_targets(module, mapper, without)
-    needed = giving(mapper, parameters)
-    parts = [cut(name, places[name]) if name in places else identity(name) for name in needed.outputs]
-    distributions = [like(name, parameters[name]) if name in parameters else identity(name) for name in needed.outputs]
-    for name, tensor in stream(source, sequential(needed, parallel(*parts), parallel(*distributions))):
+    needed = select_outputs(mapper, parameters)
+    formats = {name: weight_format for name, weight_format in stored_formats(module).items() if name in parameters}
+    shapes = {name: _whole_shape(name, parameters[name], places) for name in formats}
+    quantized = Dequantized(source)
+    kept = [group for group in needed.groups if _keeps_storage(group, quantized, formats, shapes)]
+    kept_outputs = {name for group in kept for name in group.outputs}
+    steps = [
+        [_store(name, formats[name], name in kept_outputs, device) for name in formats],
+        [cut_slice(name, places[name]) for name in needed.outputs if name in places],
+        [like(name, parameters[name]) for name in needed.outputs if name in parameters],
+    ]
+    stored = attrs.evolve(quantized, stored=frozenset(name for group in kept for name in group.inputs))
+    conversion = sequential(needed, *(parallel(*step) for step in steps))
+    for name, tensor in stream(StackedExperts(stored, needed.inputs), conversion):
         if name in parameters:
             _fill(module, parameters[name], tensor, torch.device(device))
+
+
+def _whole_shape(name: str, tensor: Tensor, places: Mapping[str, TensorSlice]) -> tuple[int, ...]:
+    """Return the shape of a parameter, without a split over ranks."""
+    return places[name].shape if name in places else tuple(tensor.shape)
+
+
+def _keeps_storage(
+    group: TensorGroup,
+    source: Dequantized,
+    formats: Mapping[str, WeightFormat],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
+    """
+    Return whether a group's outputs can have the storage of its inputs.
+
+    A conversion that only moves rows, such as a stack of experts, is the same for rows of storage. One that moves
+    elements of a row does not lead to the shape of the output's storage.
+    """
+    tensors = [source.quantized.get(name) for name in group.inputs]
+    used = {None if tensor is None else tensor.weight_format.name for tensor in tensors}
+    wanted = {formats[name].name if name in formats else None for name in group.outputs}
+    if None in used or used != wanted:
+        return False
+    specs = {name: tensor.storage_spec for name, tensor in source.quantized.items() if name in group.inputs}
+    try:
+        return group_specs(group, specs) == {name: TensorSpec(shapes[name], BITS) for name in group.outputs}
+    except ValueError:
+        return False
+
+
+def _store(name: str, weight_format: WeightFormat, is_stored: bool, device: torch.device | str) -> Mapper:
+    """Return the mapper from a weight (..., outputs, inputs), or from the bits of its storage, to its storage."""
+
+    def store(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        moved = tensors[0].to(device)
+        return [moved.view(STORAGE) if is_stored else weight_format.quantize(moved)]
+
+    return Mapper((TensorGroup((name,), (name,), store),))
 
 
 def _find_targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -> dict[str, Tensor]:
@@ -161,20 +228,18 @@ def _as_own_storage(tensor: Tensor, ours: bool) -> Tensor:
     return tensor if ours and fills_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _find_mismatches(
-    source: TensorSource, mapper: Mapper, parameters: Mapping[str, Tensor], places: Mapping[str, TensorSlice]
-) -> Iterator[str]:
+def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield why a source can't fill parameters of these shapes."""
     specs, used = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
-    if nameless := [name for name in parameters if name not in outputs]:
+    if nameless := [name for name in shapes if name not in outputs]:
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
     extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in mapper.ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
-    shapes = {name: places[name].shape if name in places else tuple(p.shape) for name, p in parameters.items()}
-    yield from _find_wrong_shapes(giving(mapper, parameters), specs, shapes)
+    yield from _find_wrong_shapes(select_outputs(mapper, shapes), specs, shapes)
 
 
 def _find_wrong_shapes(

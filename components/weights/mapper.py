@@ -56,7 +56,7 @@ def add_prefix(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
     )
 
 
-def giving(mapper: Mapper, names: Collection[str]) -> Mapper:
+def select_outputs(mapper: Mapper, names: Collection[str]) -> Mapper:
     """Return the groups with at least one output among the names."""
     wanted = frozenset(names)
     return Mapper(tuple(group for group in mapper.groups if not wanted.isdisjoint(group.outputs)))

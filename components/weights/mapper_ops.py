@@ -96,6 +96,25 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
     return Mapper((TensorGroup(tuple(names), (target,), join, part),))
 
 
+def concatenate_blocks(names: Sequence[str], target: str, blocks: int, sizes: Sequence[int]) -> Mapper:
+    """
+    Concatenate tensors block by block: the first blocks of all tensors, then the second blocks, and so on.
+
+    Each tensor (blocks * size, ...) has `blocks` blocks, of as many rows as its entry in `sizes`.
+    """
+
+    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.cat([tensor.reshape(blocks, -1, *tensor.shape[1:]) for tensor in tensors], 1).flatten(0, 1)]
+
+    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if tensors[0].size(0) != (rows := blocks * sum(sizes)):
+            raise ValueError(f"dimension 0 has size {tensors[0].size(0)}, not {rows}")
+        by_block = tensors[0].reshape(blocks, -1, *tensors[0].shape[1:])
+        return [piece.flatten(0, 1) for piece in torch.split(by_block, list(sizes), 1)]
+
+    return Mapper((TensorGroup(tuple(names), (target,), join, part),))
+
+
 def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] | None = None) -> Mapper:
     """Split a tensor along `dim` into pieces with these sizes, or with equal sizes."""
     return concatenate(targets, name, dim, sizes).inverse()
@@ -117,7 +136,7 @@ def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | Non
     return piece_sizes
 
 
-def cut(name: str, tensor_slice: TensorSlice) -> Mapper:
+def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
     """Slice a tensor with shape `tensor_slice.shape`, as a view; without an inverse."""
 
     def index(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -159,10 +178,10 @@ def like(name: str, tensor: Tensor) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def as_whole(tensor: Tensor) -> Tensor:
     """Gather a DTensor, any shape, a collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [whole(tensor) for tensor in tensors]
+    return [as_whole(tensor) for tensor in tensors]

@@ -60,7 +60,7 @@ def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> li
             raise UserError(f"{format_names(duplicates)} would be written twice, by rank {first} and by rank {writer}")
         check_names(specs)
         writers |= dict.fromkeys(specs, writer)
-    runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split(specs, max_shard)]
+    runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split_by_size(specs, max_shard)]
     if len(runs) == 1:
         return [PlannedFile(SINGLE, writer, _select(shares[writer], run)) for writer, run in runs]
     count = len(runs)
@@ -96,7 +96,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
-def split(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
+def split_by_size(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
     """Split the names, in order, into as few runs up to `max_shard` bytes as possible; at least one run."""
     shards: list[list[str]] = [[]]
     size = 0

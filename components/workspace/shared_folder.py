@@ -92,7 +92,7 @@ def _read(folder: Path, rank: int, generation: str | None) -> Packed | None:
 
 
 def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
-    """Return a record with a matching checksum, or None if there is no file."""
+    """Return a rank's record, or None if there is no file. Raises UserError for a corrupt record."""
     try:
         with open_regular_file(path, REMEDY) as file:
             text = file.read(0, min(file.size, MAX_JSON_SIZE + 1))
@@ -107,7 +107,7 @@ def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
         if record.pop("digest") != checksum(record):
             raise ValueError("checksum mismatch")
         if (record["format"], record["rank"]) != (FORMAT, rank):
-            raise ValueError(f"it is of format {record['format']} and rank {record['rank']}")
+            raise ValueError(f"it has format {record['format']} and rank {record['rank']}, not {FORMAT} and {rank}")
         if not re.fullmatch("[0-9a-f]{16}", record["generation"]) or record["tensors"].keys() != {"size", "blocks"}:
             raise ValueError("it names no tensors")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -22,8 +22,8 @@ The recipes that ship with drawloom. Run, extend or overlay them by name; recipe
 PYTHON_HEAD = """\
 # Python
 
-`import drawloom` has all that is public, with [`drawloom.ports`](../ports/index.md) for authors of components and
-`drawloom.testing` for their tests. It loads torch only when something needs it.
+`import drawloom` has all that is public, with [`drawloom.ports`](../ports/index.md) for authors of components,
+`drawloom.models` for authors of models, and `drawloom.testing` for tests. It loads torch only when something needs it.
 """
 
 HOMES = {
@@ -67,17 +67,18 @@ def recipes_page() -> str:
 
 
 def python_page() -> str:
-    """Directives for mkdocstrings: every public name of `drawloom` and `drawloom.testing`."""
-    from drawloom import testing
+    """Directives for mkdocstrings: every public name of `drawloom`, `drawloom.models` and `drawloom.testing`."""
+    from drawloom import models, testing
 
-    names = [name for name in drawloom.__all__ if name not in ("ports", "testing", "__version__")]
+    names = [name for name in drawloom.__all__ if name not in ("models", "ports", "testing", "__version__")]
     names.sort(key=lambda name: (name != "Recipe", name not in HOMES, name))
     lines = [PYTHON_HEAD]
     for name in names:
         lines += _directive(f"drawloom.{HOMES.get(name, 'graph.component')}", "drawloom", name)
-    lines += ["## drawloom.testing", ""]
-    for name in testing.__all__:
-        lines += _directive(getattr(testing, name).__module__, "drawloom.testing", name)
+    for public in (models, testing):
+        lines += [f"## {public.__name__}", ""]
+        for name in public.__all__:
+            lines += _directive(getattr(public, name).__module__, public.__name__, name)
     return "\n".join(lines)
 
 

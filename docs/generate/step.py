@@ -24,10 +24,13 @@ VALUES = {
     "lr": "float: the learning rate of this step, the base times `lr_factor`",
     "lr_factor": "float: the multiplier of the base learning rate; 1 without a schedule",
     "metric_totals": "dict of float64 (numbers,): the totals of all metrics over ranks, by op",
+    "rollouts": "list of `Scored`: this rank's sampled completions with their rewards, by microbatch",
     "skip": "float32 (): 1 if the update is skipped, else 0",
     "tokens": "float64 (): the tokens of the step on all ranks, without padding",
     "validation_loss": "float: the mean loss of the validation split, in nats for a token; in steps that evaluate",
     "initial_validation_loss": "float: the same before the first step; in the first step of a run that evaluates then",
+    "validation_reward": "float: the mean reward of completions of the validation prompts; in steps that evaluate",
+    "initial_validation_reward": "float: the same before the first step",
     "weights": "the parameters themselves: what the next step computes with",
 }
 """What each value of a step is; values without a type here are in the parameters, not in `step.state`."""

@@ -1,8 +1,10 @@
 """The commands for any graph."""
 
 import argparse
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from drawloom.graph.cli.result import JSON, Result
 from drawloom.graph.cli.results import (
@@ -26,7 +28,7 @@ from drawloom.graph.inspect.listing import (
     list_fitting,
     list_plugins,
 )
-from drawloom.graph.problems import Problem, RecipeError, UserError, sort_problems
+from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, sort_problems
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import format_timings
 from drawloom.graph.schema import recipe_schema
@@ -50,7 +52,7 @@ def add_packages(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    help = "skip checks of files and devices, because the recipe runs on another machine"
+    help = "skip checks of files and devices, for a recipe that runs on another machine"
     parser.add_argument("--elsewhere", action="store_true", help=help)
 
 
@@ -60,41 +62,41 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
         "--focus",
         default="",
         metavar="NODE",
-        help="draw only this node, the nodes that it needs and the nodes that use it",
+        help="draw only this node, its dependencies and its users",
     )
     parser.add_argument(
         "--step",
         action="store_true",
-        help="draw one step: the values that members of a sequence read, change and write",
+        help="draw the dataflow of one step: values read, changed and written by the phases",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "--timings", action="store_true", help="print the time that nodes took to build, open and close"
+        "--timings", action="store_true", help="print the seconds for building, opening and closing each node"
     )
     parser.add_argument("--accept-changes", action="store_true", help="resume the run even if its recipe has changed")
     parser.add_argument("--dry-run", action="store_true", help="describe the run without starting it")
 
 
 def _add_old_and_new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", metavar="A", help="a recipe, a shipped name, or a run folder")
-    _add_recipe(parser, "B", "the recipe to compare with A")
+    parser.add_argument("old", metavar="A", help="a path, the name of a shipped recipe, or a run folder")
+    _add_recipe(parser, "B", "a recipe to compare with A: a path, a shipped name, or a run folder")
     parser.epilog = "Overlays and values apply to B."
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        "target", nargs="?", metavar="NODE[.KEY]", help="a node, setting or edge to explain; default: the whole recipe"
+        "target", nargs="?", metavar="NODE[.KEY]", help="node, setting or edge to explain (default: the whole recipe)"
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     help = "print the schema of this command's --format json, not of recipes"
     parser.add_argument("--result", metavar="COMMAND", help=help)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the schema to this file (default: stdout)")
     add_packages(parser)
 
 
@@ -104,7 +106,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="SUBJECT",
-        help="a folder of components or one component, such as data or data.loader",
+        help="folder of components or one component, such as data or data.loader (default: all)",
     )
     help = "list the components that fit this node of the shipped recipes, or implement this port"
     parser.add_argument("--fits", metavar="NODE|PORT", help=help)
@@ -135,10 +137,21 @@ def _run(options: argparse.Namespace, project: Project) -> RunResult:
     recipe = _load_checked_recipe(options, project)
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())
+    handed_over: Mapping[str, Any] = {}
+    while True:
+        try:
+            return _open_and_run(recipe, options, project.root, handed_over)
+        except ReopenError as request:
+            handed_over = request.handed_over
+        gc.collect()  # frees the closed graph, whose nodes refer to one another
+
+
+def _open_and_run(recipe: Recipe, options: argparse.Namespace, root: str, handed_over: Mapping[str, Any]) -> RunResult:
     run = recipe.open(accept_changes=options.accept_changes)
+    run.handed_over = handed_over
     try:
         with run:
-            signal = run[project.root].run()  # the signal that stopped the run, or 0
+            signal = run[root].run()  # the signal that stopped the run, or 0
             outcome = run.outcome()
     finally:
         if options.timings:
@@ -181,7 +194,7 @@ def _diff(options: argparse.Namespace, project: Project) -> DiffResult:
 
 def _schema(options: argparse.Namespace, project: Project) -> SchemaResult:
     schema = options.read_result_schema(options.result) if options.result else None
-    schema = schema or recipe_schema(project.registry, project.common_components())
+    schema = schema or recipe_schema(project.registry, project.components_by_node())
     if options.output is not None:
         try:
             options.output.write_text(f"{format_schema(schema)}\n", "utf-8")

@@ -101,7 +101,7 @@ def _complete_edits(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
 
 
 def _complete_elements(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
-    """Yield the elements of the edited list, as `remove`, `before` and `after` name them."""
+    """Yield a list's elements before this document's edits; `remove`, `before` and `after` refer to one of them."""
     leaf = _find_item(meaning, path)
     for element in _list_unedited(meaning, leaf) if isinstance(leaf, Leaf) else ():
         yield Completion(dumps(element), "node", _describe_node(meaning, element[1:]))

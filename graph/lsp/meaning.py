@@ -36,7 +36,7 @@ class Meaning:
             if (name := format_path(path[:length])) in nodes:
                 return cls(cursor, analysis, name, path[length:], nodes[name].spec)
         name = str(path[0]) if path else ""
-        specs = [workspace.project.registry.find(use) for use in workspace.common_components.get(name, ())]
+        specs = [workspace.project.registry.find(use) for use in workspace.components_by_node.get(name, ())]
         spec = next((spec for spec in specs if isinstance(spec, Spec)), None)
         return cls(cursor, analysis, name if spec else "", path[1:] if spec else path, spec)
 

@@ -81,9 +81,9 @@ class Workspace:
     analyses: dict[Path, Analysis] = attrs.field(factory=dict)
 
     @cached_property
-    def common_components(self) -> dict[str, list[str]]:
+    def components_by_node(self) -> dict[str, list[str]]:
         """The node names in the shipped recipes, with the components used there."""
-        return self.project.common_components()
+        return self.project.components_by_node()
 
     @cached_property
     def shipped_graphs(self) -> list[Graph]:

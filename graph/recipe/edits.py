@@ -74,17 +74,17 @@ class _ListEdit:
     def read(self, edit: Any) -> None:
         """Look up the removed elements and the anchors."""
         if not isinstance(edit, dict):
-            self._problem("DL117", f"{self._name} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
+            self._add_problem("DL117", f"{self._name} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
             return
         for operation, value in edit.items():
             if operation == "remove":
                 self._remove(value)
             elif operation not in OPERATIONS:
                 text = f"{self._name} has no operation {operation!a}"
-                self._problem("DL117", text, did_you_mean(operation, OPERATIONS), (operation,))
+                self._add_problem("DL117", text, did_you_mean(operation, OPERATIONS), (operation,))
             elif not isinstance(value, dict):
                 text, hint = f"{self._name}.{operation} must be a table from anchors to elements", EXAMPLE
-                self._problem("DL117", text, hint, (operation,))
+                self._add_problem("DL117", text, hint, (operation,))
             else:
                 self._insert(operation, value)
 
@@ -118,7 +118,7 @@ class _ListEdit:
         else:
             text = f"{self._name}: {text_of_element} is not in the list"
             hint = did_you_mean(element.strip('"'), self._names)
-        self._problem("DL119", text, hint, path)
+        self._add_problem("DL119", text, hint, path)
         return ()
 
     @cached_property
@@ -148,7 +148,7 @@ class _ListEdit:
     def _name(self) -> str:
         return ".".join(map(str, self.path))
 
-    def _problem(self, code: str, text: str, hint: str, path: KeyPath) -> None:
+    def _add_problem(self, code: str, text: str, hint: str, path: KeyPath) -> None:
         self.problems.append(Problem(code, text, hint, position=self.layer.value((*self.path, *path))))
 
 

@@ -92,7 +92,7 @@ class _Reader:
             similar = next(_find_namesakes(name), None)
             hint = f"did you mean {similar!r}?" if similar else did_you_mean(name, self.folder.names)
             text = f"there is no recipe {name!r}: it is not a file, a run folder or a shipped name"
-            self._problem("DL101", text, hint, COMMAND_LINE)
+            self._add_problem("DL101", text, hint, COMMAND_LINE)
 
     def _read(self, path: Path, name: str, requester: Position, above: tuple[Path, ...]) -> None:
         text = self._text(path, name, requester)
@@ -107,11 +107,11 @@ class _Reader:
         chain = (*above, path.resolve())
         for base, base_name, position in self._bases(layer, path):
             if base.resolve() in chain:
-                self._problem("DL104", f"{base_name} extends itself through {layer.source}", "", position)
+                self._add_problem("DL104", f"{base_name} extends itself through {layer.source}", "", position)
             # resolve(): the same base may be reached by different paths and links.
             elif len(chain) >= MAX_BASES:
                 text = f"{base_name} is the base of {MAX_BASES} recipes in a chain of `extends`"
-                self._problem("DL104", text, "merge some of them", position)
+                self._add_problem("DL104", text, "merge some of them", position)
             elif base.resolve() not in self._read_paths:
                 self._read(base, base_name, position, chain)
         self._read_paths.add(path.resolve())
@@ -122,7 +122,7 @@ class _Reader:
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             position = layer.value(("extends",))
-            self._problem(
+            self._add_problem(
                 "DL105", "extends must be a string or an array of strings", 'write extends = "pretrain"', position
             )
             return
@@ -134,7 +134,7 @@ class _Reader:
                 yield shipped, _relative_to_cwd(shipped), position
             else:
                 hint = did_you_mean(name, self.folder.names)
-                self._problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
+                self._add_problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
 
     def _beside(self, layer: Layer, path: Path, name: str, position: Position) -> Iterator[tuple[Path, str, Position]]:
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
@@ -144,7 +144,7 @@ class _Reader:
             text = (
                 f"extends {name!r}, which is outside the current directory and the parent folder of the recipe's folder"
             )
-            self._problem("DL106", text, "move the base beside the recipe, or into the folder above", position)
+            self._add_problem("DL106", text, "move the base beside the recipe, or into the folder above", position)
             return
         yield target, os.path.normpath(Path(layer.source).parent / name), position
 
@@ -155,7 +155,7 @@ class _Reader:
             if not path.exists():
                 near = _find_similar_file(name)
                 hint = f"did you mean {near!r}?" if near else ""
-                self._problem("DL102", f"{name} can't be read: there is no such file", hint, requester)
+                self._add_problem("DL102", f"{name} can't be read: there is no such file", hint, requester)
                 return None
             if not path.is_file():
                 raise OSError("it is a folder" if path.is_dir() else "it is not a regular file")
@@ -164,9 +164,9 @@ class _Reader:
                     file.read(MAX_FILE_BYTES + 1)
                 )  # one byte more than allowed shows that the file is too large
         except OSError as error:
-            self._problem("DL102", f"{name} can't be read: {error.strerror or error}", "", requester)
+            self._add_problem("DL102", f"{name} can't be read: {error.strerror or error}", "", requester)
         except ValueError as error:
-            self._problem("DL102", f"{name} can't be read: {error}", "", requester)
+            self._add_problem("DL102", f"{name} can't be read: {error}", "", requester)
         return None
 
     def _parse(self, text: str, name: str) -> dict[str, Any] | None:
@@ -176,7 +176,7 @@ class _Reader:
             self.problems += error.problems
         return None
 
-    def _problem(self, code: str, text: str, hint: str, position: Position) -> None:
+    def _add_problem(self, code: str, text: str, hint: str, position: Position) -> None:
         self.problems.append(Problem(code, text, hint, position=position))
 
 

@@ -9,6 +9,7 @@ and square root are rounded by IEEE 754, so the results are bitwise equal to the
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
+from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import halves, philox, round_stochastically, upload
 
@@ -28,10 +30,10 @@ BLOCK = 512
 ALIGNMENT = 16
 """Bytes per vectorized load; the kernel reads other tensors element by element."""
 
-TABLE_COLUMNS = 11
+TABLE_COLUMNS = 12
 """
 Numbers in a row of the table: four addresses, the element count, the weight's index among all weights, the
-noise's key, first index, row width and row stride, and the address of max_exp_avg_sq, or 0.
+noise's key, first index, row width and row stride, and the addresses of max_exp_avg_sq and of the remainder, or 0.
 """
 
 
@@ -42,16 +44,27 @@ class AdamwTriton:
         filled = [index for index, param in enumerate(params) if param.weight.numel()]
         kinds = sorted(filled, key=lambda index: _kind(params[index]))
         groups = [list(group) for _, group in groupby(kinds, key=lambda index: _kind(params[index]))]
-        self._launches = [
-            (indices, _FusedStep([params[index] for index in indices], indices, maximize)) for indices in groups
-        ]
+        self._launches = [(indices, _build_step([params[n] for n in indices], indices, maximize)) for indices in groups]
 
     def step(
-        self, grads: Sequence[Tensor], scalars: Tensor, counter: int | None = None, found_inf: Tensor | None = None
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
         for indices, launch in self._launches:
-            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf)
+            launch.run([grads[index] for index in indices], *launch.on_device(scalars, counter), found_inf, factors)
+
+
+def _build_step(params: list[ParamState], indices: list[int], maximize: bool) -> Any:
+    if not params[0].has_codes:
+        return _FusedStep(params, indices, maximize)
+    from drawloom.kernels.triton.adamw_codes import FusedCodesStep
+
+    return FusedCodesStep(params, indices, maximize)
 
 
 def _kind(param: ParamState) -> tuple[str, ...]:
@@ -64,11 +77,13 @@ def _constants(param: ParamState) -> dict[str, bool]:
     """
     Return the kernel's compile-time constants for a weight.
 
-    They state whether loads are aligned, how elements map to the noise, and whether the step divides by max_exp_avg_sq.
+    They state whether loads are aligned, how elements map to the noise, whether the step divides by max_exp_avg_sq, and
+    whether weights are master weights.
     """
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.tensors)
     has_maximum = param.max_exp_avg_sq is not None
-    return {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs, "AMSGRAD": has_maximum}
+    constants = {"ALIGNED": aligned, "ROWS": not param.is_contiguous, "PAIRS": param.has_pairs, "AMSGRAD": has_maximum}
+    return constants | {"MASTER": param.remainder is not None}
 
 
 class _FusedStep:
@@ -95,18 +110,19 @@ class _FusedStep:
         return upload(scalars, self._device), noise_step
 
     def run(
-        self, grads: list[Tensor], scalars: Tensor, counter: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        grads: list[Tensor],
+        scalars: Tensor,
+        counter: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         """
         Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
 
-        The weights do not change if `found_inf` is not 0.
+        The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
         """
-        grads = [_align(grad) for grad in grads]
-        dtypes = {grad.dtype for grad in grads}
-        # The kernel reads all gradients with one dtype; mixed ones are rare enough for a copy.
-        if len(dtypes) > 1:
-            grads = [grad.float() for grad in grads]
+        grads, factors = with_one_dtype([_align(grad) for grad in grads], factors)
         self._update_table(grads)
         weight_like, exp_avg_like = self._likes
         _kernel[(len(self._parts),)](
@@ -117,10 +133,12 @@ class _FusedStep:
             0 if scalars.ndim == 1 else scalars.stride(0),
             counter,
             found_inf,
+            factors,
             weight_like,
             grads[0].view(-1)[:0],
             exp_avg_like,
             **self._constants,
+            FACTORS=0 if factors is None else len(factors),
             PART=PART,
             BLOCK=BLOCK,
             TABLE_COLUMNS=TABLE_COLUMNS,
@@ -137,9 +155,10 @@ class _FusedStep:
 
 
 def _row(param: ParamState, grad: int, index: int) -> list[int]:
-    weight, exp_avg, exp_avg_sq, *maxima = (tensor.data_ptr() for tensor in param.tensors)
+    weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.tensors[:3])
     noise = param.key, param.first, param.width, param.stride
-    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *(maxima or [0])]
+    optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
+    return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]
 
 
 def _align(grad: Tensor) -> Tensor:
@@ -152,9 +171,11 @@ def _align(grad: Tensor) -> Tensor:
 @lean
 @triton.jit
 def _kernel(
-    table, parts, decays, scalars, scalars_stride, counter, found_inf, weight_like, grad_like, exp_avg_like,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
-    PART: tl.constexpr, BLOCK: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
+    exp_avg_like,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
+    MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE_COLUMNS: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -171,6 +192,9 @@ def _kernel(
     max_sq = tl.load(table + 10).to(exp_avg_like.dtype)
     if ALIGNED:
         max_sq = tl.multiple_of(max_sq, 16)
+    remainder = tl.load(table + 11).to(tl.pointer_type(tl.int16))
+    if ALIGNED:
+        remainder = tl.multiple_of(remainder, 16)
     count = tl.load(table + 4)
     if found_inf is not None:
         count = tl.where(tl.load(found_inf) == 0, count, 0)
@@ -189,11 +213,13 @@ def _kernel(
         else:
             index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update(weight, grad, exp_avg, exp_avg_sq, max_sq, element, None, key, index, noise_step, PAIRS, AMSGRAD,
-                    MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
+            _update(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, None, key, index,
+                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
+                    corrected_lr, sq_correction, eps)
         else:
-            _update(weight, grad, exp_avg, exp_avg_sq, max_sq, element, element < count, key, index, noise_step, PAIRS,
-                    AMSGRAD, MAXIMIZE, lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps)
+            _update(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, element < count, key, index,
+                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
+                    corrected_lr, sq_correction, eps)
 
 
 @triton.jit
@@ -206,14 +232,19 @@ def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def _update(
-    weight, grad, exp_avg, exp_avg_sq, max_sq, element, mask, key, index, counter, PAIRS: tl.constexpr,
-    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, mask, key, index, counter,
+    PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
     lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
 ):
     # fmt: on
     """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
-    old = tl.load(weight + element, mask=mask).to(tl.float32)
-    g = tl.load(grad + element, mask=mask).to(tl.float32)
+    if MASTER:
+        high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(remainder + element, mask=mask).to(tl.int32)
+        old = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        old = tl.load(weight + element, mask=mask).to(tl.float32)
+    g = multiply(tl.load(grad + element, mask=mask), factors, FACTORS)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
     if MAXIMIZE:
@@ -228,14 +259,21 @@ def _update(
     new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(divisor) * sq_correction + eps)
     if counter is not None:
         for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
-        new = _round(new, for_weight, index, weight, PAIRS)
+        if not MASTER:
+            new = _round(new, for_weight, index, weight, PAIRS)
         m = _round(m, for_mean, index, exp_avg, PAIRS)
         s = _round(s, for_square, index, exp_avg_sq, PAIRS)
     if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
         maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_sq + element, maximum.to(max_sq.dtype.element_ty), mask=mask)
     # These casts round float32 values without noise to the nearest.
-    tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
+    if MASTER:
+        bits = new.to(tl.int32, bitcast=True)
+        high = tl.where(new != new, bits >> 16 | 0x40, bits + 0x8000 >> 16)
+        tl.store(weight + element, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(remainder + element, (bits - (high << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
     tl.store(exp_avg + element, m.to(exp_avg.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq + element, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
 

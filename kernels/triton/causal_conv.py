@@ -79,6 +79,7 @@ def _like_backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tupl
 
 
 def _backward_scratch(x: Tensor, weight: Tensor) -> int:
+    """Return the backward pass's temporary bytes: the gradient before the gate, and partial weight gradients."""
     return x.nbytes + x.shape[0] * cdiv(x.shape[1], TOKENS) * weight.numel() * 4
 
 

@@ -2,9 +2,11 @@
 Casts to float8 in Triton; cuBLAS multiplies.
 
 A cast by rows keeps whole rows in registers. Transposed copies are made tile by tile from rounded elements. Tensors in
-bfloat16 are read once, except weights: they are cast again for the backward pass and not kept.
+bfloat16 are read once, except weights: they are cast again for the backward pass and not kept. SwiGLU and its backward
+pass write no bfloat16.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -21,7 +23,6 @@ from drawloom.kernels.float8 import (
     Float8Kernels,
     Float8Rows,
     Gradient,
-    linear_float8,
     round_up_rows,
 )
 from drawloom.kernels.operation import register_kernel
@@ -34,15 +35,17 @@ Warps per multiprocessor for a cast by rows, without and with column maxima: mor
 results.
 """
 
+STAGES = 2
+"""Rows that a program loads at a time for SwiGLU or from several tensors."""
+
+WIDE = 2**14
+"""Largest width for two rows at a time in SwiGLU's gradient: they take 160 KiB shared memory."""
+
+REGISTERS = 2**16
+"""Registers per multiprocessor."""
+
 TOKENS, CHANNELS = 128, 128
 """Float8Rows and columns in a program's transposed tile."""
-
-
-def linear_float8_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """
-    Compute linear_float8_eager on GPUs with float8: x (..., inputs), weight (outputs, inputs), bias (outputs,).
-    """
-    return linear_float8(TRITON, x, weight, bias)
 
 
 class TritonFloat8:
@@ -50,13 +53,31 @@ class TritonFloat8:
 
     def quantize(self, x: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize(x)
-        return Float8Rows(data, scale, _transpose(data, None) if transposed else data.new_empty(0))
+        return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
-    def transpose(self, x: Tensor, scale: Tensor) -> Tensor:
-        return _transpose(x, scale)  # type: ignore[no-any-return]
+    def transpose(self, data: Tensor) -> Tensor:
+        return _transpose(data)  # type: ignore[no-any-return]
 
-    def quantize_gradient(self, grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
-        return Gradient(*_quantize_gradient(grad, factor, row_scale))
+    def quantize_weights(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return _quantize_weights([*weights])  # type: ignore[no-any-return]
+
+    def transpose_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+        return _transpose_weights([*weights], scale)  # type: ignore[no-any-return]
+
+    def round_weights(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        if not weights[0].is_meta:
+            _fill_weights([*weights], rows.data, rows.scale)
+            _launch_transpose(rows.data, rows.transposed, None, None, None)
+
+    def swiglu(self, both: Tensor, transposed: bool) -> Float8Rows:
+        data, scale = _swiglu(both)
+        return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
+
+    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        return Gradient(*_quantize_gradient([*grads], factor, row_scale))
+
+    def swiglu_gradient(self, grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> Gradient:
+        return Gradient(*_swiglu_gradient(grad, both, factor, row_scale))
 
     def multiply(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         columns = _ones(b) if b_scale is None else b_scale
@@ -85,8 +106,12 @@ def _many_ones(device: torch.device) -> Tensor:
     return torch.ones(ONES, device=device)
 
 
+def _empty_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(rows, width, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
+
+
 def _like_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
+    return _empty_rows(x, *x.shape)
 
 
 @register_kernel(
@@ -94,37 +119,105 @@ def _like_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 )
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     data, scale = _like_quantized(x)
-    if data.is_cuda:
-        _many_ones(data.device)  # allocated before a CUDA graph is captured
-    if data.numel():
-        _launch_rows(as_rows(x), None, None, data, scale, None, None, _programs(x, WARPS_PER_SM))
+    _launch_rows(x, None, data, scale)
     return data, scale
 
 
-def _like_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data, scale = _like_quantized(grad)
-    count, width = grad.shape if row_scale is not None else (0, 0)
-    columns = data.new_empty(width, round_up_rows(count))
-    return data, scale, columns, scale.new_empty(width)
+def _like_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return _empty_rows(weights[0], sum(map(len, weights)), weights[0].shape[1])
 
 
 @register_kernel(
-    "float8_quantize_gradient(Tensor grad, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float8_quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
+    fake=_like_weights,
+    flops=no_flops,
+    scratch=no_scratch,
+)
+def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    data, scale = _like_weights(weights)
+    _fill_weights(weights, data, scale)
+    return data, scale
+
+
+def _fill_weights(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
+    """Fill data (all outputs, inputs) and scale (all outputs,) with rounded weights."""
+    sizes = [*map(len, weights)]
+    for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
+        _launch_rows(weight, None, part, part_scale)
+
+
+def _like_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
+    return _empty_rows(both, len(both), both.shape[1] // 2)
+
+
+@register_kernel(
+    "float8_swiglu(Tensor both) -> (Tensor, Tensor)", fake=_like_swiglu, flops=no_flops, scratch=no_scratch
+)
+def _swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _like_swiglu(both)
+    gate, up = both.chunk(2, 1)
+    _launch_rows(gate, up, data, scale)
+    return data, scale
+
+
+def _launch_rows(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> None:
+    """Fill data and scale for x (rows, width), or for silu(x) * up."""
+    if data.is_cuda:
+        _many_ones(data.device)  # allocated before a CUDA graph is captured
+    if data.numel():
+        rows = as_rows(x)
+        _launch_cast([rows], up, None, None, data, scale, None, None, _programs(data, WARPS_PER_SM))
+
+
+def _like_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    data, scale = _empty_rows(grads[0], len(grads[0]), len(factor))
+    count, width = data.shape if row_scale is not None else (0, 0)
+    return data, scale, data.new_empty(width, round_up_rows(count)), scale.new_empty(width)
+
+
+@register_kernel(
+    "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_like_gradient,
     flops=no_flops,
     scratch=no_scratch,
 )
-def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data, scale, columns, column_scale = _like_gradient(grad, factor, row_scale)
+def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    return _launch_gradient(grads, None, factor, row_scale)
+
+
+def _like_swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    return _like_gradient([grad], factor, row_scale)
+
+
+@register_kernel(
+    "float8_swiglu_gradient(Tensor grad, Tensor both, Tensor factor, Tensor? row_scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_like_swiglu_gradient,
+    flops=no_flops,
+    scratch=no_scratch,
+)
+def _swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+    return _launch_gradient([grad], both, factor, row_scale)
+
+
+def _launch_gradient(
+    grads: list[Tensor], both: Tensor | None, factor: Tensor, row_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Round the gradients, or with `both` SwiGLU's gradient, by rows, and with row_scale by columns."""
+    data, scale, columns, column_scale = _like_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
+    count, width = data.shape
     parts = row_factor = None
-    programs = _programs(grad, WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS)
+    programs = _programs(data if both is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS)
     if row_scale is not None:
-        parts, row_factor = scale.new_empty(programs, grad.shape[1]), scale.new_empty(len(grad))
-    _launch_rows(as_rows(grad), factor, row_scale, data, scale, row_factor, parts, programs)
+        parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
+    results = data, scale, row_factor, parts
+    if both is None:
+        _launch_cast([*map(as_rows, grads)], None, factor, row_scale, *results, programs)
+    else:
+        _launch_swiglu_gradient(as_rows(grads[0]), as_rows(both), factor, row_scale, *results, programs)
     if parts is not None:
-        width = grad.shape[1]
         inverse = scale.new_empty(width)
         _column_scale_kernel[(cdiv(width, COLUMNS),)](
             parts,
@@ -142,17 +235,34 @@ def _quantize_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -
     return data, scale, columns, column_scale
 
 
-def _empty_transpose(x: Tensor, scale: Tensor | None) -> Tensor:
+def _empty_transpose(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], round_up_rows(len(x)), dtype=E4M3)
 
 
-@register_kernel(
-    "float8_transpose(Tensor x, Tensor? scale) -> Tensor", fake=_empty_transpose, flops=no_flops, scratch=no_scratch
-)
-def _transpose(x: Tensor, scale: Tensor | None) -> Tensor:
-    result = _empty_transpose(x, scale)
+@register_kernel("float8_transpose(Tensor x) -> Tensor", fake=_empty_transpose, flops=no_flops, scratch=no_scratch)
+def _transpose(x: Tensor) -> Tensor:
+    result = _empty_transpose(x)
     if result.numel():
-        _launch_transpose(as_rows(x), result, scale, None, None)
+        _launch_transpose(x, result, None, None, None)
+    return result
+
+
+def _like_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
+    return weights[0].new_empty(weights[0].shape[1], len(scale), dtype=E4M3)
+
+
+@register_kernel(
+    "float8_transpose_weights(Tensor[] weights, Tensor scale) -> Tensor",
+    fake=_like_transposed_weights,
+    flops=no_flops,
+    scratch=no_scratch,
+)
+def _transpose_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
+    result = _like_transposed_weights(weights, scale)
+    sizes = [*map(len, weights)]
+    for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
+        if part.numel():
+            _launch_transpose(as_rows(weight), part, part_scale, None, None)
     return result
 
 
@@ -169,8 +279,9 @@ def _launch_transpose(
         column_factor,
         count,
         width,
-        x.stride(0),
         result.shape[1],
+        x.stride(0),
+        result.stride(0),
         TOKENS=TOKENS,
         CHANNELS=CHANNELS,
         num_warps=4,
@@ -182,8 +293,9 @@ COLUMNS, PARTS_PER_STEP = 32, 256
 """Columns per program for column maxima, and partial results per load."""
 
 
-def _launch_rows(
-    x: Tensor,
+def _launch_cast(
+    parts_of_rows: list[Tensor],
+    up: Tensor | None,
     factor: Tensor | None,
     row_scale: Tensor | None,
     data: Tensor,
@@ -192,10 +304,18 @@ def _launch_rows(
     parts: Tensor | None,
     programs: int,
 ) -> None:
-    """Fill data and scale, and with row_scale also row_factor and parts (programs, width): x (rows, width)."""
-    count, width = x.shape
+    """
+    Fill data and scale, and with row_scale also row_factor and parts (programs, width), for rows in up to three parts
+    side by side, or with a single part x for silu(x) * up, with x's strides.
+    """
+    count, width = data.shape
+    x = parts_of_rows[0]
+    second, third = (*parts_of_rows[1:], None, None)[:2]
     _quantize_kernel[(programs,)](
         x,
+        second,
+        third,
+        up,
         factor,
         row_scale,
         data,
@@ -204,9 +324,49 @@ def _launch_rows(
         parts,
         count,
         width,
+        x.shape[1],
+        0 if second is None else x.shape[1] + second.shape[1],
         x.stride(0),
+        0 if second is None else second.stride(0),
+        0 if third is None else third.stride(0),
         BLOCK=next_power_of_2(width),
+        STAGES=3 if up is None and second is None else STAGES,
         num_warps=_warps(width),
+        maxnreg=None if parts is None else _registers(width),
+        enable_fp_fusion=True,
+    )
+
+
+def _launch_swiglu_gradient(
+    grad: Tensor,
+    both: Tensor,
+    factor: Tensor,
+    row_scale: Tensor | None,
+    data: Tensor,
+    scale: Tensor,
+    row_factor: Tensor | None,
+    parts: Tensor | None,
+    programs: int,
+) -> None:
+    """Fill results like `_launch_cast` for SwiGLU's gradient: grad (rows, width), both (rows, 2 * width)."""
+    count, width = grad.shape
+    _swiglu_gradient_kernel[(programs,)](
+        grad,
+        both,
+        factor.bfloat16(),  # exact, since factors are powers of two, and half the bytes
+        row_scale,
+        data,
+        scale,
+        row_factor,
+        parts,
+        count,
+        width,
+        grad.stride(0),
+        both.stride(0),
+        BLOCK=next_power_of_2(width),
+        STAGES=STAGES if width <= WIDE else 1,
+        num_warps=_warps(width),
+        maxnreg=None if parts is None else _registers(width),
         enable_fp_fusion=True,
     )
 
@@ -220,30 +380,48 @@ def _warps(width: int) -> int:
     return max(2, min(next_power_of_2(width) // 1024, 32))
 
 
+def _registers(width: int) -> int:
+    """Return the registers per thread with which WARPS_WITH_COLUMNS run at a time."""
+    return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _warps(width)))
+
+
 UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
+
+
+INFINITY = tl.constexpr(0x7F800000)
+"""Infinity's bits in float32."""
 
 
 @triton.jit
 def magnitude(values):
-    """Return absolute values in float32, with infinity for NaN, since a maximum ignores NaN."""
-    return tl.where(values != values, float("inf"), tl.abs(values))
+    """Return absolute values' bits in float32, integers in the values' order, with NaN above infinity."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_and_inverse(largest):
-    """Return `scale_of(largest)` and its inverse, both powers with base two; NaN if the magnitude is infinite."""
-    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + UP) >> 23) - BIAS, LEAST)
-    is_finite = largest < float("inf")
+    """Return a largest magnitude's scale and its inverse, both powers with base two; NaN if it is not finite."""
+    exponent = tl.maximum(((largest + UP) >> 23) - BIAS, LEAST)
+    is_finite = largest < INFINITY
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
+
+
+@triton.jit
+def sigmoid(values):
+    """Return sigmoids, exact to some units in the last place: a square costs less than a division."""
+    root = tl.rsqrt(1.0 + tl.exp2(values * -1.4426950408889634))
+    return root * root
 
 
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
-    x, factor, row_scale, data, scale, row_factor, parts, count, width, stride, BLOCK: tl.constexpr,
+    x, second, third, up, factor, row_scale, data, scale, row_factor, parts, count, width, first_end, second_end,
+    stride, second_stride, third_stride,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -252,9 +430,20 @@ def _quantize_kernel(
     if factor is not None:
         factors = tl.load(factor + column, mask=inside, other=0.0)
     if parts is not None:
-        most = tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(program, count, tl.num_programs(0), num_stages=3):
-        values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        # Float8 times powers of two are exact in bfloat16, which takes half the registers.
+        most = tl.zeros((BLOCK,), tl.bfloat16)
+        not_finite = tl.zeros((), tl.float32)
+    for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
+        values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
+        if second is not None:
+            at = second + row * second_stride + column - first_end
+            values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
+        if third is not None:
+            at = third + row * third_stride + column - second_end
+            values += tl.load(at, mask=(column >= second_end) & inside, other=0.0).to(tl.float32)
+        if up is not None:
+            ups = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+            values *= sigmoid(values) * ups
         if factor is not None:
             values *= factors
         own_scale, inverse = scale_and_inverse(tl.max(magnitude(values), 0))
@@ -264,9 +453,58 @@ def _quantize_kernel(
         if parts is not None:
             shift = own_scale * tl.load(row_scale + row)
             tl.store(row_factor + row, shift)
-            most = tl.maximum(most, magnitude(rounded.to(tl.float32) * shift))
+            not_finite = tl.where(shift == shift, not_finite, float("inf"))
+            most = tl.maximum(most, tl.abs(rounded.to(tl.float32)) * shift).to(tl.bfloat16)
     if parts is not None:
-        tl.store(parts + program * width + column, most, mask=inside)
+        tl.store(parts + program * width + column, tl.maximum(most.to(tl.float32), not_finite), mask=inside)
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["count"])
+def _swiglu_gradient_kernel(
+    grad, both, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, both_stride,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    if parts is not None:
+        # Exact in bfloat16, which takes half the registers: float8 times a power of two.
+        gate_most = tl.zeros((BLOCK,), tl.bfloat16)
+        up_most = tl.zeros((BLOCK,), tl.bfloat16)
+        not_finite = tl.zeros((), tl.float32)
+    for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
+        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        at = both + row * both_stride + column
+        gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        share = sigmoid(gates)
+        silu = gates * share
+        gate_grads = grads * ups * (share + silu * (1.0 - share))
+        up_grads = grads * silu
+        # Read again for every row: registers are scarce, and the cache has them.
+        gate_grads *= tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
+        up_grads *= tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.max(tl.maximum(magnitude(gate_grads), magnitude(up_grads)), 0)
+        own_scale, inverse = scale_and_inverse(largest)
+        gate_rounded = (gate_grads * inverse).to(data.dtype.element_ty)
+        up_rounded = (up_grads * inverse).to(data.dtype.element_ty)
+        at = data + row * (2 * width) + column
+        tl.store(at, gate_rounded, mask=inside)
+        tl.store(at + width, up_rounded, mask=inside)
+        tl.store(scale + row, own_scale)
+        if parts is not None:
+            shift = own_scale * tl.load(row_scale + row)
+            tl.store(row_factor + row, shift)
+            not_finite = tl.where(shift == shift, not_finite, float("inf"))
+            gate_most = tl.maximum(gate_most, tl.abs(gate_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+            up_most = tl.maximum(up_most, tl.abs(up_rounded.to(tl.float32)) * shift).to(tl.bfloat16)
+    if parts is not None:
+        at = parts + program * (2 * width) + column
+        tl.store(at, tl.maximum(gate_most.to(tl.float32), not_finite), mask=inside)
+        tl.store(at + width, tl.maximum(up_most.to(tl.float32), not_finite), mask=inside)
 
 
 # fmt: off
@@ -283,7 +521,7 @@ def _column_scale_kernel(
         inside = (part < count)[:, None] & (column < width)[None, :]
         at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
         most = tl.maximum(most, tl.load(at, mask=inside, other=0.0))
-    own_scale, own_inverse = scale_and_inverse(tl.max(most, 0))
+    own_scale, own_inverse = scale_and_inverse(magnitude(tl.max(most, 0)))
     factors = tl.load(factor + column, mask=column < width, other=1.0)
     tl.store(scale + column, tl.div_rn(own_scale, factors), mask=column < width)
     tl.store(inverse + column, own_inverse, mask=column < width)
@@ -293,7 +531,7 @@ def _column_scale_kernel(
 @lean
 @triton.jit(do_not_specialize=["count"])
 def _transpose_kernel(
-    x, result, row_scale, row_factor, column_factor, count, width, stride, padded_count,
+    x, result, row_scale, row_factor, column_factor, count, width, padded_count, stride, result_stride,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     # fmt: on
@@ -309,6 +547,6 @@ def _transpose_kernel(
         # Zeros stay zeros only if the row's factor comes first: both factors multiplied may be infinite.
         values = values.to(tl.float32) * tl.load(row_factor + row, mask=row < count, other=0.0)[:, None]
         values *= tl.load(column_factor + column, mask=column < width, other=0.0)[None, :]
-    at = result + column.to(tl.int64)[:, None] * padded_count + row[None, :]
+    at = result + column.to(tl.int64)[:, None] * result_stride + row[None, :]
     mask = (column < width)[:, None] & (row < padded_count)[None, :]
     tl.store(at, tl.trans(values.to(result.dtype.element_ty)), mask=mask)

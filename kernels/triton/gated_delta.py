@@ -25,7 +25,10 @@ MAX_WIDTH = 256
 
 
 MIN_BLOCK = 64
-"""Channels in the smallest tile: with 16, an H200 computed wrong results from the second chunk on (Triton 3.6)."""
+"""
+Channels in the smallest tile. With 16, an H200 computed wrong results from the second chunk on, and products with
+32 columns on eight warps read outside of shared memory (Triton 3.6).
+"""
 
 
 def delta_rule_triton(
@@ -41,7 +44,7 @@ def delta_rule_triton(
     Compute delta_rule_eager for float32, bfloat16 and float16, and keys with at most MAX_WIDTH channels.
 
     q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g and beta (rows, length, value_heads); the
-    state is float32 (rows, value_heads, K, V). `auto` does not choose it, until all its tests pass on a GPU.
+    state is float32 (rows, value_heads, K, V).
     """
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
@@ -137,7 +140,7 @@ def _forward(
     chunks = _Chunks(decays, inverse, v.new_empty(*v.shape[:3], sizes.width), v.new_empty(v.shape))
     _solve(sizes, chunks, k, v, g, beta, ids=ids, before=before, is_solved=False)
     states = _carry(sizes, chunks, k, ids, before, state=state, last=last)
-    kernels.results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
+    kernels.compute_results[(sizes.chunks * sizes.rows * cdiv(sizes.v_width, sizes.v_block), sizes.heads)](
         *(q, k, chunks.written, states, chunks.decays, ids, before, results, sizes.length, sizes.chunks),
         **sizes.constants,
         PRECISION=_precision(),
@@ -167,9 +170,9 @@ class _Sizes(NamedTuple):
         return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v_block, v.itemsize)
 
     @property
-    def stages(self) -> int:
-        """Return how many chunks a sequential kernel loads ahead, which must fit into shared memory."""
-        return 3 if self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256 else 1
+    def fits_ahead(self) -> bool:
+        """Return whether several chunks' tiles fit into shared memory."""
+        return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
 
     @property
     def constants(self) -> dict[str, int]:
@@ -241,7 +244,7 @@ def _carry(
         **{**sizes.constants, "BV": block},
         PRECISION=_precision(),
         num_warps=4,
-        num_stages=sizes.stages,
+        num_stages=4 if sizes.fits_ahead else 1,
     )
     return states
 
@@ -299,10 +302,11 @@ def _backward(
     grad_q, grad_k = (v.new_empty(*v.shape[:3], sizes.width) for _ in "qk")
     grad_written, grad_states = v.new_empty(v.shape), torch.empty_like(states)
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
-    blocks = cdiv(sizes.v_width, sizes.v_block)
+    wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_ahead else MIN_BLOCK
+    blocks = cdiv(sizes.v_width, wide)
     kernels.results_to_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
         *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
-        **constants,
+        **{**constants, "BV": wide},
         PRECISION=precision,
         num_warps=4,
     )
@@ -313,14 +317,16 @@ def _backward(
         **{**constants, "BV": block},
         PRECISION=precision,
         num_warps=4,
-        num_stages=sizes.stages,
+        num_stages=3 if sizes.fits_ahead else 1,
     )
+    # Four warps read 32 columns in bounds; eight need 64, whose float32 tiles exceed shared memory for wide keys.
+    is_large = sizes.itemsize == 4 and sizes.width > 64
     partial_k = torch.empty_like(grad_k, dtype=torch.float32)
     grad_decays = torch.empty_like(chunks.decays)
     kernels.gradients_of_products[by_chunk](
         *(grad, q, k, chunks.written, states, grad_states, chunks.decays, ids, before),
         *(grad_q, partial_k, grad_decays, sizes.length, sizes.chunks),
-        **{**constants, "BV": block},
+        **{**constants, "BV": block if is_large else MIN_BLOCK},
         PRECISION=precision,
         num_warps=8,
     )
@@ -337,9 +343,9 @@ def _backward(
             sizes.length,
             sizes.chunks,
         ),
-        **{**constants, "BV": block},
+        **{**constants, "BV": block if is_large else MIN_BLOCK},
         PRECISION=precision,
-        num_warps=8,
+        num_warps=4,
     )
     return _sum_groups(grad_q, sizes), _sum_groups(grad_k, sizes), *grads[2:]
 
@@ -348,4 +354,10 @@ def _sum_groups(grad: Tensor, sizes: _Sizes) -> Tensor:
     """Sum gradients (rows, length, value_heads, K) over value heads with a common key head."""
     if sizes.groups == 1:
         return grad
-    return grad.view(sizes.rows, sizes.length, -1, sizes.groups, sizes.width).sum(3)
+    summed = grad.new_empty(sizes.rows, sizes.length, sizes.heads // sizes.groups, sizes.width)
+    count, block = summed.shape[:3].numel(), next_power_of_2(sizes.width)
+    size = max(1, 4096 // block)
+    kernels.sum_groups[(cdiv(count, size),)](
+        grad, summed, count, GROUPS=sizes.groups, K=sizes.width, BK=block, SIZE=size, num_warps=4
+    )
+    return summed

@@ -77,8 +77,8 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """
     Invert I + system, for a strictly lower triangular (64, 64).
 
-    Blocks with 16 rows on the diagonal are inverted row by row. With D their inverse and B = D times the blocks below,
-    the result is (I - B)(I + B^2) D, since B^4 is 0.
+    Blocks with 16 rows on the diagonal are inverted by forward substitution. With D their inverse and B = D times the
+    blocks below, the result is (I - B)(I + B^2) D, since B^4 is 0.
     """
     SIZE: tl.constexpr = 16
     COUNT: tl.constexpr = CHUNK // 16
@@ -86,10 +86,10 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     row, column = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
     diagonal = tl.sum(tl.where(block == other, tl.reshape(system, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
     solved = tl.where(row == column, 1.0, 0.0) + diagonal * 0.0
-    for number in range(1, SIZE):
-        factors = tl.sum(tl.where(row == number, diagonal, 0.0), 1)
-        next_row = -tl.sum(factors[:, :, None] * solved, 1)
-        solved += tl.where(row == number, next_row[:, None, :], 0.0)
+    for number in range(SIZE - 1):
+        below = tl.sum(tl.where(column == number, diagonal, 0.0), 2)
+        done = tl.sum(tl.where(row == number, solved, 0.0), 1)
+        solved -= below[:, :, None] * done[:, None, :]
     inverse = tl.reshape(tl.where(block == other, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
     token = tl.arange(0, CHUNK)
     below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0)
@@ -185,11 +185,12 @@ def carry(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def results(
+def compute_results(
     q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number = tl.program_id(0) // BLOCKS
     row, chunk, first, inside = chunk_of(number, length, chunks, CHUNK)
@@ -390,3 +391,16 @@ def gradients_of_system(
     total += tl.dot(by_pair.to(key.dtype), key, input_precision=PRECISION)
     total += tl.dot(transposed, key, input_precision=PRECISION)
     store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, total)
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["count"])
+def sum_groups(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
+    # fmt: on
+    key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    channel, inside = tl.arange(0, BK), key_head < count
+    total = tl.zeros((SIZE, BK), tl.float32)
+    for number in tl.static_range(GROUPS):
+        total += load_tile(grad + number * K, 0, GROUPS * K, key_head, channel, K, inside).to(tl.float32)
+    store_tile(result, 0, K, key_head, channel, K, inside, total)

@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.float8 import E4M3, Float8Rows
+from drawloom.kernels.linear_float8 import keep_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.triton.float8 import magnitude, scale_and_inverse
 from drawloom.kernels.triton.launch import lean
 from drawloom.kernels.triton.primitives import as_rows, cdiv, check_floats, next_power_of_2, reduce_partials, sm_count
 
@@ -26,15 +29,15 @@ PROGRAMS = 2
 """Programs of the backward pass per multiprocessor: while one waits for memory, the other computes."""
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False) -> Tensor:
     """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
-    normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
-    return normed
+    normed, *rows = _RmsNorm.apply(x, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
+    return _with_rows(normed, rows)
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
     Compute add_rms_norm_eager for float32, bfloat16 and float16.
@@ -42,26 +45,40 @@ def add_rms_norm_triton(
     x and residual (..., hidden_size), weight (hidden_size,); returns the norm and the sum, both (..., hidden_size).
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
-    results: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
-    return results
+    normed, summed, *rows = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
+    return _with_rows(normed, rows), summed
+
+
+def _with_rows(normed: Tensor, rows: list[Tensor]) -> Tensor:
+    """Return the norm, and keep its rounded rows and scales if there are any."""
+    data, scale = rows
+    if scale.numel():
+        keep_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
+    return normed
 
 
 class _RmsNorm(Function):
     """RMSNorm that saves x and one float32 per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """Return a tensor like x (..., hidden_size); weight is (hidden_size,)."""
-        normed, _, rstd = _forward(x, None, weight, eps, zero_centered)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a tensor like x (..., hidden_size), and its rounded rows and scales; weight is (hidden_size,)."""
+        normed, _, rstd, *rows = _forward(x, None, weight, eps, zero_centered, float8)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
-        return normed  # type: ignore[no-any-return]
+        ctx.mark_non_differentiable(*rows)
+        ctx.set_materialize_grads(False)  # the rounded rows have none
+        return normed, *rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         grad_x, grad_weight = _backward(grad, None, *ctx.saved_tensors, ctx.zero_centered, ctx.needs_input_grad[1])
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
 
 
 class _AddRmsNorm(Function):
@@ -69,43 +86,55 @@ class _AddRmsNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the norm and the sum, both like x and residual (..., hidden_size); weight is (hidden_size,)."""
-        normed, summed, rstd = _forward(x, residual, weight, eps, zero_centered)
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's rounded rows and
+        scales; weight is (hidden_size,).
+        """
+        normed, summed, rstd, *rows = _forward(x, residual, weight, eps, zero_centered, float8)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered
-        return normed, summed
+        ctx.mark_non_differentiable(*rows)
+        ctx.set_materialize_grads(False)  # the rounded rows have none
+        return normed, summed, *rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_summed: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            if grad_summed is None:
+                return (None,) * 6
+            grad = torch.zeros_like(grad_summed)
         needs = ctx.needs_input_grad[2]
         grad_x, grad_weight = _backward(grad, grad_summed, *ctx.saved_tensors, ctx.zero_centered, needs)
-        return grad_x, grad_x, grad_weight if needs else None, None, None
+        return grad_x, grad_x, grad_weight if needs else None, None, None, None
 
 
 def _like_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm, the sum if there is a residual, and 1 / rms of each row."""
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
+) -> tuple[Tensor, ...]:
+    """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` rounded rows and scales."""
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
-    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    count, width = (x.shape[:-1].numel(), x.shape[-1]) if float8 else (0, 0)
+    rows = x.new_empty(count, width, dtype=E4M3), x.new_empty(count, dtype=torch.float32)
+    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32), *rows
 
 
 @register_kernel(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered, bool float8) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_like_forward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    normed, summed, rstd = _like_forward(x, residual, weight, eps, zero_centered)
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
+) -> tuple[Tensor, ...]:
+    normed, summed, rstd, data, q_scale = _like_forward(x, residual, weight, eps, zero_centered, float8)
     if not x.numel():
-        return normed, summed, rstd
+        return normed, summed, rstd, data, q_scale
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
@@ -117,6 +146,8 @@ def _forward(
         normed,
         None if added is None else summed,
         rstd,
+        data if float8 else None,
+        q_scale if float8 else None,
         count,
         width,
         rows.stride(0),
@@ -128,7 +159,7 @@ def _forward(
         num_warps=_warps(tile_rows * block),
         enable_fp_fusion=True,
     )
-    return normed, summed, rstd
+    return normed, summed, rstd, data, q_scale
 
 
 def _like_backward(
@@ -200,7 +231,7 @@ def _warps(elements: int) -> int:
 @lean
 @triton.jit(do_not_specialize=["count"])
 def _forward_kernel(
-    x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
+    x, residual, weight, normed, summed, rstd, data, q_scale, count, width, x_stride, residual_stride, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -219,7 +250,13 @@ def _forward_kernel(
     if ZERO_CENTRED:
         factors += 1.0
     tl.store(rstd + row, scale, mask=row < count)
-    tl.store(normed + row * width + column, (values * scale * factors).to(normed.dtype.element_ty), mask=inside)
+    result = (values * scale * factors).to(normed.dtype.element_ty)
+    tl.store(normed + row * width + column, result, mask=inside)
+    if data is not None:
+        wide = result.to(tl.float32)
+        own_scale, inverse = scale_and_inverse(tl.max(magnitude(wide), 1, keep_dims=True))
+        tl.store(data + row * width + column, (wide * inverse).to(data.dtype.element_ty), mask=inside)
+        tl.store(q_scale + row, own_scale, mask=row < count)
 
 
 # fmt: off

@@ -23,14 +23,14 @@ BLOCK = 2048
 """Elements that a program loads at a time: 16 per thread, two loads of bfloat16."""
 
 
-def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...]) -> Tensor:
+def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool, ...], write: bool = True) -> Tensor:
     """
     Compute scale_eager for contiguous tensors with one dtype, with bitwise equal tensors; factor and sum are float64
     ().
 
     If the factor is 1 and no tensor is counted, the kernel reads no tensor.
     """
-    if not sum(tensor.numel() for tensor in tensors):
+    if not sum(tensor.numel() for tensor in tensors) or not (write or any(counted)):
         return torch.zeros_like(factor)
     device = factor.device
     tables = _tables(tuple(tensor.numel() for tensor in tensors), counted, device)
@@ -40,7 +40,7 @@ def scale_triton(tensors: Sequence[Tensor], factor: Tensor, counted: tuple[bool,
     programs = len(tables[0])
     squares = factor.new_empty(programs) if any(counted) else None
     arguments = tensors[0], addresses, *tables, factor.float(), squares
-    _kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned)
+    _kernel[(programs,)](*arguments, PART=PART, BLOCK=BLOCK, ALIGNED=aligned, WRITE=write)
     return torch.zeros_like(factor) if squares is None else squares.sum()
 
 
@@ -60,7 +60,7 @@ def _tables(sizes: tuple[int, ...], counted: tuple[bool, ...], device: torch.dev
 @triton.jit
 def _kernel(
     like, addresses, owners, starts, sizes, counted, factor, squares,
-    PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, WRITE: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0)
@@ -76,18 +76,19 @@ def _kernel(
         element = start + block + tl.arange(0, BLOCK)
         # With a mask of unknown length, each load would be of two bytes.
         if start + block + BLOCK <= size:
-            total += _scale(base + element, None, scale, squares is not None)
+            total += _scale(base + element, None, scale, squares is not None, WRITE)
         else:
-            total += _scale(base + element, element < size, scale, squares is not None)
+            total += _scale(base + element, element < size, scale, squares is not None, WRITE)
     if squares is not None:
         tl.store(squares + program, tl.where(tl.load(counted + owner), total, 0.0))
 
 
 @triton.jit
-def _scale(pointers, mask, scale, squared: tl.constexpr):
-    """Scale a block, and return the products' sum of squares if `squared`, else 0."""
+def _scale(pointers, mask, scale, squared: tl.constexpr, WRITE: tl.constexpr):
+    """Scale a block, in place if WRITE, and return the products' sum of squares if `squared`, else 0."""
     product = (tl.load(pointers, mask=mask).to(tl.float32) * scale).to(pointers.dtype.element_ty)
-    tl.store(pointers, product, mask=mask)
+    if WRITE:
+        tl.store(pointers, product, mask=mask)
     if not squared:
         return tl.zeros((), tl.float64)
     wide = product.to(tl.float32).to(tl.float64)

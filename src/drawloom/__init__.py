@@ -13,12 +13,13 @@ Train language models from components combined in a recipe.
 several ranks, every rank raises the `UserError` printed by one rank.
 
 `Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
-and `between`, `port`, `wired`, `Every` and `Ordered`, the interfaces between components in `drawloom.ports`, and
-`drawloom.testing`. Names outside `__all__` of these three modules are internal.
+and `between`, `port`, `wired`, `Every` and `Ordered`, the interfaces between components in `drawloom.ports`, building
+blocks in `drawloom.models`, and `drawloom.testing`. Names outside `__all__` of these four modules are internal.
 """
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing `typing` takes as long as starting Python
 if TYPE_CHECKING:
+    from drawloom import models as models
     from drawloom import ports as ports
     from drawloom import testing as testing
     from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting, wired
@@ -44,6 +45,7 @@ __all__ = [
     "at_least",
     "between",
     "component",
+    "models",
     "port",
     "ports",
     "setting",
@@ -60,7 +62,7 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
         from importlib import import_module
 
         homes = {"Recipe": "graph.project", "Container": "graph.runtime.container"}
-        if name in ("ports", "testing"):
+        if name in ("models", "ports", "testing"):
             return import_module(f"drawloom.{name}")
         globals()[name] = value = getattr(import_module(f"drawloom.{homes.get(name, 'graph')}"), name)
         return value

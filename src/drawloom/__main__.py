@@ -28,9 +28,9 @@ def main() -> int:
         from drawloom.components.distributed.parent import watch_parent
 
         watch_parent(parent)
-    from drawloom.components.distributed.cpu_threads import sleep_on_busy_machine
+    from drawloom.components.distributed.cpu_threads import let_waiting_threads_sleep
 
-    sleep_on_busy_machine(os.environ, os.getloadavg()[0])
+    let_waiting_threads_sleep(os.environ, os.getloadavg()[0])
     try:
         from drawloom.components.distributed.torchrun import rank_console
         from drawloom.graph.cli.main import main as command_line

@@ -43,14 +43,17 @@ from drawloom.components.ports.data import (
     RowsOfTokens as RowsOfTokens,
     TracedRows as TracedRows,
     TrainingData as TrainingData,
+    UnpairedAnswers as UnpairedAnswers,
     ValidationData as ValidationData,
     WritesBatches as WritesBatches,
     batch_types as batch_types,
     has_pairs as has_pairs,
+    is_unpaired as is_unpaired,
     target_bytes as target_bytes,
     token_batch as token_batch,
 )
 from drawloom.components.ports.distributed import (
+    FrozenFormat as FrozenFormat,
     LinearFormat as LinearFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,
@@ -61,9 +64,12 @@ from drawloom.components.ports.distributed import (
     Pending as Pending,
     Precision as Precision,
     Processes as Processes,
+    ReplicaLimit as ReplicaLimit,
     Reduce as Reduce,
+    RoundingTime as RoundingTime,
     PerDimension as PerDimension,
     SymmetricMemory as SymmetricMemory,
+    SurvivingProcesses as SurvivingProcesses,
     Timed as Timed,
 )
 from drawloom.components.ports.experts import (
@@ -92,11 +98,19 @@ from drawloom.components.ports.log_records import (
 from drawloom.components.ports.memory import (
     MEMORY_KINDS as MEMORY_KINDS,
     MemoryKind as MemoryKind,
+    Copies as Copies,
+    HostMemoryUser as HostMemoryUser,
     MemoryUser as MemoryUser,
+    Ticket as Ticket,
+    Transfers as Transfers,
     memory_by_kind as memory_by_kind,
 )
 from drawloom.components.ports.model import (
+    HasCostKey as HasCostKey,
+    KeepsConfig as KeepsConfig,
     LinearLayer as LinearLayer,
+    QuantizableLayer as QuantizableLayer,
+    stored_formats as stored_formats,
     known_module as known_module,
     BatchContext as BatchContext,
     BufferOwner as BufferOwner,
@@ -108,6 +122,7 @@ from drawloom.components.ports.model import (
     HiddenStates as HiddenStates,
     Kernels as Kernels,
     LanguageModel as LanguageModel,
+    JointLayers as JointLayers,
     KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,
@@ -116,6 +131,7 @@ from drawloom.components.ports.model import (
     TokenContext as TokenContext,
     ShapeKeepingModel as ShapeKeepingModel,
     TensorParallelModel as TensorParallelModel,
+    UncastParameters as UncastParameters,
     VocabularyPart as VocabularyPart,
     layers_keep_shapes as layers_keep_shapes,
 )
@@ -133,6 +149,9 @@ from drawloom.components.ports.parameter_roles import (
 )
 from drawloom.components.ports.pipeline import (
     Executor as Executor,
+    MeasuresStep as MeasuresStep,
+    Scorer as Scorer,
+    ForwardPasses as ForwardPasses,
     LOSSES as LOSSES,
     LayersOnlySchedule as LayersOnlySchedule,
     Loss as Loss,
@@ -160,17 +179,32 @@ from drawloom.components.ports.program import (
     Program as Program,
     RankProgram as RankProgram,
     ShardOp as ShardOp,
+    TransferOp as TransferOp,
     flat as flat,
     group_overlaps as group_overlaps,
 )
 from drawloom.components.ports.recurrence import (
+    HybridKernels as HybridKernels,
     RecurrentKernels as RecurrentKernels,
+)
+from drawloom.components.ports.rollouts import (
+    Answer as Answer,
+    Completions as Completions,
+    MakesRows as MakesRows,
+    PolicyBatch as PolicyBatch,
+    PromptBatch as PromptBatch,
+    Prompts as Prompts,
+    ROLLOUTS as ROLLOUTS,
+    Reward as Reward,
+    Rollouts as Rollouts,
+    Scored as Scored,
 )
 from drawloom.components.ports.run import (
     Accumulator as Accumulator,
     AfterRestore as AfterRestore,
     Batching as Batching,
     Cadence as Cadence,
+    DefersScaling as DefersScaling,
     Durable as Durable,
     EnvironmentSource as EnvironmentSource,
     Event as Event,
@@ -203,11 +237,13 @@ from drawloom.components.ports.run import (
     Tracker as Tracker,
     Value as Value,
     check_cadence as check_cadence,
+    defers_scaling as defers_scaling,
     due as due,
     event_kinds as event_kinds,
 )
 from drawloom.components.ports.slices import (
     ModelParameter as ModelParameter,
+    QuantizedParameter as QuantizedParameter,
     RankSlice as RankSlice,
     SlicedTensor as SlicedTensor,
     TensorSlice as TensorSlice,
@@ -216,9 +252,11 @@ from drawloom.components.ports.slices import (
     rank_shares as rank_shares,
 )
 from drawloom.components.ports.stages import (
+    LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
     FusedBackward as FusedBackward,
     IN_PARAMETERS as IN_PARAMETERS,
+    ReadFrozen as ReadFrozen,
     LOSS as LOSS,
     Parameters as Parameters,
     Recompute as Recompute,
@@ -236,6 +274,9 @@ from drawloom.components.ports.stages import (
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,
+)
+from drawloom.components.ports.teacher import (
+    TeacherPredictions as TeacherPredictions,
 )
 from drawloom.components.ports.tracking import (
     Context as Context,

@@ -140,7 +140,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 
 def measure(name: str, nodes: int) -> dict[str, Any]:
-    """Return the milliseconds of a library and of the constructors, or why the library failed."""
+    """Return the milliseconds for a library and for the constructors, or why the library failed."""
     text = recipe_text(nodes)
     try:
         WAYS[name](text)  # imports, and objects that are built once

@@ -116,7 +116,7 @@ class Cell:
 
 
 def _recompute_fraction(policy: Recompute, size: int, quantity: str, otherwise: float) -> float:
-    """Return the fraction of a stage's forward pass that is recomputed, or of its activations that is kept."""
+    """Return the recomputed fraction of a stage's forward pass, or the kept fraction of its activations."""
     if policy == "none":
         return otherwise
     blocks = -(-size // policy) / size if isinstance(policy, int) else 1.0

@@ -28,7 +28,7 @@ BESIDE = {
 
 
 def time_build(build: Callable[[], int]) -> tuple[int, float]:
-    """Return the number of built actions, and the least CPU seconds of three builds."""
+    """Return the number of built actions, and the least CPU seconds in three builds."""
     durations = []
     for _ in range(3):
         began = time.process_time()
@@ -38,7 +38,7 @@ def time_build(build: Callable[[], int]) -> tuple[int, float]:
 
 
 def build_drawloom(name: str, ranks: int, microbatches: int) -> int:
-    """Build the program of a middle rank, and return its number of actions and messages."""
+    """Build a middle rank's program, and return its number of actions and messages."""
     rank = ranks // 2
     return len([*flat(lower(program_for(schedule(name), rank, ranks, microbatches), rank))])
 

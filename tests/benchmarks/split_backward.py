@@ -97,7 +97,7 @@ class Times:
     whole: list[float] = attrs.field(factory=list)
 
     def ratios(self) -> list[float]:
-        """Return the time of two passes over the time of one, per round."""
+        """Return the time for two passes divided by the time for one, per round."""
         return [(i + w) / b for i, w, b in zip(self.inputs, self.weights, self.whole, strict=True)]
 
 
@@ -165,7 +165,7 @@ def build_linear(width: int, tokens: int) -> tuple[nn.Module, Tensor]:
 
 
 def build_convolutions(channels: int, size: int) -> tuple[nn.Module, Tensor]:
-    """Build four convolutions, and their input of four images of size x size."""
+    """Build four convolutions, and their input: four images, size x size."""
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())]
     return nn.Sequential(*layers), torch.randn(4, channels, size, size)
 

@@ -1,4 +1,4 @@
-"""Cost of starting: the graph layer's import compared with bare Python, and `check` of a recipe with torch's import."""
+"""Cost of starting: the graph layer's import compared with bare Python, and `check` compared with torch's import."""
 
 import sys
 

@@ -54,7 +54,7 @@ class FakeJob:
 
 @pytest.fixture(scope="session")
 def one_rank() -> FakeMesh:
-    """The mesh of a single process."""
+    """Return the mesh of a single process."""
     return FakeMesh()
 
 
@@ -70,5 +70,5 @@ def _make_mesh(sizes: Mapping[str, int] = {}, indices: Mapping[str, int] = {}, *
 
 @pytest.fixture(scope="session")
 def job() -> FakeJob:
-    """A run with seed 7."""
+    """Return a run with seed 7."""
     return FakeJob()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_that_keep_shapes_do
+from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Stateful, Step
@@ -58,7 +59,7 @@ class Wraps:
     """A transform to hide a module in another."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module inside of another."""
+        """Return the module inside of another."""
         return nn.Sequential(module)
 
 
@@ -66,7 +67,7 @@ class Materializes:
     """A transform to make a module real."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module on the CPU."""
+        """Return the module on the CPU."""
         return module.to_empty(device="cpu")
 
 
@@ -74,7 +75,7 @@ class Frozen:
     """A transform as a plugin may write one."""
 
     def transform(self, module: nn.Module) -> nn.Module:
-        """The module, frozen."""
+        """Return the module, frozen."""
         return module.requires_grad_(False)
 
 
@@ -85,7 +86,7 @@ class Aliases:
     should_synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state itself."""
+        """Return the state itself."""
         if any(isinstance(value, dict) and "lock" in value for value in state_dict.values()):
             raise TypeError("a lock")
         return state_dict
@@ -101,7 +102,7 @@ class Peeks:
     """A predictor whose logits depend on the tokens of a whole row."""
 
     def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """The sum of a row, and each token."""
+        """Return the sum of a row, and each token."""
         return torch.stack([tokens.sum(1, keepdim=True).expand_as(tokens), tokens], -1).float()
 
 
@@ -129,6 +130,17 @@ class ForgetsSteps:
     def wait_until_staged(self) -> None:
         """Do nothing."""
 
+    def hold(self, step: Step) -> None:
+        """Do nothing."""
+
+
+class FitsNothing:
+    """Work that can't be shared by any number of replicas, not even by one."""
+
+    def fits_replicas(self, count: int) -> bool:
+        """False."""
+        return False
+
 
 class OneThread:
     """A log whose flush fails outside its own thread."""
@@ -152,6 +164,7 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
     (Peeks, Predictor, "a later token changes"),
     (NeverFinished, FinalTask, "has run and is not finished"),
     (ForgetsSteps, Restorer, "step 1 was saved, and step 0 is restored"),
+    (FitsNothing, ReplicaLimit, "no number of replicas"),
     (OneThread, Durable, "in another thread"),
 ]
 
@@ -187,7 +200,7 @@ class SaysThatItKeepsShapes:
     num_hidden_layers = 3
 
     def build(self, span: LayerRange) -> nn.Module:
-        """The module of a span."""
+        """Return the module of a span."""
         return _Span(span.embedding)
 
 

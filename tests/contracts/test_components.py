@@ -71,18 +71,27 @@ def tokenizer_file(folder: Path) -> Mapping[str, Any]:
 
 
 def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
-    """A small model of a family."""
+    """Return a small model of a family."""
     return {"model": {**TINY["model"], "use": use, "vocab_size": 257, **settings}}
 
 
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
 def with_experts(use: str) -> Mapping[str, Any]:
-    """A small model with experts."""
-    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    return {"model": {**TINY["model"], "use": use, **sizes}}
+    """Return a small model with experts."""
+    return {"model": {**TINY["model"], "use": use, **EXPERTS}}
+
+
+def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:
+    """Return a small model with gated delta nets."""
+    widths = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    return {"model": {**TINY["model"], "use": use, "partial_rotary_factor": 0.5, **widths, **heads, **changes}}
 
 
 def with_latent(use: str) -> Mapping[str, Any]:
-    """A small model with experts and latent attention."""
+    """Return a small model with experts and latent attention."""
     model: dict[str, Any] = dict(with_experts(use)["model"])
     return {
         "model": {**model, "num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
@@ -95,7 +104,7 @@ def dispatching(use: str) -> Mapping[str, Any]:
 
 
 def config_file(folder: Path) -> Path:
-    """The config.json of a small model."""
+    """Return the config.json of a small model."""
     model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
     (folder / "config.json").write_text(json.dumps(model.hugging_face_config()))
     return folder
@@ -140,8 +149,22 @@ def preferences_by(loss: str) -> Callable[[Path], Mapping[str, Any]]:
     return lambda folder: {**preferences(folder), "loss": {"use": loss}}
 
 
+def feedback(folder: Path) -> Mapping[str, Any]:
+    """Judged answers, and the loss for them."""
+    lines = [{"prompt": f"{n}?", "completion": LETTERS[: 5 + n % 3], "label": n % 3 > 0} for n in range(40)]
+    (folder / "judged.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    tokens = {"use": "data.feedback", "paths": [str(folder / "judged.jsonl")], "validation_fraction": 0.2}
+    return {**preferences(folder), "tokens": tokens, "loss": {"use": "loss.kto"}}
+
+
+def distillation(folder: Path) -> Mapping[str, Any]:
+    """A teacher's predictions for no rows, and the loss that compares with them."""
+    (folder / "teacher.json").write_text('{"rows": {}, "length": 1, "top_k": 1}')
+    return {"teacher": {"use": "data.teacher_logps", "path": str(folder)}, "loss": {"use": "loss.distill"}}
+
+
 def store(folder: Path) -> Mapping[str, Any]:
-    """A token store."""
+    """Return a token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
     return {"tokens": {"use": "data.tokenized", "path": str(folder / "store"), "validation_fraction": 0.2}}
 
@@ -178,7 +201,7 @@ def examples(folder: Path) -> Mapping[str, Any]:
 
 
 def mixture(folder: Path) -> Mapping[str, Any]:
-    """Two sources with shares of their own."""
+    """Return two sources with shares of their own."""
     held = store(folder)["tokens"], megatron(folder)["tokens"]
     return {
         "tokens": {
@@ -189,12 +212,68 @@ def mixture(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def reinforcement(folder: Path) -> Mapping[str, Any]:
+    """Return phases and components for reinforcement learning, with every reward."""
+    phases = [
+        "rollout",
+        "advantages",
+        "policy_gradient",
+        "sync_gradients",
+        "optimizer",
+        "evaluate",
+        "report",
+        "checkpoint",
+    ]
+    schema: Mapping[str, Any] = {"type": "object"}
+    rewards: dict[str, dict[str, Any]] = {
+        "code": {"key": "answer"},
+        "exact_match": {},
+        "json_schema": {"json_schema": schema},
+        "length": {"max_tokens": 4, "buffer": 2},
+        "math_equal": {},
+        "regex": {"pattern": "[0-9]"},
+    }
+    return {
+        "examples": {"use": "data.sort_digits", "digits": 3, "examples_drawn": 200},
+        "collator": {"use": "data.prompt_collator"},
+        "packing": {"use": "data.collated", "max_length": 8},
+        "rewards": {name: {"use": f"rewards.{name}", **settings} for name, settings in rewards.items()},
+        "rollouts": {"use": "rollouts.stages", "max_tokens": 4},
+        "rollout": {"use": "phases.rollout", "rewards": ["@rewards.*"], "group_size": 2},
+        "advantages": {"use": "phases.advantages"},
+        "loss": {"use": "loss.grpo"},
+        "policy_gradient": {"use": "phases.policy_gradient"},
+        "evaluate": {"use": "phases.evaluate_rewards"},
+        "metrics": {"rollouts": {"use": "metrics.rollouts"}},
+        "checkpoint": {"best": "validation_reward"},
+        "trainer": {"phases": [f"@{name}" for name in (*phases, "checkpoint")]},
+    }
+
+
+POLICY = (
+    "data.prompt_collator",
+    "data.sort_digits",
+    "loss.grpo",
+    "metrics.rollouts",
+    "phases.advantages",
+    "phases.evaluate_rewards",
+    "phases.policy_gradient",
+    "phases.rollout",
+    "rollouts.stages",
+    *(f"rewards.{name}" for name in ("code", "exact_match", "json_schema", "length", "math_equal", "regex")),
+)
+
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
     "data.packing.pairs": preferences,
     "data.preferences": preferences,
     "loss.dpo": preferences,
-    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.simpo")},
+    "data.feedback": feedback,
+    "data.teacher_logps": distillation,
+    "loss.distill": distillation,
+    "loss.kto": feedback,
+    **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
+    **dict.fromkeys(POLICY, reinforcement),
     "data.hugging_face_tokenizer": tokenizer_file,
     "data.hugging_face_dataset": dataset,
     "data.jsonl": jsonl_file,
@@ -253,18 +332,12 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.gpt_oss": lambda folder: {
         "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
     },
-    "model.qwen3_5": lambda folder: {
-        "model": {
-            **TINY["model"],
-            "use": "model.qwen3_5",
-            "partial_rotary_factor": 0.5,
-            "linear_key_head_dim": 4,
-            "linear_value_head_dim": 4,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
-        }
-    },
+    "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5"),
+    "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", **EXPERTS),
+    "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", **EXPERTS),
+    "model.phi3": lambda folder: {"model": {**TINY["model"], "use": "model.phi3", "vocab_size": 257}},
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
+    "model.deepseek_v2": lambda folder: with_latent("model.deepseek_v2"),
     "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {
@@ -360,13 +433,19 @@ EXCEPT = {
             *product(("wandb", "trackio", "mlflow"), ("Tracker", "DistributionTracker", "PropertyTracker")),
         )
     },
+    ("data.prompt_collator", "Collator"): "its rows are prompts, and the contract's examples are token ids",
+    ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
+    ("loss.kto", "Loss"): "it reads labels and sums over the step, and the contract has rows without them",
+    ("loss.distill", "Loss"): "it reads a teacher's predictions, and the contract has rows without them",
+    ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
+    ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }
 """What is not put to a contract, and why."""
 
 
 def texts(folder: Path) -> dict[str, Any]:
-    """A corpus of small files."""
+    """Return a corpus of small files."""
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"{number}: {LETTERS}", "utf-8")
     return {"use": "data.text_files", "validation_fraction": 0.2, "paths": [str(folder / "*.txt")]}

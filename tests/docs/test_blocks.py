@@ -84,6 +84,7 @@ def prepare(folder: Path) -> None:
     shutil.copytree(ROOT / "docs/examples", folder / "docs/examples")
     shutil.copy(ROOT / "docs/examples/conversations.jsonl", folder / "mine.jsonl")
     shutil.copy(ROOT / "docs/examples/preferences.jsonl", folder / "pairs.jsonl")
+    shutil.copy(ROOT / "docs/examples/feedback.jsonl", folder / "feedback.jsonl")
 
 
 class Reader:

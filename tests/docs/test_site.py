@@ -61,6 +61,7 @@ def test_every_public_name_is_explained(site: Path) -> None:
     python = (site / "reference" / "python.html").read_text("utf-8")
     names = [f"drawloom.{name}" for name in drawloom.__all__ if name[0] != "_"]
     names += [f"drawloom.testing.{name}" for name in drawloom.testing.__all__]
+    names += [f"drawloom.models.{name}" for name in drawloom.models.__all__]
     assert [name for name in names if name not in python] == []
 
 

@@ -80,7 +80,7 @@ def test_results_match_float64_arithmetic(heads: int, kv_heads: int, head_dim: i
 
 
 def test_deterministic_algorithms_use_flash_attention() -> None:
-    """With deterministic algorithms, results and gradients are bitwise those of flash attention."""
+    """With deterministic algorithms, results and gradients equal flash attention bitwise."""
     tensors = inputs(4, 2, 64)
     torch.use_deterministic_algorithms(True)
     try:

@@ -24,7 +24,7 @@ CASES: list[pipelines.Case] = [
 
 def steps(ranks: int, capture: bool, **how: Any) -> list[list[dict[str, Any]]]:
     """Return the last of four steps on all ranks, by case."""
-    how = {"dtypes": pipelines.FLOAT64, "taken": 4, "layers": 4, "lengths": (6, 0), **how}
+    how = {"dtypes": pipelines.FLOAT64, "step_count": 4, "layers": 4, "lengths": (6, 0), **how}
     return run_ranks(_steps, ranks, CASES, {**how, "settings": {"capture": capture}}, timeout=240)
 
 

@@ -37,13 +37,13 @@ def assert_same(sizes: dict[str, int], ranks: int, cases: list[pipelines.Case], 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stages_in_separate_streams_compute_the_same(ranks: int) -> None:
-    """Schedules with several stages per rank have the same float64 results after two updates."""
-    assert_same({}, ranks, CASES, {"dtypes": pipelines.FLOAT64, "taken": 3, "layers": 8, "lengths": (40, 3)})
+    """With a stream per stage, float64 results after two updates equal the results with a single stream."""
+    assert_same({}, ranks, CASES, {"dtypes": pipelines.FLOAT64, "step_count": 3, "layers": 8, "lengths": (40, 3)})
 
 
 @pytest.mark.parametrize("kind", ["plain", "symmetric"])
 def test_experts_on_two_gpus_compute_the_same(kind: str) -> None:
     """Results are the same if one stage computes while the other stage's tokens are sent."""
     sizes = {"data_shard": 2, "expert": 2, "pipeline": 1}
-    how = {"dtypes": pipelines.FLOAT64, "taken": 3, "layers": 4, "lengths": (6, 4), "experts": 8}
+    how = {"dtypes": pipelines.FLOAT64, "step_count": 3, "layers": 4, "lengths": (6, 4), "experts": 8}
     assert_same(sizes, 2, [("dual_pipe_v", 4, False, False, kind)], how)

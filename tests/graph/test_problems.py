@@ -54,7 +54,7 @@ def test_the_same_name_in_another_case_is_nearest_of_many() -> None:
 
 @pytest.mark.parametrize("name", ["node7", "nod77", "ndoe77", "node777", "node77", "NODE77"])
 def test_one_edit_is_found_among_many(name: str) -> None:
-    """A typing error of one letter is recognized among hundreds of names."""
+    """A typing error in one letter is recognized among hundreds of names."""
     assert find_nearest(name, [f"other{number}" for number in range(500)] + ["node77"]) == "node77"
 
 

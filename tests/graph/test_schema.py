@@ -87,7 +87,7 @@ UNSEEN = {
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """Return a validator for the schema of all shipped components and nodes."""
-    schema = recipe_schema(PROJECT.registry, PROJECT.common_components())
+    schema = recipe_schema(PROJECT.registry, PROJECT.components_by_node())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 

@@ -76,7 +76,7 @@ def find_import_sources(path: Path, name: str) -> list[Path]:
 
 @cache
 def find_definitions(path: Path) -> dict[str, list[bool]]:
-    """Return, by name, whether a file's functions and classes accept any number of arguments."""
+    """Return whether a file's functions and classes have `*args`: name -> one flag per definition."""
     variadic_by_name: dict[str, list[bool]] = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, Function):
@@ -89,7 +89,7 @@ def find_definitions(path: Path) -> dict[str, list[bool]]:
 
 @cache
 def find_methods() -> dict[str, list[bool]]:
-    """Return, by name, whether the project's methods accept any number of arguments."""
+    """Return whether the project's methods have `*args`: name -> one flag per definition."""
     variadic_by_name: dict[str, list[bool]] = {}
     for path in CHECKED:
         for owner in [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]:

@@ -1,8 +1,8 @@
 """
 Allowed imports between folders.
 
-Read FLOORS from the ground up: a folder may import itself, the folders named beside it, and those third parties; the
-standard library is free to all. No subject imports another: they meet in `ports`, and the recipe introduces them.
+Read FLOORS from the ground up: a folder may import itself, the folders named beside it, and the listed third parties;
+the standard library is free to all. No subject imports another: they meet in `ports`, and the recipe introduces them.
 A new folder under components/ is born a subject.
 """
 
@@ -31,8 +31,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components": (set(), set()),
     # Values of a step know nothing of training.
     "components.state": (set(), {"attrs", "torch"}),
-    # Options of an operation are a class of the kernel, which its port names.
-    "components.ports": ({"graph", "components.state", "kernels.attention_options"}, {"attrs", "numpy", "torch"}),
+    # Options of an operation and formats of weights are classes of the kernels, which ports name.
+    "components.ports": (
+        {"graph", "components.state", "kernels.attention_options", "kernels.weight_formats"},
+        {"attrs", "numpy", "torch"},
+    ),
     "components.contracts": (
         {"graph", "components.ports", "components.state", "kernels.attention_options"},
         {"attrs", "numpy", "torch"},
@@ -42,7 +45,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "fsspec", "torch", "safetensors"},
     ),
     "components.weights": (
-        {"graph", "components.ports", "components.state", "components.storage"},
+        {"graph", "components.ports", "components.state", "components.storage", "kernels.weight_formats"},
         {"attrs", "torch"},
     ),
     "components.distributed": ({"graph", "components.ports", "components.state"}, {"attrs", "numpy", "torch"}),
@@ -56,7 +59,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.weights",
             "components.distributed",
             "kernels.float8",
+            "kernels.float8_message",
+            "kernels.linear_float8",
             "kernels.sum_parts",
+            "kernels.weight_formats",
         },
         {"attrs", "torch"},
     ),
@@ -68,17 +74,20 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions come from one formula, of which there is no choice to make. Without a dispatcher,
-    # experts are on the rank of their tokens. The fallback compares with plain operations.
+    # experts are on the rank of their tokens.
     "components.model": (
         BELOW
         | {
-            "kernels.attention",
             "kernels.attention_options",
-            "kernels.linear",
             "kernels.recompute",
             "kernels.rope_frequencies",
             "components.experts.local",
         },
+        {"attrs", "torch"},
+    ),
+    # Models of transformers, which are compared with plain operations.
+    "components.model.fallback": (
+        BELOW | {"components.model", "kernels.attention", "kernels.attention_options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
     ),
     # Adapters take the place of layers.
@@ -137,7 +146,9 @@ SOURCES = sorted(path for floor in ("graph", "kernels", "components") for path i
 def home(path: Path) -> str:
     """Return the floor or subject of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    room = ".".join(parts[:2])
+    inner, room = ".".join(parts[:3]), ".".join(parts[:2])
+    if inner in FLOORS:
+        return inner
     return room if room in FLOORS or (parts[0] == "components" and len(parts) > 2) else parts[0]
 
 

@@ -19,7 +19,7 @@ def test_src_contains_public_modules_and_folder_links() -> None:
     links = {path.name: path.readlink() for path in package.iterdir() if path.is_symlink()}
     files = {path.name for path in package.iterdir() if not path.is_symlink() and path.name != "__pycache__"}
     assert links == {name: Path("../..") / name for name in FOLDERS}
-    assert files == {"__init__.py", "__main__.py", "ports.py", "py.typed", "testing.py"}
+    assert files == {"__init__.py", "__main__.py", "models.py", "ports.py", "py.typed", "testing.py"}
 
 
 def test_graph_needs_no_torch() -> None:

@@ -11,21 +11,6 @@ from house.test_floors import ROOT, SOURCES
 LIBRARY_ATTRIBUTES = {
     ("components/parallel/data_shard.py", "set_reduce_scatter_unused_params"): "a method of later releases of torch",
     ("components/ports/slices.py", "placements"): "DTensor, whose import takes a second",
-    ("components/model/fallback/module.py", "model"): "a part of a model of transformers",
-    ("components/model/fallback/module.py", "layers"): "a part of a model of transformers",
-    ("components/model/fallback/module.py", "lm_head"): "a part of a model of transformers",
-    (
-        "components/model/fallback/module.py",
-        "num_hidden_layers",
-    ): "a part of a model of transformers",
-    ("components/model/transformers.py", "max_position_embeddings"): "a key of a config of transformers",
-    ("components/model/transformers.py", "initializer_range"): "a key of a config of transformers",
-    ("components/model/transformers.py", "qk_nope_head_dim"): "a key of a config of transformers",
-    ("components/model/transformers.py", "sliding_window"): "a key of a config of transformers",
-    ("components/model/transformers.py", "head_dim"): "a key of a config of transformers",
-    ("components/model/transformers.py", "qk_rope_head_dim"): "a key of a config of transformers",
-    ("components/model/transformers.py", "layer_types"): "a key of a config of transformers",
-    ("components/model/transformers.py", "v_head_dim"): "a key of a config of transformers",
 }
 """File and attribute of a library's object -> reason for the exception."""
 

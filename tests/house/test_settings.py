@@ -64,14 +64,17 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pairs = [json.dumps({"prompt": f"{name} {n}", "chosen": "b", "rejected": "c"}) for n in range(9)]
         pairs.append(json.dumps({"prompt": say("a"), "chosen": say("a", "b")[1:], "rejected": say("a", name)[1:]}))
         (folder / f"{name}.pairs").write_text("\n".join(pairs), "utf-8")
+        judged = [{"prompt": say("a"), "completion": say("a", f"{name} {n}")[1:], "label": n > 4} for n in range(9)]
+        (folder / f"{name}.judged").write_text("\n".join(map(json.dumps, judged)), "utf-8")
         (folder / f"{name}.jinja").write_text(("{{ strftime_now('%Y') }}" if name == "other" else "") + CHATML, "utf-8")
         _write_tokenizer(folder / f"{name}_tokenizer.json", "the quick fox" if name == "one" else "thequick")
         schedule = build("pipeline.schedules.gpipe" if name == "one" else "pipeline.schedules.one_f_one_b")
         (folder / f"{name}.csv").write_text(write_csv(schedule.program(4, 8)))
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe"), (SPARSE_SIZES, "dots1", "_dots1")]
-        families += [(GROUPED_SIZES, family, f"_{family}") for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")]
+        families += [(GROUPED_SIZES, family, f"_{family}") for family in GROUPED_FAMILIES]
         families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
         families += [(SIZES | DELTA, "qwen3_5", "_qwen3_5")]
+        families += [(SPARSE_SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5_moe", "qwen3_next")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]
         for sizes, use, suffix in families:
             config = parts.config_of(f"model.{use}", sizes | ({"hidden_size": 32} if name == "other" else {}), folder)
@@ -93,7 +96,8 @@ def _write_tokenizer(path: Path, text: str) -> None:
     tokenizer.save(str(path))
 
 
-DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "qwen2", "smollm3")
+DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "smollm3")
+GROUPED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 @attrs.frozen

@@ -1,10 +1,13 @@
 """AdamW against torch's AdamW in float32, and its stochastic rounding to bfloat16."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, step_scalars
+from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, join_master, split_master, step_scalars
+from drawloom.kernels.scale import scale
 
 
 def make_state(
@@ -143,3 +146,52 @@ def test_nan_gradient_stays_visible() -> None:
     AdamwEager([one]).step([gradient], step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
     for tensor in (one.weight, one.exp_avg, one.exp_avg_sq):
         assert tensor.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_have_the_bits_of_gradients_scaled_in_place(dtype: torch.dtype) -> None:
+    """A step with two factors equals a step after scaling the gradients in place twice."""
+    factors = torch.tensor([1 / 3.7, 0.013])
+    results = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        weight, grad = torch.randn(300), torch.randn(300).to(dtype)
+        state = ParamState(weight, torch.zeros(300), torch.zeros(300), 0.1)
+        if in_place:
+            for factor in factors.double():
+                scale([grad], factor)
+        numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
+        AdamwEager([state]).step([grad], numbers, factors=None if in_place else factors)
+        results.append(state.tensors)
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+def test_every_master_is_split_exactly() -> None:
+    """All lower halves, ties and negatives included, and all special numbers come back, and NaN stays NaN."""
+    low = torch.arange(2**16, dtype=torch.int32)
+    specials = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 2.0**-140, 3.4028234e38])
+    for high in (0x0000, 0x3F80, 0xBF81, 0x7F7E, 0x0001):
+        master = (low | high << 16 if high < 0x8000 else low | high - 2**16 << 16).view(torch.float32)
+        for numbers in (master, specials):
+            weight, remainder = split_master(numbers)
+            assert torch.equal(join_master(weight, remainder).view(torch.int32), numbers.view(torch.int32))
+            finite = numbers[numbers.isfinite()].double()
+            errors = [(half[numbers.isfinite()].double() - finite).abs() for half in (weight, numbers.bfloat16())]
+            assert torch.equal(*errors)  # the nearest, except for the side of a tie
+    nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert split_master(nan)[0].isnan().all()
+
+
+@pytest.mark.parametrize("noise", [None, 5])
+def test_masters_with_remainders_train_like_float32_weights(noise: int | None) -> None:
+    """Weights and remainders are float32 weights, bit for bit, whatever rounds the running means."""
+    start = torch.randn(1000).bfloat16()
+    wide = make_state(start.float(), weight_decay=0.1)
+    narrow = replace(make_state(start.clone(), weight_decay=0.1), remainder=torch.zeros(1000, dtype=torch.int16))
+    for step in range(1, 6):
+        grads, scalars = [torch.randn(1000) * 1e-3], step_scalars(1e-3, (0.9, 0.95), 1e-8, step)
+        for param in (wide, narrow):
+            AdamwEager([param]).step(grads, scalars, noise)
+    assert narrow.remainder is not None
+    assert torch.equal(join_master(narrow.weight, narrow.remainder), wide.weight)
+    assert not torch.equal(narrow.weight, start)

@@ -121,8 +121,8 @@ def test_compiled_gradients_equal_eager(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_part_of_the_queries_gets_its_rows_of_the_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For positions from both ends of a row, masks and results are these rows of the whole mask and result."""
+def test_some_queries_get_their_rows_of_the_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For positions from both ends of a row, masks and results equal these rows in the whole mask and result."""
     monkeypatch.setattr("drawloom.kernels.attention_flex.BLOCK", 16)
     document_ids = (torch.rand(2, 128) < 0.03).cumsum(1)
     queries = torch.cat([torch.arange(24), torch.arange(104, 128)])

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, int, AttentionOptions, bool]] = {
 
 
 def read_table() -> dict[str, tuple[str, str, str]]:
-    """Return the cells of the table by its first column: rows of one document, packed rows, and `varlen`."""
+    """Return the table's cells by first column: rows with one document, packed rows, and `varlen`."""
     text = PAGE.read_text("utf-8").partition("| attention with |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     return {name: (whole, packed, varlen) for name, whole, packed, varlen in rows}
@@ -81,7 +81,7 @@ def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_varlen_refuses_what_the_table_says(case: str) -> None:
+def test_varlen_refuses_the_cases_of_the_table(case: str) -> None:
     """`varlen` refuses exactly the cases whose cell is empty, and names the reason."""
     q, k, v, sinks = inputs(case, "meta")
     options = CASES[case][2]
@@ -109,7 +109,7 @@ def test_packed_rows_go_to_flex() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_servers_equal_attention_over_all_scores(case: str, deterministic: bool) -> None:
-    """On a GPU every cell of the table has the result and the gradients of float32 scores, deterministic or not."""
+    """On a GPU every cell in the table has the result and gradients of float32 scores, deterministic or not."""
     q, k, v, sinks = inputs(case, "cuda")
     options, learned = CASES[case][2], [x for x in (q, k, v, sinks) if x is not None]
     whole = torch.zeros(2, 300, dtype=torch.int64, device="cuda")

@@ -12,7 +12,7 @@ from support.seeding import seeds
 
 
 def by_token(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Compute the sum of each token over exactly the tokens of its document."""
+    """Compute each token's sum over exactly the tokens in its document."""
     result = torch.zeros_like(x)
     for row in range(x.shape[0]):
         for token in range(x.shape[1]):
@@ -39,7 +39,7 @@ def test_one_document_equals_the_convolution_of_torch() -> None:
 
 
 def test_gradients_match_finite_differences() -> None:
-    """Gradients of x and of the weight equal finite differences, with several documents."""
+    """Gradients with respect to x and the weight equal finite differences, with several documents."""
     x = torch.randn(2, 6, 2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 0, 0, 1, 2, 2], [0] * 6])

@@ -163,7 +163,7 @@ def test_cross_entropy_costs_count_the_gradients_that_are_needed(needs_hidden: b
 
 
 def test_logits_that_are_written_and_dropped_are_scratch_memory() -> None:
-    """All logits of a forward pass without gradients are scratch, and in float32 some tokens' logits of `cut`."""
+    """All logits in a forward pass without gradients are scratch, and so are some float32 logits in `cut`."""
     hidden, weight, targets = logits(torch.bfloat16)
     operator = torch.ops.drawloom.linear_cross_entropy_grad_logits.default
     scratch = [

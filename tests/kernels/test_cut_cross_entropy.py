@@ -30,7 +30,7 @@ CUTS = [LogitCut(), LogitCut(tile=(2, 4), max_logits=1), LogitCut(tile=(3, 4), m
 @pytest.mark.parametrize("cut", CUTS, ids=range(3))
 @pytest.mark.parametrize("shape", [(), (8,), (2, 5), (0,), (3, 0)])
 def test_losses_equal_the_definition(cut: LogitCut, shape: tuple[int, ...]) -> None:
-    """Any shape, in any number of chunks, has the losses and gradients of the definition."""
+    """For any shape and number of chunks, losses and gradients follow the definition."""
     hidden, weight, targets = case(*shape)
     actual, expected = (
         losses_of(hidden, weight, targets, cut),
@@ -73,7 +73,7 @@ def test_the_filter_skips_small_gradients() -> None:
 
 
 def test_the_filter_never_skips_a_target() -> None:
-    """With any bound below 1, the gradient of a target that is not learnt yet remains."""
+    """With any bound below 1, a target's gradient remains until the target is learnt."""
     hidden, weight, targets = case(6)
     cut = LogitCut(filter_eps=0.5, tile=(1, 1))
     (actual,) = torch.autograd.grad(losses_of(hidden * 0, weight, targets, cut).sum(), hidden, retain_graph=True)

@@ -45,7 +45,7 @@ def test_chunks_equal_a_loop_over_tokens(lengths: list[list[int]], has_state: bo
 
 
 def test_gradients_match_finite_differences() -> None:
-    """Gradients of all inputs and of the state equal finite differences."""
+    """Gradients with respect to all inputs and the state equal finite differences."""
     documents = documents_of([[3, 3], [6]])._replace(before=torch.zeros(2, dtype=torch.int32))
     q, k, v, g, beta = draw_recurrence(6, (1, 2), (2, 3))
     inputs = requiring_grad(q, k, v, g.clamp(min=-3), beta, torch.randn(2, 2, 2, 3, dtype=torch.float64))
@@ -109,7 +109,7 @@ def test_runs_of_ids_are_numbered() -> None:
 
 
 def test_a_state_continues_a_text() -> None:
-    """A text in parts, with the state of the part before, has the result of the whole text."""
+    """A text in parts, each with the last state of the part before, has the whole text's result."""
     inputs = draw_recurrence(11)
     whole, last = delta_rule_eager(*inputs, documents_of([[11], [11]]), chunk=4)
     state: Tensor | None = None

@@ -133,7 +133,7 @@ def test_inputs_are_saved_without_a_copy() -> None:
 
 
 def test_complex_gradients_are_conjugated() -> None:
-    """Complex gradients equal those of torch's product."""
+    """Complex gradients equal the gradients of torch's product."""
     x, weight, grad = (
         torch.randn(4, 4, dtype=torch.complex128, requires_grad=learns) for learns in (True, True, False)
     )

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
+from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.operation import once_differentiable
+from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
@@ -29,6 +31,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "swiglu": (swiglu_eager, [(4, 16), (4, 16)]),
     "swiglu, scaled": (swiglu_eager, [(4, 16), (4, 16), (4,)]),
     "swiglu_halves": (swiglu_halves_eager, [(4, 16)]),
+    "geglu": (geglu_eager, [(4, 16), (4, 16)]),
+    "oss_swiglu_halves": (lambda x, scale: oss_swiglu_halves_eager(x, scale, 1.7, 2.0), [(4, 16), (4,)]),
     "rope": (lambda x: rope_eager(x, *ANGLES), [(1, 4, 3, 16)]),
     "qk_norm_rope": (
         lambda q, k, of_q, of_k: qk_norm_rope_eager(q, k, of_q, of_k, 1e-6, *ANGLES),

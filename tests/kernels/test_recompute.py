@@ -204,7 +204,7 @@ def test_a_reused_address_is_not_the_old_result() -> None:
 
 
 def block(kernels: AutoKernels, x: Tensor, w: dict[str, Tensor], shared: Any) -> Tensor:
-    """Compute a layer of dense and sparse halves, which calls the kernels like the layers of a model."""
+    """Compute a layer with a dense and a sparse half, which calls the kernels like a model's layers."""
     cos, sin, mask, rows = shared
     heads = (*x.shape[:2], -1, WIDTH)
     normed = kernels.rms_norm(x, w["first"], 1e-6)

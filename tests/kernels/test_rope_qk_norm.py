@@ -8,7 +8,7 @@ from drawloom.kernels.rope_frequencies import rope_angles
 
 
 def test_queries_and_keys_use_their_own_weights() -> None:
-    """Queries and keys, of different numbers of heads, are normalized with their own weights, then rotated."""
+    """Queries and keys, with different head counts, are normalized with their own weights, then rotated."""
     q, k, q_weight, k_weight = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 8), torch.randn(8), torch.randn(8)
     cos, sin = rope_angles(torch.arange(3).expand(2, 3), 8, 1e4)
     rotated_q, rotated_k = qk_norm_rope_eager(q, k, q_weight, k_weight, 0.1, cos, sin)

@@ -1,4 +1,4 @@
-"""A vocabulary that is split over ranks, against the whole vocabulary."""
+"""A vocabulary split over ranks, against the whole vocabulary."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def one_part() -> list[dict[str, Any]]:
-    """Return losses, lse and gradients of this rank's part of the weight, in plain torch and in Triton."""
+    """Return losses, lse and gradients for this rank's part of the weight, in plain torch and in Triton."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     hidden, weight, targets, grad = (tensor.to(DEVICE) for tensor in numbers())

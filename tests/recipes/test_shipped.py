@@ -14,7 +14,7 @@ from support.chat import tokenizer_folder
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.of("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
-FROM_A_BASE = ["finetune", "finetune_lora", "chat", "dpo"]
+FROM_A_BASE = ["finetune", "finetune_lora", "chat", "dpo", "grpo", "kto", "reward", "distill_offline"]
 PARAMETERS = {
     "qwen3_0_6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
@@ -67,10 +67,13 @@ def test_recipes_of_known_models_fit_the_gpus_that_they_name(recipe: str, ranks:
     assert planned.fits, max(planned.peak_memory_bytes)
 
 
+LORA = ("lora={use='adapters.lora', targets=['*_proj'], rank=4, alpha=8.0}", "stages.adapters=['@lora']")
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_fit_the_first_run(overlay: str) -> None:
-    """Every shipped overlay over first_run has no problem."""
-    assert problems("first_run", overlays=(overlay,)) == []
+    """Every shipped overlay over first_run, with LoRA if it changes frozen weights, has no problem."""
+    assert problems("first_run", *LORA * (overlay == "with_nf4"), overlays=(overlay,)) == []
 
 
 @pytest.mark.parametrize("words", [swap for swap in SWAPS if "--overlay" not in swap], ids=lambda words: words[0])

@@ -44,7 +44,7 @@ def test_a_failed_resume_leaves_the_recipe_of_the_run(folder: Path) -> None:
     assert again.code == 0 and "nothing left to do" in again.text, again.text
 
 
-def test_a_moved_run_folder_resumes_where_it_is(folder: Path) -> None:
+def test_a_moved_run_folder_resumes_in_place(folder: Path) -> None:
     """A run folder that was moved is resumed in place from its checkpoint; with another name its recipe starts anew."""
     assert drawloom(folder, "run", "tiny.toml", "trainer.steps=4")[0].code == 0
     (folder / "moved").mkdir()

@@ -53,9 +53,15 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
     assert series(folder / "runs/parts", *LEARNED) == whole
 
 
-@pytest.mark.parametrize("words", [("stages.recompute=blocks",), ("stages.recompute=selective",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stages.recompute=blocks", "precision.linear_weights=step", "evaluate.every=2"),
+        ("stages.recompute=selective",),
+    ],
+)
 def test_recomputation_has_the_bits_of_a_plain_run(folder: Path, words: tuple[str, ...]) -> None:
-    """Runs with recomputed layers have the same metrics, bit by bit."""
+    """Runs with recomputed layers, and with weights rounded once a step, have the same metrics, bit by bit."""
     name = words[0].rpartition("=")[2]
     train(folder, name, *words)
     assert series(folder / "runs" / name, *LEARNED) == series(folder / "runs/one", *LEARNED)
@@ -71,7 +77,8 @@ def test_float8_losses_are_close_to_bfloat16(folder: Path) -> None:
 
 MESHES = {
     "replicas": ("mesh.data_replicate=2",),
-    "shards": ("mesh.data_shard=2",),
+    "shards": ("mesh.data_shard=2", "precision.gather=float8"),
+    "shards_gathered_once": ("mesh.data_shard=2", "precision.gather=float8", "stages.reshard_after_forward=false"),
     "tensor": ("mesh.tensor=2",),
     "context": ("mesh.context=2",),
     "zero_bubble": ("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"),

@@ -81,7 +81,7 @@ def test_an_unknown_task_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.soak  # the harness tries for 20 s
-def test_a_task_that_can_not_be_downloaded_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_cannot_be_downloaded_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network the command prints a message and no traceback."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing answers

@@ -18,6 +18,7 @@ from support.steps import train
 
 ROOT = Path(__file__).parents[2]
 PAIRS = ROOT / "docs/examples/preferences.jsonl"
+JUDGED_ANSWERS = ROOT / "docs/examples/feedback.jsonl"
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 PEFT = {"lora_A": "lora_A.default.weight", "lora_B": "lora_B.default.weight"}
 
@@ -41,11 +42,13 @@ def export_base(folder: Path) -> Path:
     return folder / "base/export"
 
 
-def run_our_step(folder: Path, path: Path, *loss: str) -> tuple[Result, list[tuple[Tensor, Tensor]]]:
-    """Run one step of the recipe with a random adapter; also return the ids and weights of the documents, in pairs."""
-    values = (f"vars.base={path}", f'tokens.paths=["{PAIRS}"]', "tokens.validation_fraction=0.0", *loss)
+def run_our_step(
+    folder: Path, path: Path, *loss: str, recipe: str = "dpo", data: Path = PAIRS
+) -> tuple[Result, list[tuple[Tensor, Tensor]]]:
+    """Run one step of a recipe with a random adapter; also return the ids and weights of the documents, in pairs."""
+    values = (f"vars.base={path}", f'tokens.paths=["{data}"]', "tokens.validation_fraction=0.0", *loss)
     words = (*values, f"run.folder={folder / 'run'}", f"adapters.lora.targets={json.dumps(TARGETS)}")
-    with Recipe.load("dpo", *words).open(["executor", "packing"]) as objects:
+    with Recipe.load(recipe, *words).open(["executor", "packing"]) as objects:
         named = dict(objects["stages"].named_parameters())
         generator = torch.Generator().manual_seed(1)
         for parameter in named.values():
@@ -91,6 +94,23 @@ def compute_pairwise_loss(trainer: Any, pairs: Pairs) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def compute_kto_loss(trainer: Any, pairs: Pairs) -> Tensor:
+    """Return `KTOTrainer`'s loss for one batch of judged answers and their mismatched answers."""
+    labels = [json.loads(line)["label"] for line in JUDGED_ANSWERS.read_text("utf-8").splitlines()]
+    inputs: dict[str, Any] = {"label": torch.tensor(labels)}
+    for prefix, documents in (("", pairs[0::2]), ("KL_", pairs[1::2])):
+        lengths = torch.tensor([len(ids) for ids, _ in documents])
+        ids, masks = (
+            torch.nn.utils.rnn.pad_sequence([document[column] for document in documents], batch_first=True)
+            for column in (0, 1)
+        )
+        attention_mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        inputs |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": attention_mask}
+        inputs[f"{prefix}completion_mask"] = masks.long()
+    loss: Tensor = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
+    return loss
+
+
 def run_trl_step(
     folder: Path, path: Path, names: tuple[str, str], options: dict[str, Any], adapter: dict[str, Tensor], pairs: Pairs
 ) -> Result:
@@ -105,7 +125,7 @@ def run_trl_step(
         args=getattr(module, f"{kind}Config")(
             str(folder / "trl"), report_to=[], use_cpu=True, bf16=False, save_strategy="no", **options
         ),
-        train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+        train_dataset=datasets.Dataset.from_list(ROWS["KTO" if kind == "KTO" else ""]),
         processing_class=AutoTokenizer.from_pretrained(path),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM"),
     )
@@ -114,7 +134,8 @@ def run_trl_step(
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(adapter[name])
-    loss = (compute_dpo_loss if kind == "DPO" else compute_pairwise_loss)(trainer, pairs)
+    compute = {"DPO": compute_dpo_loss, "KTO": compute_kto_loss}.get(kind, compute_pairwise_loss)
+    loss = compute(trainer, pairs)
     loss.backward()  # type: ignore[no-untyped-call]
     return Result(float(loss), {name: tensor.grad for name, tensor in named.items()}, adapter)
 
@@ -125,6 +146,8 @@ def _our_name(name: str) -> str:
     return name.removeprefix("base_model.model.")
 
 
+JUDGED = {"prompt": "a", "completion": "b", "label": True}
+ROWS = {"": [{"prompt": "a", "chosen": "b", "rejected": "c"}], "KTO": [JUDGED, JUDGED | {"label": False}]}
 DPO, CPO, ORPO = ("trl", "DPO"), ("trl.experimental.cpo", "CPO"), ("trl.experimental.orpo", "ORPO")
 
 
@@ -155,3 +178,17 @@ def test_loss_and_gradients_equal_trl(
     assert actual.loss == pytest.approx(expected.loss, rel=1e-5) and abs(actual.loss - 0.6931) > 0.05
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+def test_kto_and_its_gradients_equal_trl(tmp_path: Path) -> None:
+    """A step of judged answers has the loss and gradients of one batch in TRL, with a divergence above 0."""
+    path = export_base(tmp_path)
+    words = ("loss.beta=0.5", "loss.good_weight=1.5", "loss.bad_weight=0.8")
+    actual, pairs = run_our_step(tmp_path, path, *words, recipe="kto", data=JUDGED_ANSWERS)
+    options = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.8, "per_device_train_batch_size": 2}
+    expected = run_trl_step(tmp_path, path, ("trl", "KTO"), options, actual.adapter, pairs)
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-5)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=3e-5 * float(gradient.abs().max()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from support.runs import drawloom, rows, run_and_kill, write_corpus
 
 
-def test_a_report_lists_what_happened(tmp_path: Path) -> None:
+def test_a_report_lists_starts_kills_and_resumes(tmp_path: Path) -> None:
     """A killed and resumed run reports both processes, and the command compares several runs in one report."""
     write_corpus(tmp_path)
     longer = ("run", "tiny.toml", "trainer.steps=60", "checkpoint.every=10")

@@ -63,7 +63,7 @@ def run_with_fault(
 
 
 def output_lines(outcomes: dict[int, Outcome]) -> list[str]:
-    """Return the lines that all ranks printed, without the header, steps, memory, and warnings about the recipe."""
+    """Return all ranks' output without the header, steps, memory, and warnings about the recipe."""
     lines = [line for outcome in outcomes.values() for line in outcome.text.splitlines()]
     return [
         line

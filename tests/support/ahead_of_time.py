@@ -1,5 +1,5 @@
 """
-Triton's kernels compiled for a GPU that is not there.
+Triton's kernels compiled for a GPU this machine does not have.
 
 Launches go through Triton's own front, which determines types and divisors of numbers; then they are compiled, and not
 run. Run as a program, it compiles all kernels, completely or up to their types, and prints the results as JSON.
@@ -30,7 +30,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class NoGpu:
-    """The part of a driver that Triton uses before it launches."""
+    """The part of a driver used by Triton before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return HOPPER
@@ -161,7 +161,7 @@ def calls() -> dict[str, Callable[[int], object]]:
 
 
 def varieties() -> dict[str, int]:
-    """Count the varieties of each operation's kernels that a hundred random sizes need."""
+    """Count the kernel variants of each operation for a hundred random sizes."""
     compiler, counts, sizes = Compiler(complete=False), {}, random.Random(0)
     for name, call in calls().items():
         for _ in range(100):
@@ -190,7 +190,7 @@ def _identity(argument: Any) -> Any:
 
 
 def lean_launches() -> dict[str, Any]:
-    """Return how many launches bypassed the JIT, and those that differ from the JIT's own launches."""
+    """Return how many launches bypassed the JIT, and the ones that differ from the JIT's own launches."""
     from drawloom.kernels.triton import rms_norm, swiglu
     from drawloom.kernels.triton.launch import LeanKernel
     from support.kernel_launches import launches

@@ -42,13 +42,13 @@ class Audit:
 
 
 def _is_generated(event: str) -> bool:
-    """Whether an event is code that attrs and cattrs generate for drawloom's classes."""
+    """Whether an event is code generated for drawloom's classes by attrs and cattrs."""
     frame = sys._getframe(2)
     return event in ("compile", "exec") and str(frame.f_globals.get("__name__")).split(".")[0] in ("attr", "cattrs")
 
 
 def _real(path: str, *, follow: bool) -> str:
-    """Return the file that is opened; follow a link at the end only if the caller did."""
+    """Return the opened file; follow a link at the end only if the caller did."""
     if follow:
         return os.path.realpath(path)
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))

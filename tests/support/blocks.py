@@ -68,7 +68,7 @@ class Block:
 
 @attrs.frozen
 class Command:
-    """A command in a console block, and the lines that the page shows below it."""
+    """A command in a console block, and the output below it on the page."""
 
     words: str
     shown: list[str]
@@ -159,7 +159,7 @@ def _python(folder: Path, words: Sequence[str]) -> Outcome:
 
 @contextlib.contextmanager
 def _capture_output(folder: Path) -> Iterator[list[str]]:
-    """Yield a list that receives standard output in the end."""
+    """Yield a list, which receives standard output in the end."""
     text = [""]
     with (folder / f"printed-{os.getpid()}").open("w+", encoding="utf-8") as file:
         with contextlib.redirect_stdout(file):
@@ -169,6 +169,6 @@ def _capture_output(folder: Path) -> Iterator[list[str]]:
 
 
 def split_redirection(words: str) -> tuple[list[str], str]:
-    """Return a command's words without its comment, and the file that its output goes to."""
+    """Return a command's words without its comment, and its output file."""
     parts = shlex.split(words, comments=True)
     return (parts[: parts.index(">")], parts[parts.index(">") + 1]) if ">" in parts else (parts, "")

@@ -1,4 +1,4 @@
-"""Chat templates that write conversations as published families do, and a tokenizer for them."""
+"""Chat templates in the style of published families, and a tokenizer for them."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ CONTROL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", 
 
 
 def tokenizer_folder(folder: Path, template: str | None = CHATML) -> Path:
-    """Write a folder with a byte-level tokenizer that has control tokens, and a chat template."""
+    """Write a folder with a chat template and a byte-level tokenizer with control tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -116,7 +116,7 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return a small state that differs at every step."""
+    """Return a small state, different at every step."""
     generator = torch.Generator().manual_seed(step)
     return {"weight": torch.randn(3, 4, generator=generator), "step": step, "loss": 1 / 3 + step}
 

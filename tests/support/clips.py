@@ -12,7 +12,7 @@ from drawloom.graph import component
 
 
 class Clips(Batch):
-    """Rows of frames with a label, and a leaf that all rows share."""
+    """Rows of frames with a label, and a leaf shared by all rows."""
 
     frames: dict[str, Tensor] = leaf("tokens")
     labels: Tensor = leaf("rows")

@@ -21,7 +21,7 @@ def cpu_ms(function: Callable[[], Any], rounds: int = 9, at_most: float = 3.0) -
 
 
 def by_turns_ms(*functions: Callable[[], Any], rounds: int = 9) -> list[float]:
-    """Return medians of functions that run by turns: other work on the machine slows all of them alike."""
+    """Return the median times of functions run in turns: other work on the machine slows all of them alike."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, milliseconds in zip(functions, times, strict=True):

@@ -1,4 +1,4 @@
-"""The folders left by a crash at any system call of some saves, and the step that is restored from them."""
+"""The folders left by a crash at any system call of some saves, and the step restored from each."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def kill_everywhere(base: Path, staging: bool, mutation: str = "nothing") -> lis
 
 
 def cut_everywhere(base: Path, mutation: str = "nothing") -> list[Remains]:
-    """Cut the power after each call, for each folder that a cut could leave; runs in a separate process."""
+    """Cut the power after each call, for each folder a cut could leave; runs in a separate process."""
     MUTATIONS[mutation]()
     save_steps(base / "good", 1, 2, keep=2)
     folder = base / "run"

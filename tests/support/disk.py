@@ -27,7 +27,7 @@ Seen = Callable[[Call], None]
 
 @contextmanager
 def watch_calls(before: Seen, after: Seen | None = None) -> Iterator[None]:
-    """Call `before` and `after` around each system call that changes files, in any thread."""
+    """Call `before` and `after` around each file-changing system call, in any thread."""
     originals = {name: getattr(os, name) for name in CALLS}
     lock = threading.RLock()
     busy = [False]  # with a call that was seen: what is done about it is not watched itself
@@ -60,7 +60,7 @@ def watch_calls(before: Seen, after: Seen | None = None) -> Iterator[None]:
 
 
 def kill_at(number: int, *, half: bool = False) -> Seen:
-    """Return a watcher that kills this process at its n-th call; with `half`, after half of a write."""
+    """Return a watcher, which kills this process at its n-th call; with `half`, after half of a write."""
     count = 0
 
     def seen(call: Call) -> None:
@@ -77,7 +77,7 @@ def kill_at(number: int, *, half: bool = False) -> Seen:
 
 @attrs.define
 class FailAt:
-    """A watcher that makes the n-th call fail once with this errno; `hit` is the call that failed."""
+    """A watcher that makes the n-th call fail once with this errno; `hit` is the failed call."""
 
     number: int
     code: int
@@ -109,7 +109,7 @@ class File:
 
 @attrs.define(eq=False)
 class Folder:
-    """A folder's entries for programs, and each state since the last one that is certainly on disk."""
+    """A folder's entries for programs, and all its states since the last one certainly on disk."""
 
     seen: dict[str, "File | Folder"] = attrs.field(factory=dict)
     lasting: list[dict[str, "File | Folder"]] = attrs.field(factory=lambda: [{}])
@@ -137,7 +137,7 @@ class Shadow:
         self.root = _as_lasting(root)
 
     def done(self, call: Call) -> None:
-        """Record a call that returned."""
+        """Record a completed call."""
         where = os.path.relpath(call.path, self._place)
         if where.startswith(".."):
             return
@@ -162,11 +162,11 @@ class Shadow:
                 self._sync(self._folder(where) if where == "." else folder.seen[name])
 
     def cuts(self) -> int:
-        """Return the number of different folders that a power cut could leave now, as far as they are tried."""
+        """Return the number of different folders a power cut could leave now, as far as they are tried."""
         return max(len(folder.lasting) for folder in _folders(self.root))
 
     def leave(self, where: Path, number: int) -> None:
-        """Write the folder that a power cut leaves: each folder in the state with this number, or its newest."""
+        """Write the folder left by a power cut: each folder in the state with this number, or its newest."""
         _leave(self.root, where, number)
 
     def _folder(self, path: str) -> Folder:

@@ -65,7 +65,7 @@ Results = dict[str, list[dict[str, Tensor]]]
 
 
 def run_on_ranks(dispatcher: Callable[..., Dispatcher]) -> Results:
-    """Return, by name of an entry in CHOICES, the results of three ranks with two experts each."""
+    """Run every entry in CHOICES on three ranks with two experts each. Return a result per rank, by entry name."""
     results_by_rank = run_ranks(_run_choices, RANKS, dispatcher)
     return {name: [results[index] for results in results_by_rank] for index, name in enumerate(CHOICES)}
 

@@ -1,4 +1,4 @@
-"""Random recipes of small models, and meshes for them, drawn from all settings that components offer."""
+"""Random recipes of small models, and meshes for them, drawn from all settings of components."""
 
 import math
 from random import Random
@@ -18,7 +18,7 @@ OF_EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_i
 
 @attrs.frozen
 class Drawn:
-    """A recipe as words of a command line, with its kind of model and optimizer."""
+    """The command-line words of a recipe, with its kind of model and optimizer."""
 
     family: str
     optimizer: str
@@ -63,7 +63,7 @@ def recipe(draw: Random) -> Drawn:
 
 
 def _sizes(draw: Random, family: str) -> list[str]:
-    """Draw the sizes that only models of this family have."""
+    """Draw the sizes specific to this family of models."""
     width = f"model.intermediate_size={draw.choice((24, 24, 30))}"
     match family:
         case "qwen3.moe":

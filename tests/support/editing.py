@@ -1,4 +1,4 @@
-"""A recipe typed letter by letter, as a user would, with a record of what the editor shows."""
+"""A recipe typed letter by letter, as a user would, with a record of the editor's display."""
 
 import tempfile
 from pathlib import Path

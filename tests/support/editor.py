@@ -1,4 +1,4 @@
-"""An editor without a screen: a client that talks to the language server over pipes."""
+"""An editor without a screen: a language-server client over pipes."""
 
 import asyncio
 import os
@@ -75,9 +75,7 @@ class Editor:
         self.diagnostics[Path(params.uri).name] = params.diagnostics
 
     def type(self, name: str, text: str) -> list[str]:
-        """
-        Replace the whole text of a document, which is opened first; return the problems that the server then marks.
-        """
+        """Replace the whole text of a document, opening it first; return the problems marked by the server."""
         uri, self._version = self._uri(name), self._version + 1
         if name in self.texts:
             document = lsp.VersionedTextDocumentIdentifier(self._version, uri)
@@ -114,7 +112,7 @@ class Editor:
             await self.client.protocol.send_request_async("drawloom/nothing", None)
 
     def ask(self, method: str, name: str, at: str, **more: Any) -> Any:
-        """Return the answer to a request that has a position, such as `hover`."""
+        """Return the answer to a request with a position, such as `hover`."""
         return self.ask_at(method, name, self._position(name, at), **more)
 
     def ask_at(self, method: str, name: str, position: lsp.Position, **more: Any) -> Any:

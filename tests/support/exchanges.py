@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Exchange:
-    """Places of the tokens of both threads, and the tensors that they exchange."""
+    """Places of the tokens of both threads, and the exchanged tensors."""
 
     def __init__(self, first: Tensor, second: Tensor) -> None:
         self.places = first, second
@@ -21,7 +21,7 @@ class Exchange:
 
 
 class ThreadPart:
-    """One thread's tokens of each row, which both threads gather: the ends of the row, or its middle."""
+    """One thread's tokens of each row: the ends of the row, or its middle. Both threads gather them."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank = exchange, rank

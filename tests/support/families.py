@@ -39,7 +39,7 @@ def small(kind: type[DecoderBuilder], **changes: Any) -> DecoderBuilder:
 
 
 def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> None:
-    """Assert that logits, losses over packed documents, and every parameter's gradient equal those of transformers."""
+    """Assert that logits, losses over packed documents, and every parameter's gradient equal transformers'."""
     torch.manual_seed(0)
     module = whole(model)
     reference = twin(model, persistent_tensors(module))
@@ -64,12 +64,12 @@ def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> Non
 
 
 def gradients(total: Tensor, parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """The gradients of a loss () with respect to parameters of any shape."""
+    """Return the gradients of a loss () with respect to parameters of any shape."""
     return torch.autograd.grad(total, list(parameters.values()))
 
 
 def assert_generated_as_whole_texts(model: DecoderBuilder, length: int = 11) -> None:
-    """Logits of a text that is computed in parts, with a cache, are those of the whole text."""
+    """Assert that the logits of a text computed in parts, with a cache, equal the logits of the whole text."""
     torch.manual_seed(0)
     module, tokens = whole(model), torch.randint(model.vocab_size, (2, length))
     cache, parts = KeyValueCache(length), []
@@ -82,11 +82,11 @@ def assert_generated_as_whole_texts(model: DecoderBuilder, length: int = 11) -> 
         torch.testing.assert_close(torch.cat(parts, 1), logits_of(module, tokens, one_document(2, length)), **CLOSE)
 
 
-def assert_operations_are_those_that_torch_counts(model: DecoderBuilder, experts: float = 0.0) -> None:
+def assert_operations_equal_the_count_of_torch(model: DecoderBuilder, experts: float = 0.0) -> None:
     """
-    Operations of a forward and a backward pass are those that torch counts in plain attention to all pairs.
+    Assert that FLOPs of a forward and a backward pass equal torch's count, where plain attention sees all pairs.
 
-    `experts` are the operations of experts in the forward pass over 22 tokens, which torch does not count.
+    `experts` are the FLOPs of experts in the forward pass over 22 tokens, which torch does not count.
     """
     module, tokens = whole(model), torch.randint(model.vocab_size, (2, 11))
     counter: Any = FlopCounterMode(display=False)

@@ -7,6 +7,6 @@ import attrs
 
 @attrs.frozen
 class Folder:
-    """A run folder that implements the port."""
+    """A run folder implementing the port."""
 
     folder: Path

@@ -43,7 +43,7 @@ def resolve_recipe(recipe: Path) -> str:
 
 
 def project_of(recipe: Path) -> Project:
-    """Return the project that a recipe is for."""
+    """Return the project of a recipe."""
     return Project.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "project")])
 
 

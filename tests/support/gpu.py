@@ -1,4 +1,4 @@
-"""Runs on GPUs, by the commands that a user types, each in processes of its own."""
+"""Runs on GPUs, by the commands of a user, each in its own processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ LIMIT = 300.0  # seconds; the first run on a machine compiles
 
 @attrs.frozen
 class EndedCommand:
-    """A command's result: the exit code of its first process, the output of all, and its seconds."""
+    """A command's exit code (of its first process), output (of all processes) and duration in seconds."""
 
     code: int
     text: str
@@ -31,7 +31,7 @@ def drawloom_run(
     Run `drawloom COMMAND WORDS` in a folder, by torchrun if in several processes.
 
     With `kill_after` all its processes are killed (SIGKILL) once its run, named by `run.name=NAME`, has tracked this
-    many steps. AssertionError if it ends before that, or does not end in time.
+    many steps. Raises AssertionError if it ends before, or does not end in time.
     """
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     arguments = [sys.executable, "-m", *(torchrun if processes > 1 else []), "drawloom", command, *words]
@@ -66,7 +66,7 @@ def _await_step(run: Path, step: int, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _kill(process: int) -> None:
-    """Kill a process and all that it has started, in whatever session: each of torchrun's workers has its own."""
+    """Kill a process and its descendants in any session: each of torchrun's workers has its own."""
     for pid in [*_descendants(process), process]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Detects on a CPU what would make the host wait for a GPU: every read of a tensor's value."""
+"""Detects on a CPU every read of a tensor's value, because on a GPU the host would wait for it."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -15,7 +15,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(text: str) -> set[str]:
-    """Return the modules, and their members, that a module imports, at its top or inside a function."""
+    """Return the modules imported by a module, and their members, at its top or inside a function."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -26,7 +26,7 @@ def imports(text: str) -> set[str]:
 
 
 def find_circle(texts: Mapping[str, str]) -> list[str]:
-    """Return modules that each import the next, the last one the first; empty if there are none."""
+    """Return modules each importing the next, the last one the first; empty without a circle."""
     graph = {name: (imports(text) & texts.keys()) - {name} for name, text in texts.items()}
     try:
         TopologicalSorter(graph).prepare()

@@ -1,4 +1,4 @@
-"""This process as a rank of a mesh, for functions that `support.processes` runs in several."""
+"""This process as a rank of a mesh, for functions run in several processes by `support.processes`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Every Triton kernel, in the sizes and dtypes that models use, for compilers without a GPU to run them on."""
+"""Every Triton kernel, in the sizes and dtypes of models, for compilers without a GPU."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -38,7 +38,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def launches() -> Iterator[tuple[str, Launch]]:
-    """Yield names, and calls that launch the kernels of one operation in one direction."""
+    """Yield a name and a call for each operation and direction; the call launches the kernels."""
     for part in (norms, gates, rotations, steps, losses, experts, recurrences, great_numbers):
         yield from part()
 
@@ -46,8 +46,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
 def norms() -> Iterator[tuple[str, Launch]]:
     for width, dtype in [(128, BF16), (2048, BF16), (4096, BF16), (5120, BF16), (4096, FLOAT)]:
         x, weight, inverse = empty(64, width, dtype=dtype), empty(width, dtype=dtype), empty(64, dtype=FLOAT)
-        yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False)
-        yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True)
+        yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False, False)
+        yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True, False)
         for name, summed in (("rms_norm", None), ("add_rms_norm", x)):
             yield (
                 f"{name} backward {width} {dtype}",
@@ -131,7 +131,7 @@ def _with_tf32(tf32: bool, launch: Launch) -> Launch:
 
 
 def _with_tma(launch: Launch) -> Launch:
-    """Launch as on a GPU that has TMA."""
+    """Launch as on a GPU with TMA."""
 
     def run() -> None:
         with mock.patch.object(tma, "is_supported", return_value=True):

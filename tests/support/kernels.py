@@ -71,8 +71,8 @@ def assert_close(result: Tensor, exact: Tensor, roundings: float = 1.0) -> None:
     """
     Assert that the whole tensor's error is at most so many roundings of its dtype, relative to its size.
 
-    One rounding to nearest is off by at most half an eps, and by 0.3 eps in the root mean square. The elements of
-    smaller tensors than the inputs, below 1, may be small by cancelling, and count as if they were 1.
+    One rounding to nearest is off by at most half an eps, and by 0.3 eps in the root mean square. If a tensor is
+    smaller than the inputs, its elements below 1 may be small by cancellation, and count as if they were 1.
     """
     assert result.shape == exact.shape
     error, size = (result.double() - exact.double()).norm(), max(exact.double().norm(), exact.numel() ** 0.5)

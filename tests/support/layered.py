@@ -1,4 +1,4 @@
-"""A recipe with any number of nodes: a store, pages that fall back on pages of the layer below, and their server."""
+"""A recipe with any number of nodes: a store, pages with fallbacks in the layer below, and their server."""
 
 from typing import Any
 
@@ -43,6 +43,6 @@ def by_hand(nodes: int) -> Loop:
 
 
 def serve(store: Any, pages: list[Any]) -> Loop:
-    """Return the server of pages, without what the container fills in."""
+    """Return the server of pages; fields set only by the container are None."""
     nothing: Any = None
     return Loop(store=store, pages=pages, counted=nothing, recipe=nothing)

@@ -55,7 +55,7 @@ VARIED = st.fixed_dictionaries({"use": st.just("stores.varied")}, optional=SETTI
 
 @st.composite
 def recipes(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a shop: stores with arbitrary settings, pages that are inline or fall back on others, and groups."""
+    """Draw a shop: stores with arbitrary settings, pages (inline, or with other pages as fallback), and groups."""
     stores = draw(st.dictionaries(NAMES, VARIED, max_size=3))
     group = draw(st.dictionaries(NAMES, VARIED, max_size=2))
     names = ["store", *stores, *(f"group.{name}" for name in group)]

@@ -16,7 +16,7 @@ OPS: Mapping[str, Any] = {"sum": torch.Tensor.sum, "max": torch.Tensor.amax, "mi
 
 
 def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return totals over ranks that each have their own part."""
+    """Return totals over ranks with different parts."""
     return {
         name: OPS[accumulator.op](torch.stack([part.get(name, accumulator.identity()).double() for part in parts]), 0)
         for name, accumulator in accumulators.items()
@@ -24,7 +24,7 @@ def combine(accumulators: Mapping[str, Accumulator], parts: Sequence[Mapping[str
 
 
 def measure(metric: Metric, *steps: Step) -> Mapping[str, Value]:
-    """Return a metric's values for a step that every rank sees in its own way."""
+    """Return a metric's values for a step with different data on every rank."""
     parts = [metric.update(step) for step in steps]
     return metric.compute(combine(metric.accumulators, parts), steps[0])
 

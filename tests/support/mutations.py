@@ -1,4 +1,4 @@
-"""Mutations that the fault harnesses must detect: each removes a safeguard that only these tests check."""
+"""Mutations for the fault harnesses to detect: each removes a safeguard that only these tests check."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -33,6 +33,7 @@ from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import OuterLayersSchedule
 from drawloom.components.ports.run import Batching, Event, RunFolder, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
@@ -128,7 +129,7 @@ class _Pair:
 
 
 def filter_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the options that a loss over the vocabulary is called with."""
+    """Return the options passed to a loss over the vocabulary."""
     calls: list[Any] = []
 
     def load(operation: str, implementation: str) -> Any:
@@ -166,6 +167,9 @@ class _TwoParameters:
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
 
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
+
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()
 
@@ -192,6 +196,13 @@ def weights_after_steps(use: str, values: Values, _place: Path) -> Any:
     return [parameter.tolist() for _, parameter in parameters.named_parameters()], str(optimizer.state_dict())
 
 
+def memory_of_optimizer(use: str, values: Values, _place: Path) -> Any:
+    """Return an optimizer's bytes on the device for bfloat16 weights."""
+    edges = {"parameters": _TwoParameters(torch.bfloat16), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
+    device = fake(Device, device=torch.device("cpu"), backend="gloo")
+    return build(use, **edges, device=device, **values).memory_bytes()
+
+
 def average_weights(use: str, values: Values, _place: Path) -> Any:
     """Return the averages of changing weights."""
     parameters = _TwoParameters()
@@ -204,7 +215,7 @@ def average_weights(use: str, values: Values, _place: Path) -> Any:
 
 
 def detect_spikes(use: str, values: Values, _place: Path) -> Any:
-    """Return the steps that are skipped, and whether the run goes back after them."""
+    """Return the skipped steps, and whether the run goes back after them."""
     phase = build(use, data=fake(MovableData, position=40), **values)
     steps = [Step(index, 9, state={"loss": loss}) for index, loss in enumerate((2.0, 2.1, 1.9, 2.6, 2.0), 1)]
     for step in steps:
@@ -224,7 +235,7 @@ def end_after_lost_steps(use: str, values: Values, _place: Path) -> Any:
 
 
 def reasons_to_stop(use: str, values: Values, _place: Path) -> Any:
-    """Return after which of some steps a phase asks for the end of a run, and why."""
+    """Return the steps after which a phase asks for the end of a run, and the reasons."""
     edges: Values = {"mesh": SingleRankMesh()} if use == "phases.budget" else {}
     phase = build(use, **edges, **values)
     phase.clock = iter(range(0, 9000, 40)).__next__  # a step takes 40 seconds
@@ -307,7 +318,7 @@ def measure_microbatches(use: str, values: Values, _place: Path) -> Any:
 
 
 def distributions_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the histograms of two steps of a metric."""
+    """Return a metric's histograms for two steps."""
     parameters = _TwoParameters()
     metric = build(use, parameters=parameters, mesh=MESH, device=ComputeDevice(kind="cpu"), **values)
     metric.open()
@@ -381,7 +392,7 @@ def documents(use: str, values: Values, _place: Path) -> Any:
 
 
 def tokens_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the ids of a text, and of its end."""
+    """Return the ids of a text and its end."""
     tokenizer = build(use, **values)
     tokenizer.open()
     return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
@@ -448,7 +459,7 @@ def _batching() -> Any:
 
 
 def load_microbatches(use: str, values: Values, _place: Path) -> Any:
-    """Return the first microbatches, and the batches that workers are asked for, if there are any."""
+    """Return the first microbatches, and the batches requested from workers, if there are any."""
     asked: list[Any] = []
 
     class Workers:

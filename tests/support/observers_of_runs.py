@@ -21,13 +21,15 @@ from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.device_model import device_model
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import TokenContext, stored_formats
 from drawloom.components.ports.pipeline import Executor, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.state.step_state import StepState
@@ -39,6 +41,7 @@ from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
 from support.steps import losses_of, train
+from support.transfers import DelayedTransfers
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -78,6 +81,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = linear_layers(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
+        parameters.append(objects["stages"].memory_bytes()["compute_copies"])
         return parameters
 
 
@@ -95,7 +99,7 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
 
 
 def count_compilations(use: str, values: Values, folder: Path) -> Any:
-    """Count the functions that torch is asked to compile when stages open."""
+    """Count the functions torch compiles when stages open."""
     with (
         mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
         _recipe(folder, stages=dict(values)).open(only="stages"),
@@ -103,15 +107,27 @@ def count_compilations(use: str, values: Values, folder: Path) -> Any:
         return asked.call_count
 
 
+def bytes_in_host_memory(use: str, values: Values, folder: Path) -> Any:
+    """Return the bytes of activations that leave the device in a step."""
+    transfers = DelayedTransfers()
+    tables = {"stages": dict(values), "schedule": {"use": "pipeline.schedules.gpipe"}}
+    with _recipe(folder, **tables).open(only="executor") as objects:
+        objects["executor"].open_transfers = lambda device: transfers
+        tokens = torch.arange(6).unsqueeze(0)
+        batch = TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
+        train(objects["executor"], [batch] * 4)
+    return transfers.stored
+
+
 def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:
-    """Whether the stages' passes become CUDA graphs, on a device that has them."""
+    """Whether the stages' passes become CUDA graphs, on a device that supports them."""
     with _recipe(folder, stages=dict(values)).open(only="stages") as objects:
         return [stage.capture for stage in objects["stages"].local]
 
 
 @attrs.define
 class _Recorder(SingleProcess):
-    """A group of two ranks that records the tensors that it sums."""
+    """A group of two ranks, which records the tensors to sum."""
 
     size = 2
     summed: list[Any] = attrs.field(factory=list)
@@ -121,8 +137,15 @@ class _Recorder(SingleProcess):
         return super().start_sum(tensor)
 
 
+def planned_gather(use: str, values: Values, folder: Path) -> float:
+    """Return the seconds for gathering weights that a plan for two H100s expects."""
+    sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
+    recipe = _recipe(folder, precision=dict(values), **sharded)
+    return plan(recipe, device_model("h100"), 2).time.gather
+
+
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
-    """Return the dtypes and sizes of the tensors that two replicas sum."""
+    """Return the dtypes and sizes of the tensors summed by two replicas."""
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
     mesh = SingleRankMesh(replicas=group)
@@ -135,8 +158,17 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
 
 
+def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
+    """Return the quantized formats by name in a model with an adapter, whose rows have 64 elements or more."""
+    model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
+    tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
+    with _recipe(folder, **tables).open(only="stages") as objects:
+        formats = stored_formats(objects["stages"].local[0].module)
+        return {name: weight_format.name for name, weight_format in formats.items()}
+
+
 def train_with_adapter(use: str, values: Values, folder: Path) -> Any:
-    """Return the parameters that an adapter trains, and logits in a pass with gradients, where no parameter is zero."""
+    """Return an adapter's trained parameters, and logits in a pass with gradients, where no parameter is zero."""
     adapter = {"use": use, **values}
     with _recipe(folder, adapter=adapter, stages={"adapters": ["@adapter"]}).open(only="stages") as objects:
         (stage,) = objects["stages"].local
@@ -208,6 +240,15 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     return timeouts
 
 
+def join_by_nccl(use: str, values: Values, _place: Path) -> Any:
+    """Join two processes with NCCL up to their meeting, which ends with a TimeoutError."""
+    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="nccl"), **values)
+    launch = Launch(rank=0, world_size=2)
+    meeting = mock.patch("torch.distributed.init_process_group", side_effect=TimeoutError)
+    with mock.patch.object(joining, "read_launch", lambda: launch), meeting, suppress(TimeoutError):
+        node.open()
+
+
 def randomness_of(use: str, values: Values, _place: Path) -> Any:
     """Return the run folder, numbers of a stream, and whether torch is deterministic while it is open."""
     of_job = use == "run.job"
@@ -219,7 +260,7 @@ def randomness_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def stops(use: str, values: Values, _place: Path) -> Any:
-    """Return the signals that are handled, and whether the process ends within 0.3 seconds of one."""
+    """Return the handled signals, and whether the process ends within 0.3 seconds of one."""
     codes: list[int] = []
     node = build(use, mesh=SingleRankMesh(), **values)
     node.exit = codes.append
@@ -235,7 +276,7 @@ def _is_handled(number: int, node: Any) -> bool:
 
 
 def run_trainer(use: str, values: Values, _place: Path) -> Any:
-    """Return the steps that are run and skipped, and how the run ends."""
+    """Return the steps, each skipped by the phase, and the error that ends the run, or "" without one."""
     steps: list[int] = []
 
     def skip(step: Step) -> None:
@@ -287,7 +328,7 @@ def checkpoints_of(use: str, values: Values, folder: Path) -> Any:
 
 
 def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
-    """Count the saves that fail before the run stops."""
+    """Count the failed saves before the run stops."""
     node, count = checkpointer(folder, {"memory": StateNode({"step": 1})}, every=1, **values), 0
 
     def fail(*_: Any) -> None:
@@ -326,7 +367,7 @@ def stage_values(use: str, values: Values, _place: Path) -> Any:
 
 
 def write_sample(use: str, values: Values, folder: Path) -> Any:
-    """Return the sampled text, from logits that depend on all tokens that the model sees."""
+    """Return the sampled text, from logits that depend on all visible tokens."""
 
     def infer(tokens: Tensor, shared: Any) -> Tensor:
         generator = torch.Generator().manual_seed(int((tokens * torch.arange(1, tokens.shape[1] + 1)).sum()))
@@ -345,7 +386,7 @@ def write_sample(use: str, values: Values, folder: Path) -> Any:
 
 
 def levels_of_logging(use: str, values: Values, folder: Path) -> Any:
-    """Return the levels of the handlers that are installed."""
+    """Return the levels of the installed handlers."""
     before = list(logging.getLogger("drawloom").handlers)
     with open_node(build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), **values)):
         return [handler.level for handler in logging.getLogger("drawloom").handlers if handler not in before]
@@ -366,13 +407,13 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
 
 
 def problems_of_executor(use: str, values: Values, folder: Path) -> Any:
-    """Return the problems that `check` reports for an executor on a CPU."""
+    """Return the problems reported by `check` for an executor on a CPU."""
     recipe = _recipe(folder, executor={"use": use, **values}, device={"kind": "cpu"})
     return [str(problem) for problem in recipe.graph.problems]
 
 
 def plan_refuses(use: str, values: Values, folder: Path) -> Any:
-    """Whether a run that does not fit its GPU is refused."""
+    """Whether a run is refused if it does not fit its GPU."""
     with on_a_gpu(2_000_000):
         try:
             plan_check(folder, "cuda", **values).open()

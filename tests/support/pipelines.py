@@ -1,4 +1,4 @@
-"""A small model over pipeline ranks, and the tensors and numbers that its steps leave."""
+"""A small model over pipeline ranks, and the results of its steps."""
 
 import json
 import math
@@ -33,6 +33,7 @@ from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.optim.adamw import AdamW
@@ -78,7 +79,7 @@ class Job:
 
 
 class FreezeFirstLayer:
-    """A transform that freezes layer 0."""
+    """A transform for freezing layer 0."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -87,7 +88,7 @@ class FreezeFirstLayer:
 
 
 class FreezeAllButNorms:
-    """A transform that trains only the norms of the last layer, which one pipeline rank has."""
+    """A transform for training only the norms of the last layer, which one pipeline rank has."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -139,7 +140,7 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[TokenBatch]:
 
 
 class Temperature(nn.Module):
-    """A trained number that divides logits."""
+    """A trained divisor of logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,6 +219,15 @@ GROUPED: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "initializer_range": 0.2,
+}
+
 FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     "gemma3": (
         Gemma3,
@@ -256,15 +266,17 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
         },
     ),
     # the gated delta rule, and gated attention
-    "qwen3_5": (
-        Qwen35,
-        {
-            "layer_types": ["linear_attention", "full_attention"] * 4,
-            "linear_key_head_dim": 6,
-            "linear_value_head_dim": 5,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "initializer_range": 0.2,
+    "qwen3_5": (Qwen35, HYBRID),
+    # with experts, of which one has a gate
+    "qwen3_next": (
+        Qwen3Next,
+        HYBRID
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "shared_expert_intermediate_size": 8,
+            "router_aux_loss_coef": 0.5,
         },
     ),
     "glm4_moe": (Glm4Moe, GROUPED | {"first_k_dense_replace": 1, "use_qk_norm": True}),
@@ -286,18 +298,22 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
 """Families of models by the last part of a case, with their settings."""
 
 
-def starcoder2_of_transformers(kernels: Any, tie_word_embeddings: bool, **sizes: Any) -> Any:
-    """Return Starcoder2 as a model of transformers; its norms are computed in float64."""
-    config = {"model_type": "starcoder2", "tie_word_embeddings": tie_word_embeddings}
-    plain = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_bias": True}
+def model_of_transformers(kernels: Any, tie_word_embeddings: bool, **config: Any) -> Any:
+    """Return a model of transformers with random weights."""
+    plain = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config | plain | sizes))
+        values = config | plain | {"tie_word_embeddings": tie_word_embeddings}
+        (Path(folder) / "config.json").write_text(json.dumps(values))
         model = Transformers(kernels=kernels, path=Path(folder), weights=False)
         model.check_machine()  # reads the config
     return model
 
 
-FALLBACKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {"transformers": (starcoder2_of_transformers, {})}
+FALLBACKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "starcoder2": (model_of_transformers, {"model_type": "starcoder2", "use_bias": True}),
+    "gemma2": (model_of_transformers, {"model_type": "gemma2", "final_logit_softcapping": 0.5}),
+}
+"""Models of transformers: norms in float64, and a head that transformers computes."""
 """Models without tensor and context parallelism, by the last part of a case."""
 
 FLOAT64 = {"parameter": "float64"}  # sums stay in float64
@@ -321,7 +337,7 @@ def steps(
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
 ) -> list[dict[str, Any]]:
-    """Return what the steps of each case leave on this rank of a mesh."""
+    """Return the results of each case's steps on this rank of a mesh."""
     return steps_on_meshes([(cases, sizes, lengths)], kind, dtypes, step_count, layers, experts, recompute, settings)[0]
 
 
@@ -336,12 +352,12 @@ def steps_on_meshes(
     settings: Mapping[str, Any] = {},
 ) -> list[list[dict[str, Any]]]:
     """
-    Return what the steps of each case leave on this rank, in all processes that were started together, or in this one.
+    Return the results of each case's steps on this rank, in all processes started together, or in this one.
 
     A mesh has cases, sizes, and row lengths: the shortest, and by how much others are longer. Pipeline ranks take what
     the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
     and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
-    second has that number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
+    second has this number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
     `streams` among them is the executor's.
     """
     with join_processes(kind) as (processes, device):

@@ -1,4 +1,4 @@
-"""A listener that compares a run with its plan, on a simulated GPU."""
+"""A listener for comparing a run with its plan, on a simulated GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ RECIPE = Recipe.load(
 
 @contextmanager
 def on_a_gpu(memory: int) -> Iterator[None]:
-    """Pretend that the machine has a GPU with this many bytes, which computes like a CPU core."""
+    """Pretend that the machine has a GPU with this many bytes, as fast as a CPU core."""
     device = attrs.evolve(device_model("cpu"), memory=memory)
     properties = SimpleNamespace(total_memory=memory)
     with (

@@ -1,7 +1,7 @@
 """
 Power cuts: an ext4 file system in a file in memory, copied at some moment.
 
-Data that was not on the disk by then is not in the copy. It needs root and loop devices.
+Data not on the disk by then is not in the copy. It needs root and loop devices.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def is_possible() -> bool:
 
 @attrs.frozen
 class Cut:
-    """The step that was certainly committed at the power cut, and the step that was read afterwards."""
+    """The step certainly committed at the power cut, and the step read afterwards."""
 
     committed: int
     found: int
@@ -39,8 +39,8 @@ class Cut:
 
 def cut(work: Callable[[Path, Callable[[int], None]], None], after: float, find: Callable[[Path], int]) -> Cut:
     """
-    Run `work` on a new file system, in a fork of this process that reports its committed steps; cut the power `after`
-    seconds after its first report, and call `find` on the folder that is left.
+    Run `work` on a new file system, in a fork of this process, which reports its committed steps; cut the power `after`
+    seconds after its first report, and call `find` on the resulting folder.
     """
     with _image() as image, mount_image(image) as folder:
         reader, writer = os.pipe()

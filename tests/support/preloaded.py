@@ -1,7 +1,7 @@
 """
-Imports that most runs need, made once in the process that all others are forked from: they take seconds.
+Imports of most runs, made once in the fork server: they take seconds.
 
-Python 3.11 does not pass its search path on to that process, so it is passed by a variable, which is removed here.
+Python 3.11 does not pass its search path on to this process, so it is passed by a variable, which is removed here.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several real processes, as torchrun would, and ends all of them."""
+"""Runs a function of a test module in several real processes, like torchrun, and ends all of them."""
 
 import importlib.util
 import multiprocessing
@@ -53,13 +53,14 @@ def run_ranks(
     timeout: float = 60,
     variables: bool = True,
     lost: Set[int] = frozenset(),
+    grace: float = GRACE,
 ) -> list[Any]:
     """
     Return the results of `function(*arguments)` in each of `world_size` new processes, by rank.
 
     The function is a plain function of a module; arguments and results are pickled. Each process has torchrun's
     variables, unless `variables` is false. Raise RanksFailedError if a rank raises, dies or is not done after `timeout`
-    seconds; ranks in `lost` are not waited for, and count as failed.
+    seconds; ranks in `lost` are not waited for, and count as failed. After a failure the others have `grace` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     _start_fork_server()
@@ -81,7 +82,7 @@ def run_ranks(
             sender.close()
             processes.append(process)
             pipes.append(receiver)
-        return _results(processes, pipes, timeout, lost)
+        return _results(processes, pipes, timeout, lost, grace)
     finally:
         for process in processes:
             _end(process)
@@ -90,7 +91,7 @@ def run_ranks(
 
 
 def _start_fork_server() -> None:
-    """Start the process that all others are forked from, unless it runs already."""
+    """Start the fork server, unless it runs already."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -114,7 +115,9 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]
     }
 
 
-def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: float, lost: Set[int]) -> list[Any]:
+def _results(
+    processes: list[BaseProcess], pipes: list[Connection], timeout: float, lost: Set[int], grace: float
+) -> list[Any]:
     values: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -129,7 +132,7 @@ def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: flo
             done, value = _receive(processes[rank], pipe)  # type: ignore[arg-type]
             (values if done else failures)[rank] = value
         if failures:
-            end = min(end, time.monotonic() + GRACE)
+            end = min(end, time.monotonic() + grace)
     failures |= {rank: "was not waited for" for rank in lost if rank not in {*values, *failures}}
     if failures:
         raise RanksFailedError(failures, values)
@@ -146,7 +149,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[bool, Any]:
 
 
 def _end(process: BaseProcess) -> None:
-    """Kill a process and all that it started."""
+    """Kill a process and its descendants."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()  # it may not lead its group yet

@@ -107,7 +107,7 @@ def to(device: torch.device, shared: TokenContext) -> TokenContext:
 
 
 def weights_of(targets: Tensor) -> Tensor:
-    """Return 1 for each token that has a target, else 0: float32, of the targets' shape."""
+    """Return 1 for each token with a target, else 0: float32, of the targets' shape."""
     return (targets != IGNORE_INDEX).float()
 
 

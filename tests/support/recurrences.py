@@ -23,14 +23,14 @@ class Inputs(NamedTuple):
         return Inputs(*map(function, self))
 
     def learned(self) -> "Inputs":
-        """Return copies that get gradients."""
+        """Return copies with gradients."""
         return self.map(lambda x: x.detach().clone().requires_grad_())
 
 
 def delta_rule_by_token(
     inputs: Inputs, documents: RecurrentDocuments, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results and the last states of a loop over tokens, in the dtype of the inputs."""
+    """Return the results and the last states of a loop over tokens, in the inputs' dtype."""
     q, k, v, g, beta = inputs
     (rows, length, heads, width), group = v.shape, v.shape[2] // k.shape[2]
     zero = v.new_zeros(rows, heads, k.shape[3], width)
@@ -69,7 +69,7 @@ def draw_recurrence(
 
 
 def requiring_grad(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return copies that learn."""
+    """Return trainable copies."""
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 

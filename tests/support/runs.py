@@ -174,7 +174,7 @@ def deterministic_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def take_back(run: Path, step: int) -> None:
-    """Reset a finished run to the state that a kill after this step would have left."""
+    """Reset a finished run to the state left by a kill after this step."""
     for path in (run / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)

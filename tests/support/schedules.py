@@ -1,4 +1,4 @@
-"""Schedules in all their variants, and oracles that share no code with the source."""
+"""Schedules in all their variants, and oracles without any code of the source."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -92,7 +92,7 @@ def rendezvous(lines: Sequence[RankProgram]) -> None:
     """
     Execute programs without buffering: a rank waits in a send until its neighbour is at the matching receive.
 
-    Fail if that never happens, or if work would start without its inputs.
+    Fail if this never happens, or if work would start without its inputs.
     """
     left = [parts(line) for line in lines]
     arrived: set[tuple[int, str, int]] = set()

@@ -1,8 +1,8 @@
 """
-torch's random numbers in property tests: Hypothesis seeds and restores them as it does Python's and numpy's.
+torch's random numbers in property tests: Hypothesis seeds and restores them like Python's and numpy's.
 
-Each example begins with the same seed, and the earlier state is restored after it, so that a failure is reproducible. A
-test whose examples should differ in their random numbers draws from `seeds`, which are printed with a failing example.
+Each example begins with the same seed, and the earlier state is restored after it: failures are reproducible. A test
+whose examples should differ in their random numbers draws from `seeds`, which are printed with a failing example.
 """
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 class TorchRandom:
-    """torch's default generators, as Hypothesis seeds, saves and restores one; those of GPUs are seeded, not saved."""
+    """
+    torch's default generators, as one object for Hypothesis to seed, save and restore. GPU generators are seeded, not
+    saved.
+    """
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

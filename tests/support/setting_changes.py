@@ -8,6 +8,7 @@ import attrs
 
 from drawloom.components.data.bytes import Bytes
 from support import observers as parts
+from support import observers_of_rollouts as policy
 from support import observers_of_runs as runs
 from support.qwen3 import SIZES, SPARSE_SIZES
 
@@ -91,6 +92,14 @@ LAYER_TYPES: dict[str, Any] = {
     "attention_bias": True,
 }
 LLAMA = {"rope_type": "llama3", "factor": 4.0, **BOUNDS, "original_max_position_embeddings": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10.0,
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+SHORT = LONG | {"original_max_position_embeddings": 99}
 LENGTHS = [{"length": 2, "until_step": 1}]
 RAMP = [{"size": 8, "until_step": 1}]
 POLYNOMIAL = [{"to": 1.0, "curve": "polynomial"}]
@@ -105,14 +114,33 @@ ROPE = {
     "mscale": (YARN | {"mscale_all_dim": 0.5, "mscale": 1.0}, YARN | {"mscale_all_dim": 0.5, "mscale": 0.1}),
     "mscale_all_dim": (YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}, YARN | {"mscale": 0.5, "mscale_all_dim": 0.1}),
     "attention_factor": (YARN, YARN | {"attention_factor": 3.0}),
+    "short_factor": (SHORT, SHORT | {"short_factor": [3.0] * 4}),
+    "long_factor": (LONG, LONG | {"long_factor": [3.0] * 4}),
     "low_freq_factor": (LLAMA, LLAMA | {"low_freq_factor": 0.2}),
     "high_freq_factor": (LLAMA, LLAMA | {"high_freq_factor": 40.0}),
 }
-MODEL |= {
-    f"{name}.{key}": Change(after, {name: before})
-    for name in ("rope_scaling", "rope_parameters")
-    for key, (before, after) in ROPE.items()
+
+
+def rope_changes(changes: dict[str, Any], refused: tuple[str, ...] = ()) -> dict[str, Change]:
+    """Return changes to keys in both rotary tables, from pairs: a table before and after."""
+    return {
+        f"{name}.{key}": Change(after, {name: before}, refused=key in refused)
+        for name in ("rope_scaling", "rope_parameters")
+        for key, (before, after) in changes.items()
+    }
+
+
+MODEL |= rope_changes(ROPE)
+NTK = {"rope_type": "ntk", "factor": 4.0, "rope_theta": 10.0}
+LONG_ONLY: dict[str, Any] = {key: (LONG, after) for key, (_, after) in ROPE.items()} | {
+    "rope_type": (LONG, NTK),
+    "rope_theta": (LONG, LONG | {"rope_theta": 100.0}),
+    "factor": (NTK, NTK | {"factor": 8.0}),
+    "original_max_position_embeddings": (LONG, LONG | {"original_max_position_embeddings": 99}),
+    "attention_factor": (LONG, LONG | {"attention_factor": 3.0}),
+    "short_factor": ROPE["short_factor"],
 }
+OF_OTHERS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 EXPERTS = {
     "intermediate_size": Change(48, {"mlp_only_layers": [0]}),
     "config": Change("other_moe.json", NO_SIZES | {"config": "one_moe.json"}),
@@ -145,6 +173,22 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+HYBRID_SIZES: dict[str, Any] = (
+    SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 1.0} | DELTA
+)
+HYBRID: dict[str, Any] = MODEL | {
+    "layer_types": ["full_attention"] * 3,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+SPARSE_KEYS = ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+"""Expert settings in Qwen3-Next that Qwen3.5 lacks."""
+
 GROUPED_SIZES = SPARSE_SIZES | {"num_key_value_heads": 4}
 GROUPED = {
     key: change
@@ -173,10 +217,13 @@ WARMUP = {
 }
 TRITON = (
     "linear_float8",
+    "dequantize",
     "rms_norm",
     "add_rms_norm",
     "swiglu",
     "swiglu_halves",
+    "geglu",
+    "oss_swiglu_halves",
     "causal_conv",
     "gated_delta_rule",
     "rope",
@@ -277,6 +324,16 @@ ROWS: dict[str, Row] = {
     "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14}),
     "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
+    "data.feedback": Row(
+        parts.conversations_of,
+        {"paths": ["one.judged"], "validation_fraction": 0.0, "template": "one.jinja"},
+        {
+            "paths": ["*.judged"],
+            "template": Change("other.jinja", {"date": "2024-07-26"}),
+            "date": Change("2025-07-26", {"template": "other.jinja", "date": "2024-07-26"}),
+            "validation_fraction": 0.5,
+        },
+    ),
     "data.preferences": Row(
         parts.conversations_of,
         {"paths": ["one.pairs"], "validation_fraction": 0.0, "template": "one.jinja"},
@@ -324,9 +381,17 @@ ROWS: dict[str, Row] = {
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
             "linear": Change("float8", {"compute": "bfloat16"}),
             "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
+            "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
+            "gather": Change("float8", {"compute": "bfloat16", "linear": "float8"}, runs.planned_gather),
+            "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
+            "frozen_in_compute": Change(
+                ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights
+            ),
         },
     ),
-    "distributed.processes": Row(runs.join_timeouts, {}, {"timeout": 7.0}),
+    "distributed.processes": Row(
+        runs.join_timeouts, {}, {"timeout": 7.0, "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True)}
+    ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_group_norm": Row(
@@ -383,6 +448,26 @@ ROWS: dict[str, Row] = {
     "loss.ipo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.orpo": Row(parts.loss_of, {}, {"beta": 0.5, "nll": "answer"}),
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
+    "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
+    "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
+    "loss.distill": Row(
+        policy.distill_loss_of,
+        {},
+        {"divergence": "reverse", "beta": Change(0.2, {"divergence": "jsd"}), "task_weight": 0.5},
+    ),
+    "data.teacher_logps": Row(policy.teacher_of, {"path": "one_teacher"}, {"path": "other_teacher"}),
+    "loss.grpo": Row(
+        policy.policy_loss_of,
+        {},
+        {
+            "variant": "dapo",
+            "clip_low": 0.9,
+            "clip_high": 3.0,
+            "mean": "tokens",
+            "reference": Change("adapters", refused=True),  # without beta
+            "beta": Change(0.5, {"reference": "adapters", "beta": 0.1}),
+        },
+    ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
@@ -421,6 +506,30 @@ ROWS: dict[str, Row] = {
         },
     ),
     "model.dots1": Row(parts.model_of, SPARSE_SIZES, MODEL | SHARED_EXPERTS),
+    "model.deepseek_v2": Row(
+        parts.model_of,
+        GROUPED_SIZES,
+        {key: change for key, change in LATENT.items() if key not in ("norm_topk_prob", "rope_interleave")}
+        | {
+            "config": config("deepseek_v2"),
+            "n_shared_experts": 3,
+            "mlp_bias": True,
+            "router_aux_loss_coef": 0.5,
+        },
+    ),
+    "model.phi3": Row(
+        parts.model_of,
+        SIZES | {"max_position_embeddings": 64},
+        MODEL
+        | rope_changes(LONG_ONLY, OF_OTHERS)
+        | {
+            "config": config("phi3"),
+            "rope_scaling": LONG,
+            "max_position_embeddings": Change(128, observer=parts.config_of),
+            "partial_rotary_factor": 0.5,
+            "sliding_window": 3,
+        },
+    ),
     "model.deepseek_v3": Row(parts.model_of, GROUPED_SIZES, LATENT | {"config": config("deepseek_v3")}),
     "model.glm4_moe": Row(
         parts.model_of,
@@ -463,21 +572,22 @@ ROWS: dict[str, Row] = {
             "router_z_loss_coef": 0.5,
         },
     ),
-    "model.qwen3_5": Row(
+    "model.qwen3_5": Row(parts.model_of, HYBRID_SIZES, HYBRID | {"config": config("qwen3_5")}),
+    "model.qwen3_5_moe": Row(
         parts.model_of,
-        SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 1.0} | DELTA,
-        MODEL
+        HYBRID_SIZES | SPARSE_SIZES,
+        HYBRID
+        | {key: change for key, change in EXPERTS.items() if key not in SPARSE_KEYS}
         | {
-            "config": config("qwen3_5"),
-            "layer_types": ["full_attention"] * 3,
-            "partial_rotary_factor": 0.5,
-            "attention_bias": True,
-            "linear_conv_kernel_dim": 3,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": 2,
+            "config": config("qwen3_5_moe"),
+            "shared_expert_intermediate_size": 20,
+            "intermediate_size": Change(48, observer=parts.config_of),
         },
+    ),
+    "model.qwen3_next": Row(
+        parts.model_of,
+        HYBRID_SIZES | SPARSE_SIZES,
+        HYBRID | EXPERTS | {"config": config("qwen3_next"), "shared_expert_intermediate_size": 20},
     ),
     "model.granite": Row(
         parts.model_of,
@@ -551,7 +661,13 @@ ROWS: dict[str, Row] = {
     "optim.stochastic_adamw": Row(
         parts.weights_after_steps,
         {"lr": 0.01},
-        BETAS | GROUPS | BETAS_OF_GROUP | VARIANTS | {"state_dtype": "float32"},
+        BETAS
+        | GROUPS
+        | BETAS_OF_GROUP
+        | VARIANTS
+        | {"state_dtype": "float32", "split_master_weights": True}
+        | {"states": Change("host", {"slot_bytes": 6}, parts.memory_of_optimizer)}
+        | {"slot_bytes": Change(4, {"states": "host"}, parts.memory_of_optimizer)},
     ),
     "phases.budget": Row(parts.reasons_to_stop, {"tokens": 200}, {"tokens": 100, "minutes": 1.0}),
     "phases.divergence": Row(parts.end_after_lost_steps, {"steps": 2, "factor": 2.0}, {"steps": 3, "factor": 3.0}),
@@ -559,6 +675,47 @@ ROWS: dict[str, Row] = {
         parts.reasons_to_stop, {}, {"metric": "loss", "patience": 1, "min_change": 0.5, "best_is": "highest"}
     ),
     "phases.ema": Row(parts.average_weights, {}, {"decay": 0.5}),
+    "phases.advantages": Row(
+        policy.advantages_of,
+        {},
+        {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
+    ),
+    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3}),
+    "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
+    "rewards.code": Row(
+        policy.scores_of,
+        {"seconds": 5.0},
+        {
+            "weight": 2.0,
+            "key": "wrong",
+            "seconds": Change(0.5, {"key": "more"}),
+            "memory": 0.05,
+            "parallel": Change(0, refused=True),
+        },
+    ),
+    "rewards.exact_match": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other"}),
+    "rewards.json_schema": Row(
+        policy.scores_of, {"json_schema": {"type": "array"}}, {"weight": 2.0, "json_schema": {"type": "number"}}
+    ),
+    "rewards.length": Row(
+        policy.scores_of, {"max_tokens": 6, "buffer": 2}, {"weight": 2.0, "max_tokens": 7, "buffer": 1}
+    ),
+    "rewards.math_equal": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other", "tolerance": 0.1}),
+    "rewards.regex": Row(policy.scores_of, {"pattern": "1"}, {"weight": 2.0, "pattern": "3"}),
+    "rollouts.stages": Row(policy.completions_of, {"max_tokens": 4}, {"max_tokens": 5, "exact": True}),
+    "data.prompt_collator": Row(
+        policy.encode_prompts,
+        {},
+        {
+            "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
+            "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+        },
+    ),
+    "data.sort_digits": Row(
+        policy.digits_of,
+        {"examples_drawn": 40},
+        {"digits": 3, "examples_drawn": 50, "validation_fraction": 0.9},
+    ),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY | {"at_start": True}),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
@@ -610,6 +767,7 @@ ROWS: dict[str, Row] = {
             "recompute": Change("blocks", observer=runs.count_recomputations),
             "compile": Change(True, observer=runs.count_compilations),
             "capture": Change(True, observer=runs.captures_cuda_graphs),
+            "offload": Change(True, observer=runs.bytes_in_host_memory),
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),

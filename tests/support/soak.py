@@ -1,8 +1,8 @@
 """
 Runs that are killed at random moments, repeatedly, until they complete.
 
-One process imports everything and forks each life of a run. A life reports in shared memory its phase, the step that it
-restored, and the step that it has certainly committed.
+One process imports everything and forks each life of a run. A life reports in shared memory its phase, its restored
+step, and the newest step it has certainly committed.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Job:
         return f"{self.ranks}-{mesh}-{self.staging}-{self.mutation}"
 
     def command(self, name: str) -> list[str]:
-        """Return the command line that a user would type."""
+        """Return a user's command line."""
         return [
             *("run", "tiny.toml", f"run.name={name}", f"trainer.steps={STEPS}", "trainer.on_finish=[]"),
             *("checkpoint.every=3", f"checkpoint.keep={KEEP}", "evaluate.every=7"),
@@ -104,7 +104,7 @@ class Findings:
 
 def soak(folder: Path, jobs: list[Job], kills: int, seed: int, seconds: float, wanted: str = "") -> Findings:
     """
-    Kill runs of these jobs in turn, for this many kills or seconds, or until a fault of the wanted kind appears; then
+    Kill runs of these jobs in turn, for this many kills or seconds, or until the wanted kind of fault appears; then
     complete the last ones. Runs in a separate process.
     """
     os.chdir(folder)
@@ -154,7 +154,7 @@ def crash_loop(folder: Path, job: Job, times: int, seed: int) -> Findings:
 
 
 def _warm() -> None:
-    """Import all modules that a run needs, so that forks have them at once."""
+    """Import all modules of a run, so that forks have them at once."""
     import torch._dynamo
 
     torch.set_num_threads(1)
@@ -212,7 +212,7 @@ def _kill(life: "_Life", only: int | None, findings: Findings) -> None:
 
 
 def _check_life(name: str, run: Path, life: "_Life", committed: int, findings: Findings) -> None:
-    """Check the step that a life restored, and the checkpoints that it left."""
+    """Check a life's restored step, and the checkpoints it left."""
     for rank, restored in enumerate(life.steps_restored()):
         if restored not in (-1,) and restored < committed:
             findings.lost.append(f"{name}: rank {rank} restored step {restored}, and {committed} was committed")
@@ -230,7 +230,7 @@ def _check_life(name: str, run: Path, life: "_Life", committed: int, findings: F
 
 
 def _result(run: Path) -> bytes:
-    """Return everything that must be bitwise equal: every step's metrics, and every file of the last checkpoint."""
+    """Return everything to compare bitwise: every step's metrics, and every file of the last checkpoint."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = json.dumps([[row.get(name) for name in SAME] for row in rows]).encode()
     last = sorted((run / "checkpoints" / f"step-{STEPS}").glob("rank-*"))
@@ -294,7 +294,7 @@ class _Life:
         return [NUMBERS.unpack_from(self._memory, rank * NUMBERS.size)[2] for rank in range(len(self.children))]
 
     def last_commit(self) -> int:
-        """Return the newest step that this life has certainly committed."""
+        """Return the newest step certainly committed in this life."""
         return int(NUMBERS.unpack_from(self._memory, 0)[3])
 
     def _fork(self, job: Job, rank: int, port: int) -> int:
@@ -308,7 +308,7 @@ class _Life:
 
 
 def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
-    """The main function of one process."""
+    """Return the main function of one process."""
     if job.ranks > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -327,7 +327,7 @@ def _live(job: Job, name: str, rank: int, port: int, watch: "_Watch") -> int:
 
 @attrs.frozen
 class _Watch:
-    """A recorder in memory that the process's killer can read."""
+    """A recorder in memory, readable by the process's killer."""
 
     memory: mmap.mmap
     place: int
@@ -337,7 +337,7 @@ class _Watch:
         for owner, name, phase in (
             (Checkpointer, "restore", "load"),
             (Trainer, "_run_step", "train"),
-            (ShardPlan, "take", "copy"),
+            (ShardPlan, "take_snapshot", "copy"),
             (writing, "write_rank", "write"),
             (writing, "commit", "commit"),
             (durable_files, "rename", "rename"),

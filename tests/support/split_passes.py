@@ -1,4 +1,4 @@
-"""Backward in one pass and in two, and a watch on the tensors that they leave."""
+"""Backward in one pass and in two, and a watch on the tensors they leave."""
 
 import gc
 import weakref
@@ -51,7 +51,7 @@ def have_no_grads(tensors: list[Any]) -> bool:
 
 
 def go_backward(outputs: tuple[Any, ...], grads: Grads) -> None:
-    """Run torch's own backward pass from the outputs that have a gradient."""
+    """Run torch's own backward pass from the outputs with a gradient."""
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
@@ -65,7 +65,7 @@ def in_one(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
 
 
 def split_of(stage: nn.Module, inputs: list[Any]) -> tuple[SplitBackward, tuple[Any, ...]]:
-    """Return a forward pass that can go backward in two, and its outputs."""
+    """Return a forward pass whose backward pass can be split, and its outputs."""
     split = SplitBackward()
     with split.forward():
         return split, run_forward(stage, inputs)
@@ -82,7 +82,7 @@ def in_two(stage: nn.Module, inputs: list[Any]) -> tuple[Grads, Grads]:
 
 
 def assert_same_grads(first: tuple[Grads, Grads], second: tuple[Grads, Grads]) -> None:
-    """Assert that all gradients are bitwise the same, or missing in both."""
+    """Assert that all gradients are bitwise equal, or missing in both."""
     pairs = [pair for ours, expected in zip(first, second, strict=True) for pair in zip(ours, expected, strict=True)]
     assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
     assert all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
@@ -104,11 +104,11 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Mark:
-    """An object that lives as long as its holder."""
+    """An object with the lifetime of its holder."""
 
 
 class Watch:
-    """Tensors and graph nodes that should die by their reference counts alone."""
+    """Tensors and graph nodes to be freed by their reference counts alone."""
 
     def __init__(self, stage: nn.Module) -> None:
         self._alive: list[weakref.ref[Any]] = []
@@ -134,5 +134,5 @@ class Watch:
                     self._alive.append(weakref.ref(mark))
 
     def living(self) -> int:
-        """Count those that still live."""
+        """Count the tensors and nodes still alive."""
         return sum(reference() is not None for reference in self._alive)

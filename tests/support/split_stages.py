@@ -1,4 +1,4 @@
-"""Stages that are hard to take backward in two passes, each built from our linear layers or torch's."""
+"""Stages that are hard to split into two backward passes, each built from our linear layers or torch's."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -314,7 +314,7 @@ STAGES: dict[str, tuple[Make, Sequence[str | None]]] = {
 
 
 def re_entrant(ops: Ops) -> Stage:
-    """Return a stage that recomputes in a way that can't be split."""
+    """Return a stage with recomputation that cannot be split."""
     return _make_recomputed(Parts(ops), use_reentrant=True)
 
 

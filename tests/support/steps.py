@@ -14,7 +14,7 @@ from drawloom.components.state.step_state import StepState
 
 
 class Arrival:
-    """A CUDA event that counts how often the host waited for it; before that it has not happened."""
+    """A CUDA event for counting how often the host waited for it; before a wait it has not happened."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -38,14 +38,14 @@ class LateState(StepState):
         return True
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
-        """Copy at once, with an event that has not happened."""
+        """Copy at once, with a pending event."""
         arrival: Any = Arrival()
         self.arrivals.append(arrival)
         return HostCopy({name: tensor.clone() for name, tensor in tensors.items()}, arrival)
 
 
 def late(step: Step) -> LateState:
-    """Return the state of a step that was made with a LateState."""
+    """Return the LateState of a step."""
     if not isinstance(step.state, LateState):
         raise TypeError("the step's state is not late")
     return step.state
@@ -77,7 +77,7 @@ def losses_of(total: float, weight: float) -> dict[str, Any]:
 def make_skipped_step(
     index: int, total: int, reason: str = "the loss is nan", state: Mapping[str, Any] | None = None
 ) -> Step:
-    """Return a step that a phase has skipped."""
+    """Return a step skipped by a phase."""
     step = Step(index, total, state or {})
     step.skip(reason)
     return step

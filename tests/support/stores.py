@@ -75,7 +75,7 @@ PARTS = [Texts(tuple(f"text {number} {shard} " * 50 for number in range(40)), f"
 
 @attrs.frozen(repr=False)
 class Around:
-    """A part that acts before each document; its repr is the inner part's."""
+    """A part with an action before each document; its repr is the inner part's."""
 
     part: Texts
 
@@ -134,7 +134,7 @@ def make_slowly(folder: Path) -> None:
 
 @attrs.frozen
 class Deadly:
-    """A part that kills the process that reads it."""
+    """A part that kills the process reading it."""
 
     size: int = 1
 

@@ -1,4 +1,4 @@
-"""Counts of what makes a source hard to follow, for `make figures`: sites by kind."""
+"""Counts of constructs that make a source hard to follow, for `make figures`: sites by kind."""
 
 import ast
 import io
@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def code_lines(text: str) -> int:
-    """Return the number of lines of a module that hold code: no blanks, comments and docstrings."""
+    """Return the number of code lines in a module: no blanks, comments and docstrings."""
     docstrings = {line for node in _docstrings(ast.parse(text)) for line in range(node.lineno, _end(node) + 1)}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -52,7 +52,7 @@ def undeclared_attributes(trees: Mapping[Path, ast.Module]) -> list[str]:
 
 
 def unpacked_tuples(trees: Mapping[Path, ast.Module]) -> list[str]:
-    """Return where a tuple is unpacked into the positional parameters of a function of ours that takes no `*`."""
+    """Return where a tuple is unpacked into positional parameters of our functions without `*`."""
     variadic: dict[str, set[bool]] = defaultdict(set)
     for tree in trees.values():
         for name, takes_all in _callables(tree):
@@ -72,7 +72,7 @@ def _site(path: Path, node: ast.AST) -> str:
 
 
 def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
-    """Yield the strings that stand as statements: docstrings of modules, classes, functions and constants."""
+    """Yield the string statements: docstrings of modules, classes, functions and constants."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node
@@ -107,13 +107,13 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _list_imports(tree: ast.Module) -> set[str]:
-    """Return the names that plain imports bind, such as `os`: their members differ by release or platform."""
+    """Return the names bound by plain imports, such as `os`: their members differ by release or platform."""
     aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     return {alias.asname or alias.name.split(".")[0] for alias in aliases}
 
 
 def _optional_read(node: ast.AST) -> tuple[str, str] | None:
-    """Return the first name of the object and the attribute that `getattr` with a default, or `hasattr`, reads."""
+    """Return the object's first name and the attribute read by `getattr` with a default, or by `hasattr`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return None
     if (node.func.id, len(node.args)) not in (("getattr", 3), ("hasattr", 2)):
@@ -125,7 +125,7 @@ def _optional_read(node: ast.AST) -> tuple[str, str] | None:
 
 
 def _callables(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """Yield the names of functions and classes, and whether they take any number of positional arguments."""
+    """Yield function and class names, and whether they take any number of positional arguments."""
     for node in ast.walk(tree):
         if isinstance(node, Function):
             yield node.name, node.args.vararg is not None

@@ -1,4 +1,4 @@
-"""The harness that runs several processes."""
+"""The harness for several processes."""
 
 import os
 import signal
@@ -61,14 +61,14 @@ def test_traceback_from_rank_is_raised() -> None:
     assert caught.value.values == {0: "fine"}
 
 
-def test_error_names_killed_rank() -> None:
-    """A rank that dies silently is reported with its exit code."""
+def test_error_names_the_killed_rank() -> None:
+    """A silently killed rank is reported with its exit code."""
     with pytest.raises(RanksFailedError, match="rank 1: died with exit code -9"):
         run_ranks(_die_on_rank_1, 2)
 
 
 def test_no_process_survives_timeout(tmp_path: object) -> None:
-    """Processes that hang are killed with their children."""
+    """Hanging processes are killed with their children."""
     file = f"{tmp_path}/pids"
     with pytest.raises(RanksFailedError, match="not done after 1"):
         run_ranks(_sleep, 2, file, timeout=1)

@@ -12,7 +12,7 @@ V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 def make_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Any:
-    """Return one of torch's schedules, with only the attributes that orders need."""
+    """Return one of torch's schedules, with only the attributes needed for its orders."""
     cls = getattr(schedules, name)
     schedule = cls.__new__(cls)
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = ranks, stages_per_rank, microbatches

@@ -19,10 +19,10 @@ CHANGING = (
 
 def run_disturbed(work: Callable[[], object], call: str, number: int, outcome: str) -> tuple[int, bool]:
     """
-    Do work in a fork of this process, and end its n-th call of this name as `outcome` says: `signal=SIGKILL`,
+    Do work in a fork of this process, and end its n-th call with this name by `outcome`: `signal=SIGKILL`,
     `error=ENOSPC`.
 
-    Return its exit code, and whether it reached that call. Each thread counts its own calls.
+    Return its exit code, and whether it reached the call. Each thread counts its own calls.
     """
     ready, go = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Trainable parameters that implement the port, without stages."""
+"""Trainable parameters implementing the port, without stages."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drawloom.components.ports.parameter_roles import Role, default_role
 
 MATRIX_AND_VECTOR = {"matrix": (3, 4), "vector": (4,)}
 
@@ -36,6 +38,9 @@ class Weights:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.named_parameters() if name not in self._others]

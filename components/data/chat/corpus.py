@@ -27,6 +27,7 @@ class ChatCorpus:
     """File lines, rendered by a chat template into documents with a loss weight per token."""
 
     kind: ClassVar[str] = "conversation"
+    label: ClassVar[str] = "label"
 
     tokenizer: ChatTokenizer
     paths: list[str] = setting(
@@ -54,8 +55,12 @@ class ChatCorpus:
         """
 
     @abstractmethod
-    def nothing_trained(self) -> str:
+    def nothing_trained_message(self) -> str:
         """Return the message for a corpus without a trained token."""
+
+    def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
+        """Return a split's documents from those of its lines: by default the same."""
+        return documents
 
     def check_machine(self) -> None:
         """
@@ -73,8 +78,8 @@ class ChatCorpus:
             self._untrained += not kept
             rows[split_of(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
-            raise UserError(f"paths: {self.nothing_trained()}")
-        self._splits = {split: self._join(documents, split) for split, documents in rows.items()}
+            raise UserError(f"paths: {self.nothing_trained_message()}")
+        self._splits = {split: self._join(self.arrange(documents, split), split) for split, documents in rows.items()}
         self._report(sum(map(len, rows.values())))
 
     def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
@@ -129,12 +134,16 @@ class ChatCorpus:
         dtype = id_dtype(self.vocab_size)
         weights = [row.weights for row in rows]
         references = [row.reference for row in rows if row.reference is not None]
+        labels = [row.label for row in rows if row.label is not None]
         if len(references) not in (0, len(rows)):
             raise UserError(
                 f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; give all of them one, or none"
             )
+        if len(labels) not in (0, len(rows)):
+            text = f"{len(labels)} of {len(rows)} {self.kind}s have a {self.label}"
+            raise UserError(f"paths: {text}; give all of them one, or none")
         name = f"{split} {self.kind}"
-        return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, name=name)
+        return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, labels or None, name)
 
     def _report(self, rows: int) -> None:
         splits = self._splits.values()

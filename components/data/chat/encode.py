@@ -19,13 +19,15 @@ class Encoded:
     Encoded document. ids: int32 (tokens,); weights: float32 (tokens,), token weights as targets.
 
     `straddles` is true if the whole text encodes to other ids, because a token crosses two parts. `reference` is
-    the log-probability of the trained tokens under another model, if the data have one.
+    the log-probability of the trained tokens under another model, if the data have one. `label` is a number for the
+    loss, such as a margin.
     """
 
     ids: np.ndarray
     weights: np.ndarray
     straddles: bool = False
     reference: float | None = None
+    label: float | None = None
 
 
 def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequence[Message], tools: Any) -> Encoded:

@@ -54,7 +54,9 @@ def environment(date: str | None) -> Any:
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"{name!r} can't be kept in a namespace")
+                raise jinja2.exceptions.SecurityError(
+                    f"the namespace attribute {name!r} begins with an underscore; give it another name"
+                )
             super().__setitem__(name, value)
 
     sandbox = ImmutableSandboxedEnvironment(

@@ -7,7 +7,7 @@ Documents are packed in runs with `RUN` documents, and many runs at once: one nu
 import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import cut, gather_rows, group_documents, select_documents
+from drawloom.components.data.packing.groups import gather_rows, group_documents, select_documents, split_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
@@ -27,7 +27,7 @@ class FirstFit(PackedRows):
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group documents by first-fit; lengths: (documents,)."""
-        return group_documents(lengths, cut(select_documents(lengths, order)), self.length, first_fit)
+        return group_documents(lengths, split_order(select_documents(lengths, order)), self.length, first_fit)
 
 
 def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -115,8 +115,8 @@ def select_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarr
     return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
 
 
-def cut(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Split document numbers, (documents,), into blocks with BLOCK documents."""
+def split_order(order: np.ndarray) -> Iterator[np.ndarray]:
+    """Split document numbers, (documents,), into blocks with BLOCK documents; the last block may be shorter."""
     return (order[start : start + BLOCK] for start in range(0, len(order), BLOCK))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import cut, group_documents, select_documents
+from drawloom.components.data.packing.groups import group_documents, select_documents, split_order
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.graph import component
@@ -15,7 +15,7 @@ class Padded(PackedRows):
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group every document alone; lengths: (documents,)."""
-        return group_documents(lengths, cut(select_documents(lengths, order)), self.length, one_each)
+        return group_documents(lengths, split_order(select_documents(lengths, order)), self.length, one_each)
 
 
 def one_each(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -77,20 +77,21 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
     Return a batch with these pieces, packed from the left, with rows padded by `pad`.
 
     Pieces have their own positions and document ids, and so does the padding. The target for a piece's last token is
-    the document's next token, if there is one. `reference` has a document's value at its first token; it is None
-    unless every document has one.
+    the document's next token, if there is one. `reference` and `labels` have a document's value at its first
+    token; they are None unless every document has one.
     """
     tokens = np.full((len(rows), length), pad, np.int64)
     targets = np.full((len(rows), length), IGNORE_INDEX, np.int64)
     weights = np.zeros((len(rows), length), np.float32)
     starts = np.zeros((len(rows), length), np.int64)  # 1 where a piece or the padding begins
     references = np.zeros((len(rows), length), np.float64)
-    has_references, padding = any(rows), 0
+    labels = np.zeros((len(rows), length), np.float32)
+    has_references, has_labels, padding = any(rows), any(rows), 0
     for row, pieces in enumerate(rows):
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids, own_weights, reference = _read(documents, document, first, last + 1)
+            ids, own_weights, reference, label = _read(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
@@ -98,6 +99,8 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
             starts[row, begin] = 1
             has_references = has_references and reference is not None
             references[row, begin] = reference or 0
+            has_labels = has_labels and label is not None
+            labels[row, begin] = label or 0
             begin = end
         starts[row, begin : begin + 1] = 1
         padding += length - begin
@@ -110,6 +113,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
         document_ids=np.cumsum(starts, axis=1) - 1,
         weights=weights,
         reference=references if has_references else None,
+        labels=labels if has_labels else None,
         padding=padding,
     )
 

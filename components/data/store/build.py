@@ -53,7 +53,7 @@ def build(
     `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder
     has other content.
     """
-    plan = plan_of(parts, tokenizer)
+    plan = describe_input(parts, tokenizer)
     with lock_folder(folder, say) as lock:
         try:
             if not _is_complete(folder, plan):
@@ -66,7 +66,7 @@ def build(
     return Store.open(folder)
 
 
-def plan_of(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
     """Describe a store's input; equal parts and tokenizers have equal plans."""
     inputs = hashlib.sha256()
     for part in parts:
@@ -163,7 +163,7 @@ def _write_shards(
     missing = {number: part for number, part in enumerate(parts) if not _is_complete_shard(folder, number, plan)}
     sizes = {number: part.size for number, part in missing.items()}
     complete = sum(part.size for part in parts) - sum(sizes.values())
-    processes.run(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
+    processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
     replace_file(folder / STORE, index_text({**plan, "fingerprint": fingerprint_of(shards), "shards": counts}))

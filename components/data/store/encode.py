@@ -45,7 +45,7 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
+def split_text(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
     Cut a long text into pieces with the whole text's ids; `encode` returns ids (tokens,).
 
@@ -80,7 +80,7 @@ def _can_be_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> boo
 def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     try:
         if len(batch) == 1 and len(batch[0].text) > BATCH:
-            return [np.concatenate([tokenizer.encode(piece) for piece in pieces(batch[0].text, tokenizer.encode)])]
+            return [np.concatenate([tokenizer.encode(piece) for piece in split_text(batch[0].text, tokenizer.encode)])]
         return tokenizer.encode_batch([document.text for document in batch])
     except UserError as error:
         first, last = batch[0], batch[-1]

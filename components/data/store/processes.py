@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 TICK = 1.0  # seconds between checks of the progress
 
 
-def run(
+def tokenize_parts(
     folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
 ) -> None:
     """

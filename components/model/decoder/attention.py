@@ -1,6 +1,6 @@
 """Causal self-attention of a decoder layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import AttentionSpec
-from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
+from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm, multiplies_in_float8
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
@@ -48,7 +48,7 @@ class Attention(TensorParallel):
         """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
         shape = context.documents.shape
         hidden = self.ranks.gather_tokens(hidden, shape)
-        q, k, v = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        q, k, v = self._project(hidden)
         if self.spec.gate:
             q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
@@ -68,6 +68,18 @@ class Attention(TensorParallel):
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"sinks": Role(False, "normal")}
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        if self.joint_layers():
+            weights = [layer.weight for layer in layers]
+            return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
+        return tuple(layer(hidden) for layer in layers)
+
+    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+        layers = self.q_proj, self.k_proj, self.v_proj
+        return [layers] if all(map(multiplies_in_float8, layers)) else []
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Norm queries (rows, length, heads, head_dim) and keys by head, and rotate them, as the specification says."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +14,20 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import DecoderConfig, num_experts, size, tensor_faults
-from drawloom.components.model.decoder.hugging_face import Family, config_of, config_path, read_config
+from drawloom.components.model.decoder.hugging_face import (
+    Family,
+    config_of,
+    config_path,
+    config_within,
+    read_config,
+    read_json,
+)
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.model import CausalLM, attention_among
-from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.decoder.model import CausalLM
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, rope_context_faults
 from drawloom.components.model.decoder.settings import choose_architecture, faults
+from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
+from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
     Split,
@@ -52,7 +61,7 @@ def fill_with_initial_weights(
     part_of: TensorSlice | None = None,
 ) -> None:
     """
-    Fill a parameter of any shape and floating-point dtype, or the slice `part_of` of one, in place by its role.
+    Fill a parameter (any shape, any floating-point dtype), or its slice `part_of`, in place by its role.
 
     Normal random numbers have the standard deviation `std`. The outputs of 2 * layers matrices are added to the
     residual stream; their standard deviation is divided by sqrt(2 * layers), so that the stream does not grow with
@@ -74,7 +83,7 @@ def fill_with_initial_weights(
 
 @inherited
 class DecoderBuilder:
-    """Builder of a decoder, with sizes from settings or from a Hugging Face `config.json`."""
+    """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
 
     family: ClassVar[Family]
     layers_keep_shapes: ClassVar[bool] = True
@@ -152,7 +161,7 @@ class DecoderBuilder:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield problems of settings that are missing or contradict one another."""
+        """Yield problems with settings that are missing or contradict one another."""
         for fault in faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
             yield node.problem(fault.key, fault.why, fault.instead)
 
@@ -168,8 +177,10 @@ class DecoderBuilder:
     @classmethod
     def context_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        if rope and rope.rope_type == "dynamic":
-            yield "dynamic positions depend on the length of whole rows"
+        if rope is None and (config := node.settings["config"]) is not None:
+            with suppress(UserError):  # a problem of its own
+                rope = read_config(cls.family, config).rope_scaling
+        yield from rope_context_faults(rope)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -191,9 +202,9 @@ class DecoderBuilder:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
-        """Return a stronger impact for max_position_embeddings if dynamic positions depend on it."""
+        """Return a stronger impact for max_position_embeddings if rotary positions depend on it."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type == "dynamic" else None
+        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
 
     def check_machine(self) -> None:
         """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
@@ -209,7 +220,7 @@ class DecoderBuilder:
 
     @property
     def split(self) -> Split | None:
-        """The split of the vocabulary into a table and new tokens: the tokenizer's last ids, or ids after the table."""
+        """The vocabulary's split into a table and new tokens: the tokenizer's last ids, or ids after the table."""
         if not self.new_tokens:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
@@ -235,6 +246,7 @@ class DecoderBuilder:
 
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
+        name_joined_layers(module, self.family.mapper, self.architecture)
         return module if self.split is None else part(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -251,6 +263,13 @@ class DecoderBuilder:
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return config_of(self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id)
+
+    def config_within(self, path: Path) -> dict[str, Any]:
+        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
+        return config_within(self.family, path, written, self.hugging_face_config())
+
+    def prefix_within(self, path: Path) -> str:
+        return self.family.nested_types.get(str(read_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
         names = [*persistent_tensors(self.whole_module())]
@@ -270,8 +289,21 @@ class DecoderBuilder:
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
 
 
+def name_joined_layers(
+    module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
+) -> None:
+    """Set `joined_name` in a span's linear layers that a family's mapper joins with others."""
+    # Experts are many, and no linear layers.
+    names = [name for name, _ in module.named_parameters() if ".experts." not in name]
+    for group in mapper(names, architecture).groups:
+        for name in group.inputs if len(group.inputs) > 1 else ():
+            layer = module.get_submodule(name.rpartition(".")[0])
+            if isinstance(layer, Linear):
+                layer.joined_name = group.outputs[0].rpartition(".")[0]
+
+
 def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Return the operations of a whole model, which may be on the meta device."""
+    """Return a whole model's operations, which may be on the meta device."""
     shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
     by_parameter = {}
     for name, role in parameter_roles(whole):
@@ -280,7 +312,11 @@ def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops
         if name in shapes and products:
             by_parameter[name] = 2.0 * shapes[name] * products
     per_pair: Counter[int | None] = Counter()
+    per_token = 0.0
     for layer in range(architecture.num_hidden_layers):
-        if (attention := attention_among(architecture.branches_of(layer))) is not None:
-            per_pair[attention.window] += attention.pair_flops
-    return ForwardFlops(by_parameter, {window: float(flops) for window, flops in per_pair.items()})
+        for branch in architecture.branches_of(layer):
+            if isinstance(branch.spec, MixerSpec):
+                per_pair[branch.spec.window] += branch.spec.pair_flops
+            elif isinstance(branch.spec, DeltaSpec):
+                per_token += branch.spec.token_flops
+    return ForwardFlops(by_parameter, {window: float(flops) for window, flops in per_pair.items()}, per_token)

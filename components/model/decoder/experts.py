@@ -1,6 +1,7 @@
 """Mixture of experts: a router, and the experts that it sends tokens to."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,17 @@ from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
+from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.model import QuantizableLayer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
+
+
+class SharedGate(Linear):
+    """Projection to one number by token, which is too narrow for float8."""
+
+    supports_float8: ClassVar[bool] = False
 
 
 class SparseMoeBlock(nn.Module):
@@ -21,12 +30,13 @@ class SparseMoeBlock(nn.Module):
     Sum over a token's experts of probability * down(silu(gate(x)) * up(x)); each rank routes its own tokens.
 
     With `shared_width`, the output of a feed-forward network that all tokens visit is added (Dai et al. 2024,
-    DeepSeekMoE, arXiv 2401.06066). Modules and parameters carry the names of transformers 5.
+    DeepSeekMoE, arXiv 2401.06066), with `shared_gate` times the sigmoid of a number by token. Modules and parameters
+    carry the names of transformers 5.
     """
 
     def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
-        self.router_name = spec.router
+        self.spec = spec
         router = Router(
             architecture.hidden_size,
             spec.experts,
@@ -38,9 +48,10 @@ class SparseMoeBlock(nn.Module):
         )
         self.add_module(spec.router, router)
         self.experts = Experts(architecture.hidden_size, spec, kernels)
-        self.has_shared = spec.shared_width > 0
-        if self.has_shared:
-            self.shared_experts = GatedMlp(architecture, MlpSpec(width=spec.shared_width), kernels)
+        if spec.shared_width:
+            self.add_module(spec.shared, GatedMlp(architecture, MlpSpec(width=spec.shared_width), kernels))
+        if spec.shared_gate:
+            self.shared_expert_gate = SharedGate(architecture.hidden_size, 1, kernels, style="whole")
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """
@@ -48,11 +59,14 @@ class SparseMoeBlock(nn.Module):
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self.get_submodule(self.router_name)(hidden, context.weights)
+        chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights)
         tokens, choices, scale = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
         # The view of the experts' output is made here, since FSDP warns of modules that return views.
         mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
-        return mixed + self.shared_experts(hidden) if self.has_shared else mixed
+        if not self.spec.shared_width:
+            return mixed
+        shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
+        return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
 
 def _is_used(here: Dispatched) -> Tensor:
@@ -60,11 +74,13 @@ def _is_used(here: Dispatched) -> Tensor:
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
-class Experts(ExpertParallel):
+class Experts(ExpertParallel, QuantizableLayer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
     """
+
+    quantizable: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
 
     def __init__(self, width: int, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
@@ -113,11 +129,14 @@ class Experts(ExpertParallel):
         return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
 
     def _biases(self, name: str, here: Dispatched) -> Tensor:
-        """Return the bias of each row's expert, (rows, outputs), and zeros for unused rows."""
+        """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
         rows = torch.arange(len(here.rows), device=here.rows.device)
         expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
         return self.kernels.embedding(expert, getattr(self, name)).where(_is_used(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
-        return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)
+        weight = getattr(self, name)
+        if (weight_format := self.weight_formats.get(name)) is not None:
+            return self.kernels.multiply_quantized_experts(rows, weight, weight_format, ends)
+        return self.kernels.grouped_gemm(rows, weight, ends, transposed=True)

@@ -1,4 +1,4 @@
-"""Config and settings of DeepSeek-V3's experts: groups, a balancing bias, and shared experts (arXiv 2412.19437)."""
+"""Config and settings for DeepSeek's experts: groups, a balancing bias, and shared experts (arXiv 2412.19437)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,30 +14,15 @@ from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import above, at_least, inherited, setting
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class GroupedExpertsConfig(MoeConfig):
-    """Config of routed experts in groups and shared experts in all layers but the first."""
+    """Config for routed experts in groups and shared experts in all layers but the first."""
 
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
     n_group: int = 1
     topk_group: int = 1
     first_k_dense_replace: int = config_key(COUNT, 0)
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores, of logits in float32, and a balancing bias."""
-        return Routing(
-            scoring_func="sigmoid",
-            bias=True,
-            norm_topk_prob=self.norm_topk_prob,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            wide_logits=True,
-        )
 
     @property
     def shared_width(self) -> int:
@@ -48,7 +33,7 @@ class GroupedExpertsConfig(MoeConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of expert groups, and of a config without a layer with experts."""
+        """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().faults(given)
         layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
@@ -56,6 +41,27 @@ class GroupedExpertsConfig(MoeConfig):
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
         yield from missing_size(given, range(dense))
         yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class SigmoidExpertsConfig(GroupedExpertsConfig):
+    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias balances."""
+
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
+
+    @property
+    def routing(self) -> Routing:
+        """Routing by sigmoid scores, with float32 logits and a balancing bias."""
+        return Routing(
+            scoring_func="sigmoid",
+            bias=True,
+            norm_topk_prob=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            wide_logits=True,
+        )
 
 
 def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
@@ -78,7 +84,7 @@ RENAMED = {"num_experts": "n_routed_experts"}
 
 @inherited
 class GroupedExpertsBuilder(DecoderBuilder):
-    """Builder of a decoder with the experts of DeepSeek-V3; the phase `phases.router_bias` balances them."""
+    """Builder for a decoder with experts in groups."""
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
@@ -100,11 +106,6 @@ class GroupedExpertsBuilder(DecoderBuilder):
     )
     first_k_dense_replace: int | None = setting(
         default=None, check=at_least(0), doc="number of first layers without experts; default: 0"
-    )
-    norm_topk_prob: bool | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="normalise the scores of a token's experts to a sum of 1; default: true",
     )
     routed_scaling_factor: float | None = setting(
         default=None,
@@ -132,4 +133,15 @@ class GroupedExpertsBuilder(DecoderBuilder):
         check=at_least(0),
         impact="changes_training",
         doc="router z-loss coefficient, to keep the router's logits small; default: the config's, or 0",
+    )
+
+
+@inherited
+class SigmoidExpertsBuilder(GroupedExpertsBuilder):
+    """Builder for a decoder with DeepSeek-V3's experts; the phase `phases.router_bias` balances them."""
+
+    norm_topk_prob: bool | None = setting(
+        default=None,
+        impact="changes_training",
+        doc="normalise the scores of a token's experts to a sum of 1; default: true",
     )

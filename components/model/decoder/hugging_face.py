@@ -1,4 +1,4 @@
-"""Decoders in Hugging Face's form: names of parameters, and reading and writing of `config.json`."""
+"""Decoders in Hugging Face's form: parameter names, and reading and writing `config.json`."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from drawloom.graph import UserError
 
 
 def decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper from parameters of these names to the tensors of files."""
+    """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
     return parallel(*(_mapper_of(name, count) for name in names))
 
@@ -49,14 +49,15 @@ class Family:
     """
     Family of models: its component's name, its config class, and its keys in a `config.json`.
 
-    `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
+    `needed` are settings without a default; `hf_defaults` are transformers' defaults for a config's keys, where they
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
-    `nullable` are keys that may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a
-    config may leave out the sizes of heads. Files may have `model_type` or one of `other_types`. `read` converts a
-    `config.json` to the keys of the config class, before defaults are filled in, and raises ValueError, with a reason
-    that follows the path, for a config that can't be built; `write` is its inverse, for a complete `config.json`.
-    `mapper` maps parameters to the tensors of files; `ignored` are patterns (fnmatch) of tensors in files that are not
-    loaded, in which {layers} is the number of layers.
+    `nullable` keys may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a config may
+    leave out head sizes. Files may have `model_type` or one of `other_types`; multimodal models with `nested_types`
+    have such a config as `text_config`, and map to the decoder's prefix in the model that transformers builds for
+    causal language modeling. `read` converts a `config.json` to the config class's keys, before defaults are filled in,
+    and raises ValueError, with a reason that follows the path, for a config that can't be built; `write` is its
+    inverse, for a complete `config.json`. `mapper` maps parameters to tensors in files; `ignored` are patterns
+    (fnmatch) for tensors that are not loaded, in which {layers} is the number of layers.
     """
 
     component: str
@@ -71,6 +72,7 @@ class Family:
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
+    nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
     read: Callable[[dict[str, Any]], dict[str, Any]] = _same
     write: Callable[[dict[str, Any]], dict[str, Any]] = _same
@@ -78,12 +80,12 @@ class Family:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a `config.json` except the scaling of rotary positions, which has two forms."""
+        """The keys in a `config.json` except rotary scaling, which has two forms."""
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
     def settings(self) -> list[str]:
-        """The names of the settings that a config sets."""
+        """The settings that a config sets, by name."""
         return [*self.keys, "rope_scaling", "rope_parameters"]
 
 
@@ -98,7 +100,7 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 
 def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
-    """Return the `config.json` of a model; `end` is the id that ends a text, if there is a tokenizer."""
+    """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
     numbers = {family.renamed.get(key, key): _plain(getattr(architecture, key)) for key in family.keys}
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
     known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
@@ -110,11 +112,48 @@ def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> d
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = config_path(path)
-    return _architecture(family, read_json(path), path)
+    return _architecture(family, text_config(family, read_json(path)), path)
+
+
+def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a multimodal model's text config, or any other config unchanged."""
+    text = config.get("text_config")
+    if config.get("model_type") not in family.nested_types or not isinstance(text, Mapping):
+        return config
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**text, **tied}
+
+
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys in `rope_parameters` for positions in images, which do not matter to text."""
+
+
+def config_within(
+    family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """
+    Return a folder's config with a model's `written` config in place of the old text model, or unchanged if it is
+    equal.
+
+    Raises UserError if the config at `path` can't be read.
+    """
+    original = read_json(path)
+    old = text_config(family, original)
+    if _architecture(family, old, path) == architecture:
+        return dict(original)
+    rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
+    if isinstance(old_rope := old.get("rope_parameters"), Mapping):
+        rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
+    kept = {key: value for key, value in old.items() if key != "rope_scaling"}
+    if old is original:
+        return {**kept, **written, "rope_parameters": rope}
+    text = {key: value for key, value in written.items() if key != "architectures"}
+    tied = {key: written[key] for key in ("tie_word_embeddings",) if key in original}
+    return {**original, "text_config": {**kept, **text, "rope_parameters": rope}, **tied}
 
 
 def config_path(path: Path) -> Path:
-    """Return the path of a folder's `config.json`, or the path itself if it is not a folder."""
+    """Return the path to a folder's `config.json`, or the path itself if it is not a folder."""
     return path / "config.json" if path.is_dir() else path
 
 
@@ -169,7 +208,7 @@ def _with_partial_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[st
 
 
 def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
-    """Yield faults of sizes that do not fit one another."""
+    """Yield sizes that do not fit one another."""
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.rotary_dim)
@@ -177,7 +216,7 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
 
 
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values of a config that the model does not implement."""
+    """Yield config values that the model does not implement."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
@@ -199,7 +238,7 @@ def _other_windows(architecture: DecoderConfig, config: Mapping[str, Any]) -> st
 
 
 def _with_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add missing sizes of heads as transformers derives them, if the family does."""
+    """Add missing head sizes as transformers derives them, if the family does."""
     values = dict(values)
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if family.derives_head_dim and type(heads) is int and type(width) is int and heads > 0:

@@ -1,6 +1,6 @@
 """A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from drawloom.components.model.decoder.specs import (
     PartSpec,
 )
 from drawloom.components.model.layers import RMSNorm
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.model import JointLayers, Kernels
 
 PARTS: dict[type[PartSpec], Any] = {
     AttentionSpec: Attention,
@@ -52,27 +52,35 @@ class Block(nn.Module):
                 self.add_module(name, norm)
             self.add_module(branch.name, PARTS[type(branch.spec)](architecture, branch.spec, kernels))
 
+    @property
+    def cost_key(self) -> Hashable:
+        return self.branches
+
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """
         Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
         """
         output: Tensor | None = None  # of the branch before, which is not yet part of the stream
         for branch in self.branches:
-            inputs, hidden = self._add_and_norm(output, hidden, branch.norm_before)
-            output = self.get_submodule(branch.name)(inputs, context)
+            module = self.get_submodule(branch.name)
+            float8 = isinstance(module, JointLayers) and bool(module.joint_layers())
+            inputs, hidden = self._add_and_norm(output, hidden, branch.norm_before, float8)
+            output = module(inputs, context)
             if branch.norm_after is not None:
                 output = self.get_submodule(branch.norm_after)(output)
             if self.residual_multiplier != 1.0:
                 output = output * self.residual_multiplier
         return hidden if output is None else hidden + output
 
-    def _add_and_norm(self, output: Tensor | None, hidden: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
+    def _add_and_norm(
+        self, output: Tensor | None, hidden: Tensor, name: str | None, float8: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the input of the next branch, and the residual stream with the output of the branch before."""
         if name is None:
             summed = hidden if output is None else hidden + output
             return summed, summed
         norm: Any = self.get_submodule(name)
         if output is None:
-            return norm(hidden), hidden
+            return norm(hidden, float8), hidden
         # One kernel adds and norms, which saves a pass over memory.
-        return self.kernels.add_rms_norm(output, hidden, norm.weight, norm.eps, norm.zero_centered)
+        return self.kernels.add_rms_norm(output, hidden, norm.weight, norm.eps, norm.zero_centered, float8)

@@ -1,11 +1,13 @@
 """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import MlpSpec
-from drawloom.components.model.layers import Linear
+from drawloom.components.model.layers import Linear, multiplies_in_float8
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
 
@@ -28,7 +30,19 @@ class GatedMlp(TensorParallel):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
-        hidden = self.ranks.gather_tokens(hidden)
-        gate = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
-        inside = gate(self.gate_proj(hidden), self.up_proj(hidden))
-        return self.ranks.reduce_scatter_tokens(self.down_proj(inside))
+        return self.ranks.reduce_scatter_tokens(self._multiply(self.ranks.gather_tokens(hidden)))
+
+    def _multiply(self, hidden: Tensor) -> Tensor:
+        """Map all tokens' hidden states (..., hidden_size), with this rank's inner channels."""
+        if self.joint_layers():
+            gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+            return self.kernels.mlp_float8(hidden.to(gate.dtype), gate, up, down)
+        activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
+        output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
+        return output
+
+    def joint_layers(self) -> Sequence[Sequence[Linear]]:
+        """Return gate and up, if the whole network is one operation in float8."""
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        is_joint = self.activation == "silu" and all(map(multiplies_in_float8, projections))
+        return [(self.gate_proj, self.up_proj)] if is_joint else []

@@ -15,6 +15,7 @@ from drawloom.kernels.rope_frequencies import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     NtkScaling,
     Scaling,
     YarnScaling,
@@ -26,7 +27,7 @@ from drawloom.kernels.rope_frequencies import (
 @attrs.frozen
 class Rope:
     """
-    Rotary positions of a layer: the first `dim` channels of a head are rotated.
+    A layer's rotary positions: a head's first `dim` channels are rotated.
 
     Channel i is paired with channel i + dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1.
     """
@@ -37,7 +38,7 @@ class Rope:
     interleaved: bool = False
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, float32 (rows, length, dim // 2), of integer positions (rows, length)."""
+        """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
         return rope_angles(positions, self.dim, self.base, self.scaling)
 
 
@@ -57,14 +58,20 @@ USED: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
 }
 """The keys that each `rope_type` takes."""
 
 HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 """The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""
 
-NEEDED = ("factor", "original_max_position_embeddings")
-"""Keys without a default."""
+NEEDED = {
+    "factor": "4.0",
+    "original_max_position_embeddings": "32768",
+    "short_factor": "a list with a number for each rotated pair",
+    "long_factor": "a list with a number for each rotated pair",
+}
+"""Keys without a default, with an example of a value."""
 
 
 @attrs.frozen
@@ -80,7 +87,7 @@ class InvalidSetting:
 class RopeScaling:
     """`rope_scaling` or `rope_parameters` of a `config.json`; what is left out is as in transformers."""
 
-    rope_type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3"] = setting(
+    rope_type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = setting(
         default="default",
         doc="how positions are scaled, see kernels/rope_frequencies.py; default: not; ntk is exported as a larger "
         "rope_theta, for Hugging Face has no such type",
@@ -106,7 +113,16 @@ class RopeScaling:
     )
     truncate: bool | None = setting(default=None, doc="yarn: whether the bounds are rounded to whole pairs; true")
     attention_factor: float | None = setting(
-        default=None, check=above(0), doc="yarn: factor of cosines and sines; 0.1 ln(factor) + 1"
+        default=None,
+        check=above(0),
+        doc="yarn, longrope: factor of cosines and sines; yarn: 0.1 ln(factor) + 1; longrope: sqrt(1 + ln(f) / ln(o)), "
+        "where o is original_max_position_embeddings and f is max_position_embeddings / o",
+    )
+    short_factor: list[float] | None = setting(
+        default=None, doc="longrope: divisors of frequencies, by pair, in documents up to the original length"
+    )
+    long_factor: list[float] | None = setting(
+        default=None, doc="longrope: divisors of frequencies, by pair, in longer documents"
     )
     mscale: float | None = setting(
         default=None,
@@ -130,8 +146,8 @@ class RopeScaling:
         doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
     )
 
-    def given(self) -> dict[str, float | bool]:
-        """The keys of the scaling that are set, besides `rope_type`."""
+    def options(self) -> dict[str, Any]:
+        """Return the keys with a value, besides `rope_type`."""
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
 
@@ -140,10 +156,13 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     """The kernels' form of a scaling, for a model with this max_position_embeddings."""
     if rope is None:
         return None
-    given = rope.given()
+    given = rope.options()
     if rope.rope_type in ("linear", "ntk"):
         return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
+    if rope.rope_type == "longrope":
+        attention_factor = given.get("attention_factor", long_attention_factor(max_positions / length, length))
+        return LongRopeScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor)
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
         ratio = _sharpening(given["factor"], numerator) / _sharpening(given["factor"], denominator)
@@ -152,37 +171,59 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
 
 
+def long_attention_factor(factor: float, original_length: int) -> float:
+    """Return LongRoPE's factor for cosines and sines in texts `factor` times as long as the original ones."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
+
+
 def _sharpening(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def score_multiplier(rope: RopeScaling | None) -> float:
-    """Return the factor of scores in latent attention, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
+    """Return latent attention's factor for scores, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
     if rope is None or rope.mscale_all_dim is None or rope.factor is None:
         return 1.0
     return _sharpening(rope.factor, rope.mscale_all_dim) ** 2
 
 
-def rope_faults(rope: RopeScaling, head_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
-    """Invalid combinations of the settings under `key`."""
-    given, used = rope.given(), USED[rope.rope_type]
+def rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
+    """Invalid combinations of the settings under `key`, for heads with `rotary_dim` rotated channels, if known."""
+    given, used = rope.options(), USED[rope.rope_type]
     for name in given.keys() - set(used):
-        owners = " and ".join(kind for kind, names in USED.items() if name in names)
+        *firsts, last = (kind for kind, names in USED.items() if name in names)
+        owners = f"{', '.join(firsts)} and {last}" if firsts else last
         why = f"{key}.{name} belongs to {owners}, and this is {rope.rope_type}"
         yield InvalidSetting((key, name), why, f"remove {name}")
     if lacking := [name for name in NEEDED if name in used and name not in given]:
         why = f"{key} lacks {lacking[0]}, which {rope.rope_type} needs"
-        example = "4.0" if lacking[0] == "factor" else "32768"
-        yield InvalidSetting(key, why, f"write {lacking[0]} = {example}, for example")
+        yield InvalidSetting(key, why, f"write {lacking[0]} = {NEEDED[lacking[0]]}, for example")
+    for name in ("short_factor", "long_factor"):
+        factors = given.get(name, [])
+        if name in used and factors and rotary_dim is not None and len(factors) != rotary_dim // 2:
+            why = f"{key}.{name} has {len(factors)} numbers, and {rotary_dim // 2} pairs of channels are rotated"
+            yield InvalidSetting((key, name), why, f"write {rotary_dim // 2} numbers")
+        elif wrong := [factor for factor in factors if factor <= 0]:
+            yield InvalidSetting((key, name), f"{key}.{name} has {wrong[0]:g}", "write numbers above 0")
     # Between the two bounds a linear ramp blends scaled and unscaled pairs, so they must differ.
     for less, more in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
         values = {"beta_slow": 1.0, "beta_fast": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
         if (less in given or more in given) and values[less] >= values[more]:
             why = f"{key}.{more} = {values[more]:g} is not above {less} = {values[less]:g}"
             yield InvalidSetting((key, more if more in given else less), why, f"write {more} = {2 * values[less]:g}")
-    if rope.rope_type in ("ntk", "dynamic") and head_dim == 2:
+    if rope.rope_type in ("ntk", "dynamic") and rotary_dim == 2:
         why = f"{key}.rope_type = {rope.rope_type!r} scales all pairs but the first, and head_dim = 2 has one"
         yield InvalidSetting((key, "rope_type"), why, "write another rope_type")
+
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings that depend on lengths of texts and on max_position_embeddings."""
+
+
+def rope_context_faults(rope: RopeScaling | None) -> Iterator[str]:
+    """Yield why a scaling needs whole rows, as the end of a sentence."""
+    if rope is not None and rope.rope_type in BY_LENGTH:
+        yield f"{rope.rope_type} positions depend on the length of whole rows"
 
 
 BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -190,10 +231,10 @@ BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` of a config, which repeats `rope_theta` at its top; for static NTK only `rope_theta`."""
+    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}
-    given = rope.given()
+    given = rope.options()
     if rope.rope_type == "ntk":
         return {"rope_theta": scale_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
@@ -213,7 +254,7 @@ def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Settings that are given twice: in `rope_parameters` or `rope_scaling`, and outside of it."""
+    """Settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
             why = f"{key} is set beside rope_parameters, which sets it as well"
@@ -240,7 +281,7 @@ def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[
 
 def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
     """
-    Replace rope_parameters by layer type by those of full attention; put the base of sliding attention under `sliding`.
+    Replace rope_parameters by layer type by full attention's; put sliding attention's base under `sliding`.
 
     `base` is its default. Raises ValueError if sliding attention scales its positions.
     """
@@ -256,7 +297,7 @@ def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> 
 
 
 def write_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Return a config with rope_parameters by layer type, as in transformers 5; `base` is that of sliding attention."""
+    """Return a config with rope_parameters by layer type, as in transformers 5; `base` is sliding attention's."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     sliding = {"rope_type": "default", "rope_theta": base}
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
@@ -269,6 +310,10 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
         kinds = ", ".join(HUGGING_FACE)
         raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
     used = USED.get(kind, ())
+    if kind == "longrope" and "factor" in given:  # only for the factor of attention
+        factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
+        if type(factor) in (int, float) and type(original) is int:
+            given.setdefault("attention_factor", long_attention_factor(factor, original))
     if strange := [key for key in given if key not in used]:
         raise ValueError(f"says {strange[0]} of rotary positions of kind {kind!r}, which can't be built")
     if kind == "default":
@@ -276,18 +321,19 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
     if (length := "original_max_position_embeddings") in used:
         # What stands at the top of a config is used before what is within, as by transformers.
         given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
-    return _made(kind, given)
+    return _build_scaling(kind, given)
 
 
-def _made(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
-    """A scaling, after a check of the values' types."""
+def _build_scaling(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
+    """Return a scaling after checking the values' types."""
     for field in attrs.fields(RopeScaling):
         value = given.get(field.name)
         # Types are compared exactly, because isinstance would take a bool for an int.
         wanted = {"truncate": (bool,), "original_max_position_embeddings": (int,)}.get(field.name, (int, float))
-        if value is not None and type(value) not in wanted:
+        values = value if field.name in ("short_factor", "long_factor") and isinstance(value, list) else [value]
+        if value is not None and not all(type(number) in wanted for number in values):
             raise ValueError(f"says {field.name} = {value!r} of rotary positions, which is not {wanted[-1].__name__}")
-    if "factor" not in given:
+    if "factor" not in given and "factor" in USED[kind]:
         raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
     try:
         return RopeScaling(rope_type=kind, **given)

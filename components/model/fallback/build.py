@@ -1,7 +1,7 @@
 """Models of transformers with parameters on the meta device and real buffers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 
 from drawloom.components.model.decoder.hugging_face import config_path, read_json
 from drawloom.components.model.fallback.attention import NAME, register
+from drawloom.components.model.fallback.parts import name_without_layer
 from drawloom.graph import UserError
 
 
@@ -62,6 +63,14 @@ def allocate_parameters(module: nn.Module, device: torch.device) -> None:
         for name, parameter in list(part.named_parameters(recurse=False)):
             empty = torch.empty_like(parameter, device=device)
             part.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
+
+
+def float32_parameters(whole: Any) -> list[str]:
+    """Return patterns of the parameters that transformers keeps in float32 when a model is loaded in bfloat16."""
+    kept: Collection[str] = whole._keep_in_fp32_modules_strict
+    # A pattern is one or more whole parts of a name.
+    names = [name for name, _ in whole.named_parameters() if any(f".{part}." in f".{name}." for part in kept)]
+    return sorted({name_without_layer(name) for name in names})
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Self-check of a transformers model on a shrunken config, in float64 on the CPU, before it is used."""
 
 import copy
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -12,10 +11,13 @@ from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import NAME, RowAttention
 from drawloom.components.model.fallback.build import build_model, build_without_memory
+from drawloom.components.model.fallback.conversion import conversion_mapper
 from drawloom.components.model.fallback.errors import SelfCheckError
-from drawloom.components.model.fallback.module import TransformersLM, check_structure
+from drawloom.components.model.fallback.module import TransformersLM
+from drawloom.components.model.fallback.parts import CallOrder, Parts, find_parts, name_without_layer, value_of
 from drawloom.components.model.fallback.shrink import shrink
 from drawloom.components.ports.model import LayerRange, TokenContext
+from drawloom.components.weights.load import convert, persistent_tensors
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
@@ -26,7 +28,6 @@ LENGTHS = (9, 7, 13)
 
 TOLERANCE = 1e-4
 """Largest difference relative to the largest value; transformers computes norms in float32."""
-
 
 MAX_PARAMETERS = 2**25
 """Most parameters of a shrunken model; one with sizes under other names takes too much memory and time to check."""
@@ -47,24 +48,20 @@ class PlainKernels:
 @attrs.frozen
 class Verdict:
     """
-    Result of a self-check that a model passed: why it can't be a pipeline's stages, or "".
+    Result of a self-check that a model passed: its parts, and why it can't be a pipeline's stages, or "".
 
     `constants` maps names without layer numbers to the initial value of parameters that start at a constant.
     """
 
+    parts: Parts
     no_stages: str
     constants: Mapping[str, float]
-
-
-def name_without_layer(name: str) -> str:
-    """Return a parameter's name with the number of its layer replaced by a star."""
-    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def self_check(config: Any) -> Verdict:
     """
     Check transformers' model of a config. Raises SelfCheckError with the failed check's name: `build`, `layers`,
-    `keyword`, `packing` or `head`.
+    `keyword`, `packing`, `head` or `weights`.
 
     Packed documents are computed by drawloom, and compared with every document alone in transformers.
     """
@@ -73,75 +70,107 @@ def self_check(config: Any) -> Verdict:
         reference = _build(config).double()
         constants = _constants(reference)
         _randomize(reference)
-        layers = reference.config.num_hidden_layers
-        whole = _span(reference, LayerRange(0, layers, True, True))
-        tokens = torch.randint(1, reference.config.vocab_size, (sum(LENGTHS),))
         with torch.no_grad():
-            hidden = _compare(whole, reference, tokens)
-            return Verdict(_find_stage_fault(reference, tokens, hidden), constants)
+            comparison = Comparison(reference)
+            hidden = comparison.compare_hidden_states()
+            comparison.compare_logits()
+            comparison.compare_weights()
+            return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
 
 
 def _build(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
     try:
-        small = type(config).from_dict(shrink(config.to_dict()))
+        small = shrink(config)
         empty = build_without_memory(small)
-        check_structure(empty)
+        find_parts(empty)
         if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
             raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
         return build_model(small, "eager", experts="eager").eval()
     except SelfCheckError:
         raise
     except Exception as error:  # transformers checks values in many ways
-        raise SelfCheckError("build", _first_line(error)) from error
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise SelfCheckError("keyword", "the model has attention of its own") from error
+        raise SelfCheckError("build", _describe(error)) from error
 
 
-def _span(reference: Any, span: LayerRange) -> TransformersLM:
-    """Return a span of a copy of the shrunken model, with drawloom's attention and layers."""
-    whole = copy.deepcopy(reference)
-    whole.config._attn_implementation = NAME  # the copy's modules share the copy's config
-    kernels: Any = PlainKernels()
-    return TransformersLM(whole, span, kernels).eval()
+class Comparison:
+    """A shrunken model of transformers, and the same model with drawloom's attention and layers."""
 
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+        self.parts = find_parts(reference)
+        self.count = len(reference.get_submodule(self.parts.layers))
+        self.tokens = torch.randint(1, value_of(reference.config, "vocab_size"), (sum(LENGTHS),))
+        rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
+        with CallOrder(reference, self.parts) as calls:
+            self.alone = [attempt("build", partial(self._outputs, row)) for row in rows]
+        self.parts = calls.ordered_parts()
 
-def _compare(whole: TransformersLM, reference: Any, tokens: Tensor) -> Tensor:
-    """Return hidden states of packed documents after comparing them, and logits, with each document alone."""
-    shared = pack()
-    documents = RowAttention(whole.kernels, shared)
-    hidden = _attempt("keyword", lambda: whole.run(tokens[None], shared, documents))
-    if documents.calls == 0:
-        raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
-    rows: Sequence[Tensor] = torch.split(tokens, list(LENGTHS))
-    alone = [_attempt("packing", partial(_outputs, reference, row)) for row in rows]
-    _assert_close("packing", hidden, torch.cat([states for states, _ in alone], 1), "documents in a row differ")
-    logits = whole(tokens[None], shared, lambda hidden, head: head.logits(hidden))
-    _assert_close("head", logits, torch.cat([logits for _, logits in alone], 1), "logits are not lm_head's product")
-    return hidden
+    def _outputs(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return transformers' last hidden states and logits for one document, int64 (length,)."""
+        base = self.reference.get_submodule(self.parts.base)
+        states = base(input_ids=row[None], use_cache=False).last_hidden_state
+        return states, self.reference(input_ids=row[None], use_cache=False).logits
 
+    def compare_hidden_states(self) -> Tensor:
+        """Return hidden states of packed documents, (1, length, hidden_size), after comparing them."""
+        whole = self._span(0, self.count)
+        shared = pack()
+        documents = RowAttention(whole.kernels, shared)
+        hidden = attempt("keyword", lambda: whole.run(self.tokens[None], shared, documents))
+        if documents.calls == 0:
+            raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
+        expected = torch.cat([states for states, _ in self.alone], 1)
+        _assert_close("packing", hidden, expected, "documents in a row differ")
+        return hidden
 
-def _outputs(reference: Any, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return transformers' last hidden states and logits for one document, int64 (length,)."""
-    states = reference.model(input_ids=row[None], use_cache=False).last_hidden_state
-    return states, reference(input_ids=row[None], use_cache=False).logits
+    def compare_logits(self) -> None:
+        """Compare logits; if they are more than a product, `parts` say that transformers computes them."""
+        try:
+            self._compare_logits()
+        except SelfCheckError:
+            self.parts = attrs.evolve(self.parts, plain_head=False)
+            self._compare_logits()
 
+    def _compare_logits(self) -> None:
+        whole, shared = self._span(0, self.count), pack()
+        compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
+        expected = torch.cat([logits for _, logits in self.alone], 1)
+        _assert_close("head", attempt("head", compute), expected, "logits differ")
 
-def _find_stage_fault(reference: Any, tokens: Tensor, hidden: Tensor) -> str:
-    """Return why two stages do not compute what one does, or an empty string."""
-    layers, half = reference.config.num_hidden_layers, reference.config.num_hidden_layers // 2
-    first = _span(reference, LayerRange(0, half, embedding=True, head=False))
-    second = _span(reference, LayerRange(half, layers, embedding=False, head=True))
-    embedding = "model.embed_tokens.weight"
-    names = {name for name, _ in first.named_parameters()} - {embedding}
-    if common := sorted(names & {name for name, _ in second.named_parameters()}):
-        return f"{common[0]} is outside of layers"
-    shared = pack()
-    try:
-        between = first.run(tokens[None], shared, RowAttention(first.kernels, shared))
-        outputs = second.run(between, shared, RowAttention(second.kernels, shared))
-        _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
-    except Exception as error:
-        return error.reason if isinstance(error, SelfCheckError) else _first_line(error)
-    return ""
+    def compare_weights(self) -> None:
+        """Convert parameters to tensors on disk and back, which must not change them."""
+        tensors = persistent_tensors(self._span(0, self.count))
+        mapper = conversion_mapper(self.reference, [*tensors])
+        again = attempt("weights", lambda: convert(mapper.inverse(), convert(mapper, tensors)))
+        if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
+            raise SelfCheckError("weights", f"{wrong[0]} is not what was written to disk")
+
+    def find_stage_fault(self, hidden: Tensor) -> str:
+        """Return why two stages do not compute these hidden states, (1, length, hidden_size), or ""."""
+        half = self.count // 2
+        first, second = self._span(0, half), self._span(half, self.count)
+        names = {name for name, _ in first.named_parameters()} - {f"{self.parts.embedding}.weight"}
+        if common := sorted(names & {name for name, _ in second.named_parameters()}):
+            return f"{common[0]} is outside of layers"
+        shared = pack()
+        try:
+            between = first.run(self.tokens[None], shared, RowAttention(first.kernels, shared))
+            outputs = second.run(between, shared, RowAttention(second.kernels, shared))
+            _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
+        except Exception as error:
+            return error.reason if isinstance(error, SelfCheckError) else _describe(error)
+        return ""
+
+    def _span(self, first: int, last: int) -> TransformersLM:
+        """Return a span of a copy of the shrunken model, with drawloom's attention and layers."""
+        whole = copy.deepcopy(self.reference)
+        whole.config._attn_implementation = NAME  # the copy's modules share the copy's config
+        kernels: Any = PlainKernels()
+        span = LayerRange(first, last, first == 0, last == self.count)
+        return TransformersLM(whole, self.parts, span, kernels).eval()
 
 
 def pack() -> TokenContext:
@@ -151,17 +180,20 @@ def pack() -> TokenContext:
     return TokenContext(positions[None], numbers[None])
 
 
-def _attempt(check: str, compute: Callable[[], T]) -> T:
+def attempt(check: str, compute: Callable[[], T]) -> T:
+    """Return the result of a computation. Raises SelfCheckError with the check's name if it fails."""
     try:
         return compute()
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _first_line(error)) from error
+        raise SelfCheckError(check, _describe(error)) from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _describe(error: Exception) -> str:
+    """Return an error's first line, or its second one after a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if not line.endswith(":")), type(error).__name__)
 
 
 def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> None:

@@ -46,7 +46,7 @@ class _Layout:
         self.renamings = [part for part in conversions if not isinstance(part, WeightConverter)]
 
     def names_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Return the names on disk for each parameter, in the order of conversion, for meta tensors of any shape."""
+        """Return every parameter's names on disk, in conversion order, for meta tensors of any shape."""
         from transformers.core_model_loading import dot_natural_key
 
         by_parameter: dict[str, list[str]] = {}
@@ -78,7 +78,8 @@ class _Layout:
             with torch.no_grad():
                 converted: dict[str, Tensor] = revert_weight_conversion(self.whole, dict(tensors))
         except Exception as error:  # any conversion of transformers
-            raise SelfCheckError("weights", str(error).strip().partition("\n")[0]) from error
+            reason = str(error).strip().partition("\n")[0]
+            raise SelfCheckError("weights", f"transformers can't convert the parameters for disk: {reason}") from error
         return converted
 
     def to_parameter(self, parameter: str, tensors: Mapping[str, Tensor]) -> Tensor:

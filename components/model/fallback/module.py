@@ -1,32 +1,19 @@
 """The module of a span of layers of a transformers model, with drawloom's linear layers and embedding."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import RowAttention
-from drawloom.components.model.fallback.errors import SelfCheckError
-from drawloom.components.model.layers import Embedding, Linear
+from drawloom.components.model.fallback.parts import Parts, PassThrough, placeholder
+from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE
-from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
-
-
-class PassThrough(nn.Module):
-    """
-    Placeholder for a module outside of the span, which returns its first input.
-
-    Layers keep their numbers, and plain attributes that a model's forward pass reads from a layer.
-    """
-
-    def __init__(self, replaced: nn.Module) -> None:
-        super().__init__()
-        plain = {name: value for name, value in vars(replaced).items() if isinstance(value, str | int | float)}
-        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return hidden states (rows, length, hidden_size) unchanged."""
-        return hidden_states
+from drawloom.components.ports.model import Finish, Head, Kernels, LayerRange, TokenContext
+from drawloom.components.weights.adapted import EMBEDDING
 
 
 class KnownBuffers:
@@ -40,35 +27,71 @@ class KnownBuffers:
             module.get_buffer(name).copy_(value)
 
 
-class TransformersLM(nn.Module):
-    """Span of a transformers model: `model`, its base model, and `lm_head` if the span has an untied head."""
+class KeepsDtype:
+    """Norm with outputs of its inputs' dtype, also if the norm's parameters are wider."""
 
-    def __init__(self, whole: Any, span: LayerRange, kernels: Kernels) -> None:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Normalise hidden states (..., width), in their dtype."""
+        norm: Any = super()
+        output: Tensor = norm.forward(hidden_states, *args, **kwargs)
+        return output.to(hidden_states.dtype)
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """LayerNorm that computes in the widest dtype of its parameters and inputs; torch refuses different ones."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise an input (..., width), in its dtype."""
+        dtype = input.dtype
+        for parameter in self.parameters():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        weight, bias = (None if part is None else part.to(dtype) for part in (self.weight, self.bias))
+        output = F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
+        return output.to(input.dtype)
+
+
+class TransformersLM(nn.Module):
+    """Span of a transformers model: its base model, and its head if the span has an untied one."""
+
+    def __init__(self, whole: Any, parts: Parts, span: LayerRange, kernels: Kernels) -> None:
         super().__init__()
-        check_structure(whole)
         self.span = span
         self.kernels = kernels
-        self.tied = bool(whole.config.tie_word_embeddings)
-        self.model = whole.model
-        self.lm_head: Any
-        self.register_module("lm_head", whole.lm_head if span.head and not self.tied else None)
+        self.parts = parts
+        self.add_module(parts.base, whole.get_submodule(parts.base))
+        if span.head and not parts.tied:
+            self.add_module(parts.head, whole.get_submodule(parts.head))
         self._drop_other_modules()
         use_kernels(self, kernels)
+        if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
+            self._keep_from_adapters(self.get_submodule(parts.embedding))
+        # Outside of the registered modules, because it has no parameters.
+        self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
     def _drop_other_modules(self) -> None:
-        layers: nn.ModuleList = self.model.layers
+        layers = self._layers
         for number, layer in enumerate(layers):
             if not self.span.first <= number < self.span.last:
                 layers[number] = PassThrough(layer)
-        if not self.span.head:
-            self.model.norm = PassThrough(self.model.norm)
-        if not (self.span.embedding or (self.span.head and self.tied)):
-            self.model.embed_tokens = PassThrough(self.model.embed_tokens)
+        parts, span = self.parts, self.span
+        for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
+            self.set_submodule(name, placeholder(self.get_submodule(name)))
+        if not (span.embedding or (span.head and parts.tied)):
+            self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
+
+    def _keep_from_adapters(self, table: nn.Module) -> None:
+        if type(table) is Embedding:
+            table.__class__ = TiedTable
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        layers: Any = self.get_submodule(self.parts.layers)
+        return layers  # type: ignore[no-any-return]
 
     @property
     def blocks(self) -> list[nn.Module]:
         """The layers of the span, in the order of use."""
-        return [layer for layer in self.model.layers if not isinstance(layer, PassThrough)]
+        return [layer for layer in self._layers if not isinstance(layer, PassThrough)]
 
     def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
         """
@@ -81,31 +104,61 @@ class TransformersLM(nn.Module):
         hidden = self.run(inputs, shared, RowAttention(self.kernels, shared))
         if not self.span.head or finish is None:
             return hidden
-        layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return layer.finish(hidden, finish)
+        layer: Any = self.get_submodule(self.parts.embedding if self.parts.tied else self.parts.head)
+        outer: OuterModel | None = self.__dict__["outer"]
+        return layer.finish(hidden, finish if outer is None else lambda hidden, head: finish(hidden, outer.head(head)))
 
     def run(self, inputs: Tensor, shared: TokenContext, documents: RowAttention) -> Tensor:
         """Return the base model's last hidden states (rows, length, hidden_size) for inputs as in `forward`."""
         key = "input_ids" if self.span.embedding else "inputs_embeds"
-        output = self.model(**{key: inputs}, position_ids=shared.positions, use_cache=False, documents=documents)
+        base = self.get_submodule(self.parts.base)
+        output = base(**{key: inputs}, position_ids=shared.positions, use_cache=False, documents=documents)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
 
-def check_structure(whole: Any) -> None:
-    """Raise SelfCheckError for a model whose parts have other names than Llama's."""
-    base: Any = getattr(whole, "model", None)
-    layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) != getattr(whole.config, "num_hidden_layers", None):
-        raise SelfCheckError("layers", "the layers are not in model.layers")
-    for name in ("norm", "embed_tokens"):
-        if not isinstance(getattr(base, name, None), nn.Module):
-            raise SelfCheckError("layers", f"there is no module model.{name}")
-    if not isinstance(base.embed_tokens, nn.Embedding):
-        raise SelfCheckError("layers", "model.embed_tokens is not an embedding")
-    head = getattr(whole, "lm_head", None)
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise SelfCheckError("head", "lm_head is not a linear layer without a bias")
+class TiedTable(Embedding):
+    """Embedding that is also the head, under a name that exports of adapters do not know; LoRA skips it."""
+
+
+class OuterModel:
+    """Function from hidden states to logits of a transformers model: its forward pass outside of the base model."""
+
+    def __init__(self, whole: Any, parts: Parts) -> None:
+        self.whole = whole
+        self.product = _Product()
+        whole.set_submodule(parts.base, _HiddenStates())
+        whole.set_submodule(parts.head, self.product)
+
+    def head(self, linear: Head) -> Head:
+        """Return the model's head, given the head that is a product with the weight alone."""
+        return ChunkedHead(partial(self._logits, linear.logits), self.whole.config.vocab_size)
+
+    def _logits(self, multiply: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return logits (..., vocab_size) of hidden states (..., hidden_size)."""
+        self.product.multiply = multiply
+        logits: Tensor = self.whole(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+
+class _HiddenStates(nn.Module):
+    """Base model whose last hidden states are its inputs."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        """Return hidden states (1, tokens, hidden_size) in transformers' form."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class _Product(nn.Module):
+    """Linear layer whose product is computed elsewhere."""
+
+    multiply: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (..., hidden_size) to (..., vocab_size)."""
+        return self.multiply(hidden)
 
 
 def use_kernels(module: nn.Module, kernels: Kernels) -> None:
@@ -116,10 +169,19 @@ def use_kernels(module: nn.Module, kernels: Kernels) -> None:
             vars(part).update(is_residual=False, kernels=kernels, style="colwise", unit=1, uneven=False, ranks=ALONE)
         elif isinstance(part, nn.Embedding):
             _use_embedding(part, kernels)
+        elif type(part) is nn.LayerNorm:
+            part.__class__ = WideLayerNorm
+        elif type(part).__name__.endswith("Norm"):
+            part.__class__ = _derive(KeepsDtype, part)
         if values := {name: _on_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            kind: Any = type(part)
-            part.__class__ = type(kind.__name__, (KnownBuffers, kind), {"__module__": kind.__module__})
+            part.__class__ = _derive(KnownBuffers, part)
+
+
+def _derive(mixin: type, part: nn.Module) -> Any:
+    """Return a class above a module's class, of the same name."""
+    kind: Any = type(part)
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def _use_embedding(part: nn.Embedding, kernels: Kernels) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 MAX_LAYERS = 6
 WINDOW = 4
 WIDTH = 48
+WIDE_HEAD = 256
 
 SMALL = {
     "vocab_size": 61,
     "hidden_size": 64,
-    "num_attention_heads": 4,
     "sliding_window": WINDOW,
     "attention_chunk_size": 32,
     "n_group": 2,
@@ -27,18 +27,33 @@ SMALL = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 """Maximum values of sizes; a smaller value, zero and None stay."""
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+"""Sizes that have other keys in some families: `n_embd`."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dict of a smaller model's config with the same flags and kinds of layers."""
+def shrink(config: Any) -> Any:
+    """Return the transformers config of a smaller model with the same flags and kinds of layers."""
+    attribute_map: Mapping[str, str] = config.attribute_map
+    names = {key: name for name, key in attribute_map.items() if name in (*SIZES, *SMALL)}
+    small = shrink_values({names.get(key, key): value for key, value in config.to_dict().items()})
+    own = {name: key for key, name in names.items()}
+    return type(config).from_dict({own.get(key, key): value for key, value in small.items()})
+
+
+def shrink_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a smaller model's config; keys have the names of Llama's config."""
     small = {key: _shrink_value(key, value) for key, value in config.items()}
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and heads > 0:
-        width = config["hidden_size"] // heads
+        width = config.get("hidden_size", 0) // heads
+        small["num_attention_heads"] = min(heads, 2 if width >= WIDE_HEAD else 4)
         if config.get("head_dim") in (None, width) and "qk_nope_head_dim" not in config:
             # The width of heads stays, because tables of rotary positions have its length.
             small["hidden_size"] = small["num_attention_heads"] * width
@@ -53,11 +68,12 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shrink_value(key: str, value: Any) -> Any:
     if key.endswith("_token_id"):
-        # Embeddings have no gradients for padding.
-        return None if key == "pad_token_id" else [1] if isinstance(value, list) else value and 1
+        return 0 if key == "pad_token_id" and value else [1] if isinstance(value, list) else value and 1
+    if isinstance(value, dict) and any(size in value for size in SIZES):
+        return shrink_values(value)  # of a part of the model: `text_config`, `vision_config`
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if "intermediate_size" in key:
+    if "intermediate_size" in key or key.endswith("ffn_dim"):
         return min(value, WIDTH)
     if key in EXPERT_COUNTS:
         return min(value, 4)
@@ -77,4 +93,8 @@ def _shrink_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
     count = min(layers, MAX_LAYERS if by_layer else 4)
-    return {"num_hidden_layers": count} | {key: value[:count] for key, value in by_layer.items()}
+    small: dict[str, Any] = {key: value[:count] for key, value in by_layer.items()}
+    for key, value in config.items():
+        if isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
+            small[key] = {layer: value[layer] for layer in value if int(layer) < count}
+    return {"num_hidden_layers": count} | small

@@ -35,7 +35,7 @@ def early_moves(table: Timetable, iteration: int) -> list[Move]:
     moves = [*_state_io_moves(table, iteration)]
     if table.latency == 2:
         moves += _shift_moves(table, iteration - 1)
-    item = table.reenters(iteration - 1)
+    item = table.reentering_item(iteration - 1)
     if (
         table.uses_circ_storage and item is not None
     ):  # it waits for an iteration in what MaxText calls circ_storage_mover
@@ -59,7 +59,7 @@ def _shift_moves(table: Timetable, iteration: int) -> Iterator[Move]:
     for stage in range(table.stages - 1):
         if (item := table.item(iteration, stage)) is not None:
             yield Move(stage, stage + 1, "shift", item.microbatch)
-    if not table.uses_circ_storage and (item := table.reenters(iteration)) is not None:
+    if not table.uses_circ_storage and (item := table.reentering_item(iteration)) is not None:
         yield Move(table.stages - 1, 0, "shift", item.microbatch)
 
 
@@ -117,7 +117,7 @@ class Buffers:
     def put_finished(self, iteration: int) -> None:
         """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
         last = self.table.stages - 1
-        if last in self.outputs and self.table.finishes(iteration) is not None:
+        if last in self.outputs and self.table.finished_microbatch(iteration) is not None:
             self.state_io[-1][iteration % self.table.columns] = self.outputs[last]
 
     def results(self) -> list[Tensor]:
@@ -130,5 +130,6 @@ class Buffers:
         # The slot is emptied so that the tensor is freed after its last use.
         value, row[column] = row[column], None
         if value is None:
-            raise LookupError(f"state_io is empty at stage {stage}, column {column}")
+            slot = f"stage {stage} in column {column}"
+            raise LookupError(f"state_io has no tensor for {slot}: it was read before, or never written")
         return value

@@ -21,7 +21,7 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.pipeline import LOSSES
+from drawloom.components.ports.pipeline import LOSSES, MeasuresStep
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -54,6 +54,9 @@ class CircularExecutor(ProgramExecutor):
         if loss and loss.settings.get("reference") == "adapters":
             text = f"[{loss.name}] compares with the model without adapters on the last rank, and [{node.name}] "
             yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
+        elif loss and issubclass(loss.component, MeasuresStep):
+            text = f"[{loss.name}] measures the step before its first pass, which [{node.name}] does not"
+            yield loss.problem("use", text, 'write use = "pipeline.executor"')
 
     @property
     def _owners(self) -> tuple[int, ...]:

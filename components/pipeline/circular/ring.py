@@ -60,7 +60,11 @@ class PendingSends:
 
 @attrs.define(eq=False)
 class RingExchange:
-    """Tensor exchange with neighbours, as pairs (ring index, tensor metadata)."""
+    """
+    Tensor exchange with neighbours in the ring.
+
+    `to` lists the tensors to send, and `sources` the tensors to receive: the neighbour's ring index, and the metadata.
+    """
 
     ring: Ring
     pending_sends: PendingSends

@@ -72,26 +72,27 @@ class Timetable:
         repeat, microbatch = divmod(iteration - self.latency * stage, self.slots)
         return Item(microbatch, repeat) if 0 <= repeat < self.repeats and microbatch < self.microbatches else None
 
-    def reenters(self, iteration: int) -> Item | None:
+    def reentering_item(self, iteration: int) -> Item | None:
         """Return the item leaving the last stage in an iteration with repeats left, or None."""
         item = self.item(iteration, self.stages - 1)
         return item if item is not None and item.repeat < self.repeats - 1 else None
 
-    def finishes(self, iteration: int) -> int | None:
+    def finished_microbatch(self, iteration: int) -> int | None:
         """Return the microbatch leaving the last stage in an iteration after its last repeat, or None."""
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
 
     def moves_up(self, iteration: int, stage: int) -> int | None:
         """
-        Return the microbatch in a stage's slot of this iteration's moving `state_io` column, or None.
+        Return the microbatch whose tensor a stage passes from `state_io` to the stage before it; None if there is none.
 
-        A column moves up by one stage every `columns` iterations. A slot from before the first iteration contains an
-        input. A slot that entered at the last stage contains an output, if an item had finished all repeats by then.
+        An iteration moves one column, and every column moves once in `columns` iterations. The slots filled before the
+        first iteration contain inputs, on their way to stage 0. Outputs follow them from the last stage, with empty
+        slots until the first item has finished all repeats.
         """
         entered = iteration - (self.stages - stage) * self.columns
         if entered >= 0:
-            return self.finishes(entered)
+            return self.finished_microbatch(entered)
         microbatch = self.slots + entered
         return microbatch if microbatch < self.microbatches else None
 

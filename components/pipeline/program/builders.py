@@ -155,7 +155,7 @@ def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools,
     )
 
 
-def rounds(ranks: int, microbatches: int) -> list[int]:
+def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
     """Return microbatch counts by round: as many as ranks or a few more, larger rounds first."""
     # Fewer, larger rounds than ceil(microbatches / ranks): a round with fewer microbatches than ranks has a bubble.
     count = max(1, microbatches // ranks)
@@ -183,7 +183,7 @@ def interleave(
     The k-th rank before the last warms up with `lead * k` more forward passes. With `lag`, weight gradients are
     deferred: from backward pass number `lag` on, every one is followed by the oldest pending weight gradients.
     """
-    sizes = rounds(ranks, microbatches)
+    sizes = split_into_rounds(ranks, microbatches)
     forwards = in_rounds(forward, sizes, range(stages))
     backwards = in_rounds(op_code, sizes, range(stages)[::-1])
     # The first backward pass needs the first round's forward passes of all local stages, then `lead` per later rank.

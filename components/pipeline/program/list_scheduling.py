@@ -35,7 +35,7 @@ class Task:
 
     A rank keeps a microbatch's stage `activations` from the forward pass until the input gradients, and `pending` from
     then on until the weight gradients; `pending` defaults to `activations`. The sum on a rank is at most `limit`. The
-    limit `least` always has a schedule.
+    limit `microbatch_peak` always has a schedule.
     """
 
     stage_to_rank: tuple[int, ...]
@@ -51,8 +51,8 @@ class Task:
         return max(self.stage_to_rank) + 1
 
     @property
-    def least(self) -> float:
-        """Return a microbatch's memory on the rank that needs most."""
+    def microbatch_peak(self) -> float:
+        """Return one microbatch's peak memory, on the rank that needs most."""
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             memory[owner] += size

@@ -125,13 +125,14 @@ class Fitted:
     """
     Program with its stage sizes in slices, and its makespan, infinite if memory does not suffice.
 
-    Its stages use the fastest fitting recompute policies. `least` is one microbatch's maximum memory on a rank.
+    Its stages use the fastest fitting recompute policies. `microbatch_peak` is one microbatch's memory on the rank that
+    needs most.
     """
 
     program: Program
     sizes: Sizes
     makespan: float
-    least: float
+    microbatch_peak: float
 
 
 @attrs.frozen(eq=False)
@@ -167,16 +168,16 @@ class Fit:
 
     def _shortest(self, partitions: Sequence[Sizes]) -> Fitted:
         options = self.slices.options(partitions)
-        chosen, fits = options.least(self._live, self.limit * (1 + ROUNDING))
+        chosen, fits = options.choose_fastest(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
         makespans = self._timings.makespans(_lengthen(self.slices.costs_of(partitions), options.again[index]))
         makespans[~fits] = math.inf
         smallest = options.kept.min(0)
         growth = np.maximum(options.pending - smallest, 0.0)
         by_rank = [smallest[:, rank.stages].sum(1) + growth[:, rank.stages].max(1) for rank in self._live]
-        least = np.max(by_rank, axis=0)
+        peaks = np.max(by_rank, axis=0)
         if makespans.min() == math.inf:
-            number = int(least.argmin())
+            number = int(peaks.argmin())
         else:
             # Differences by rounding errors do not count; the first partition is the most even.
             number = int(np.flatnonzero(makespans <= makespans.min() * (1 + 1e-9))[0])
@@ -184,7 +185,7 @@ class Fit:
             tuple(options.policies[option] for option in chosen[number].tolist()) if self.slices.recomputed else ()
         )
         program = attrs.evolve(self.program, recompute=policies)
-        return Fitted(program, partitions[number], float(makespans[number]), float(least[number]))
+        return Fitted(program, partitions[number], float(makespans[number]), float(peaks[number]))
 
 
 def even(slices: int, stages: int) -> Sizes:

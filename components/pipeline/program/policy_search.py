@@ -41,7 +41,7 @@ def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRI
     return _search(task, starts, trials)[0]
 
 
-def promising(tasks: Sequence[Task]) -> list[Task]:
+def select_promising(tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks, all with one size, whose programs are the shortest with usual policies: BEAM, or 1 if large."""
 
     def length(task: Task) -> float:
@@ -76,7 +76,7 @@ def halve(task: Task) -> Task:
         task.limit / 2,
         tuple(task.pending[stage] for stage in stages),
     )
-    return attrs.evolve(half, limit=max(half.limit, half.least))
+    return attrs.evolve(half, limit=max(half.limit, half.microbatch_peak))
 
 
 def _climb(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:

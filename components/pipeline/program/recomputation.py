@@ -77,7 +77,7 @@ class Options:
     kept: Floats
     pending: Floats
 
-    def least(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
+    def choose_fastest(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
         """
         Return the fastest options (partitions, stages) within every rank's memory, and whether they fit.
 

@@ -116,7 +116,9 @@ def time(program: Program, costs: Costs) -> Timing:
     """
     produces, consumes, delay = dependencies(program, costs)
     if not np.diff(program.bounds).all():
-        return _time_part(program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.of(program).tolist()))
+        return _time_few_ranks(
+            program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.of(program).tolist())
+        )
     end_of = np.full(produces.max(initial=0) + 1, np.inf)
     end_of[_NO_INPUT] = 0.0
     length, next_action, free_at = costs.of(program), program.bounds[:-1].copy(), np.zeros(program.ranks)
@@ -171,7 +173,9 @@ class ManyTimings:
         return makespans
 
 
-def _time_part(program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]) -> Timing:
+def _time_few_ranks(
+    program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]
+) -> Timing:
     """Time a few ranks with numbers, faster than arrays; `inputs` are cells, delays and durations."""
     consumes, delay, length = inputs
     # A cell that these ranks do not produce comes from another rank, or belongs to actions without an input.

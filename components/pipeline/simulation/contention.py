@@ -28,8 +28,8 @@ Messages that share a channel: none (free); messages from one rank to another (d
 REDUCTIONS = ("REDUCE_SCATTER", "REDUCE_GRAD")
 SHARD_OPS = ("UNSHARD", *REDUCTIONS)
 
-Name = tuple[int, str, int]
-"""Stage, op and microbatch; a message is named by its send, such as (3, "SEND_F", 7)."""
+EventKey = tuple[int, str, int]
+"""Stage, op and microbatch; a message has the key of its send, such as (3, "SEND_F", 7)."""
 
 
 @attrs.define(eq=False)
@@ -40,7 +40,7 @@ class TimedEvent:
     An event `during` another event starts and ends no earlier than the other event.
     """
 
-    name: Name
+    key: EventKey
     length: float
     dependencies: list["TimedEvent"] = attrs.field(factory=list)
     during: "TimedEvent | None" = None
@@ -48,7 +48,7 @@ class TimedEvent:
     end: float = 0.0
 
 
-Events = dict[Name, TimedEvent]
+Events = dict[EventKey, TimedEvent]
 
 
 def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> Events:
@@ -67,8 +67,8 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
     for action in flat(rank_program):
         if action.op == "RESHARD":
             continue  # it frees memory and takes no time
-        name = event_name(action)
-        event = events.setdefault(name, TimedEvent(name, costs.length(action.op, action.stage)))
+        key = event_key(action)
+        event = events.setdefault(key, TimedEvent(key, costs.length(action.op, action.stage)))
         event.dependencies += [last[key] for key in _depends_on(action, channels) if key in last]
         last.update(dict.fromkeys(_updates(action, channels), event))
         if action.op in REDUCTIONS:
@@ -120,11 +120,11 @@ def _channel(action: Action, channels: Channels) -> Hashable:
             return action.peer
         case "rank":
             return "messages"
-    return event_name(action)
+    return event_key(action)
 
 
-def event_name(action: Action) -> Name:
-    """Return an event's name, which is the same on both sides of a message."""
+def event_key(action: Action) -> EventKey:
+    """Return an action's key among the events, the same for both sides of a message."""
     match action.op:
         case "RECV_F":
             return action.stage - 1, "SEND_F", action.microbatch
@@ -156,5 +156,5 @@ def _time(events: Sequence[TimedEvent]) -> None:
             if not unfinished[id(follower)]:
                 ready.append(follower)
     if done < len(followers):
-        blocked = [event.name for event in events if unfinished[id(event)]]
+        blocked = [event.key for event in events if unfinished[id(event)]]
         raise DeadlockError("events wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in blocked[:8]))

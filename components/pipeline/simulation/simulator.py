@@ -1,4 +1,4 @@
-"""Simulation of a program: its makespan, its bubble, and the peak memory of every rank."""
+"""Simulation of a program: its makespan, its bubble, and every rank's peak memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import Sharding, dest_ranks, with_messages
 from drawloom.components.pipeline.program.timing import Costs, time
-from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_name, run_events
+from drawloom.components.pipeline.simulation.contention import SHARD_OPS, Channels, Events, event_key, run_events
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -34,7 +34,7 @@ class Bar:
 
 @attrs.frozen(eq=False)
 class Simulation:
-    """Simulation result: the start and end time of every action."""
+    """Simulation result: every action's start and end time."""
 
     program: Program
     costs: Costs
@@ -46,7 +46,7 @@ class Simulation:
     """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
 
     def bars(self, rank: int) -> Iterator[Bar]:
-        """Yield the actions of a rank with their times, in order."""
+        """Yield a rank's actions with their times, in order."""
         for row in range(*self.program.bounds[rank : rank + 2]):
             action, overlaps_previous = self.program.action(row), bool(self.program.overlaps_previous[row])
             yield Bar(action, float(self.start[row]), float(self.end[row]), overlaps_previous)
@@ -73,7 +73,7 @@ class Simulation:
         return max((end - start for start, end in map(self._edges, range(self.program.ranks))), default=0.0)
 
     def _edges(self, rank: int) -> tuple[float, float]:
-        """Return the first start and the last end of a rank, including actions on shards."""
+        """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
         ends = [*self.end[rows].tolist(), *(bar.end for bar in shards)]
@@ -134,21 +134,21 @@ def simulate(
         return Simulation(program, costs, channels, timing.start, timing.end)
     rank_programs = _rank_programs(program, costs, sharding)
     events = run_events(rank_programs, costs, channels)
-    rows = [events[event_name(program.action(row))] for row in range(len(program.stage))]
+    rows = [events[event_key(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
     shard_bars = [_shard_bars(line, events) for line in rank_programs] if sharding else ()
     return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
 
 
 def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
-    """Return the lowered programs of all ranks, ordered for these costs."""
+    """Return all ranks' lowered programs, ordered for these costs."""
     timing = time(program, costs)
     lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
     return [sharding.apply(line) for line in lines] if sharding else lines
 
 
 def _shard_bars(line: RankProgram, events: Events) -> list[Bar]:
-    timed = [(action, events[event_name(action)]) for action in flat(line) if action.op in SHARD_OPS]
+    timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 
@@ -160,11 +160,11 @@ def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
         key = action.stage, action.op.endswith("F"), action.microbatch
         if action.op in OPS:
             received.discard(key)
-            now = events[event_name(action)].end
+            now = events[event_key(action)].end
         # A sent tensor stays alive until its transfer ends.
         sent = [end for end in sent if end > now]
         if action.op.startswith("SEND"):
-            sent.append(events[event_name(action)].end)
+            sent.append(events[event_key(action)].end)
         elif action.op.startswith("RECV_"):
             received.add(key)
         peak = max(peak, len(sent) + len(received))

@@ -73,7 +73,7 @@ class SplitBackward:
             raise RuntimeError("backward_input was called before; call backward_weight, or create a SplitBackward")
         differentiable = [tensor for tensor in inputs if _is_differentiable(tensor)]
         try:
-            grads = iter(self._run(_roots(outputs, output_grads), differentiable))
+            grads = iter(self._compute_input_grads(_roots(outputs, output_grads), differentiable))
         except BaseException:
             _clear(self._deferral.take())
             raise
@@ -105,8 +105,8 @@ class SplitBackward:
                 raise
             raise UserError(f"split backward: between the two passes, {error}") from error
 
-    def _run(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
-        """Return the inputs' gradients, and defer the leaves' gradients."""
+    def _compute_input_grads(self, roots: Roots, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        """Return the inputs' gradients, and queue the leaves' gradients for W."""
         outputs, grads = [output for output, _ in roots], [grad for _, grad in roots]
         leaves, handles = defer_products(users_of(outputs, inputs), self._deferral)
         # autograd.grad raises an error for an empty list of inputs or outputs.

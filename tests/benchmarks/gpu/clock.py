@@ -56,7 +56,7 @@ def cost(call: Call) -> Cost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a training step, and its peak GiB of allocated and of reserved memory."""
+    """A training step's seconds, and its peak GiB of allocated and reserved memory."""
 
     seconds: float
     allocated: float

@@ -51,8 +51,9 @@ from drawloom.components.model.decoder.router import Router  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
+from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.ports.distributed import LinearFormat  # noqa: E402
+from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
 from drawloom.components.ports.pipeline import state_of_batches  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -107,6 +108,8 @@ class Case:
     streams: bool = False
     layers: int | None = None
     linear: LinearFormat = "compute"
+    frozen: FrozenFormat = "compute"
+    stochastic: Mapping[str, Any] | None = None  # options of the optimizer with stochastic rounding, instead of AdamW
 
     @property
     def name(self) -> str:
@@ -120,6 +123,8 @@ class Case:
         who += ", a stream for each stage" if self.streams else ""
         who += f", {self.layers} layers" if self.layers else ""
         who += f", {self.linear}" if self.linear != "compute" else ""
+        who += f", frozen weights in {self.frozen}" if self.frozen != "compute" else ""
+        who += "".join(f", {value}" for value in (self.stochastic or {}).values())
         who += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return f"{self.model}, {self.rows} x {self.length} x {self.microbatches}, {mesh}{by}{who}"
 
@@ -313,11 +318,14 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
     model: Any = kind(kernels=kernels, **config)
     model.initialise = _initialise
-    dtype: Any = "float32" if TINY and case.linear == "compute" else "bfloat16"
-    precision = DtypePolicy(parameter=dtype, linear=case.linear)
+    is_wide = TINY and case.linear == case.frozen == "compute" and case.stochastic is None
+    dtype: Any = "float32" if is_wide else "bfloat16"
+    cut_blocks = ("*.down_proj*",) if TINY and case.frozen != "compute" else ()
+    precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen, frozen_in_compute=cut_blocks)
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
-    lora: list[Any] = [Lora(targets=list(TARGETS), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
+    targets = TARGETS if kind is Qwen3Dense else TARGETS[:4]  # experts have no linear layers
+    lora: list[Any] = [Lora(targets=list(targets), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
     stages = MaterializedStages(
         model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
     )
@@ -331,7 +339,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),
         ClipNorm(parameters=stages, max_norm=1.0),
-        optimizer := AdamW(parameters=stages, mesh=mesh, lr=1e-5),
+        optimizer := _optimizer(case, stages, mesh, device),
     ]
     optimizer.open()
     size = config["vocab_size"], case.rows, case.length
@@ -339,12 +347,19 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     batches = [_batch(number, host, *size) for number in range(case.microbatches)]
 
     def take_step() -> None:
-        step = Step(1, 1, state_of_batches(batches))
+        step = Step(1, 1, state_of_batches(batches), defers_scaling=True)
         executor.train(step.state)
         for phase in phases:
             phase.run_phase(step)
 
     return take_step
+
+
+def _optimizer(case: Case, stages: Any, mesh: RankMesh, device: ComputeDevice) -> Any:
+    if case.stochastic is None:
+        return AdamW(parameters=stages, mesh=mesh, lr=1e-5)
+    job: Any = pipelines.Job()
+    return StochasticAdamW(parameters=stages, mesh=mesh, job=job, device=device, lr=1e-5, **case.stochastic)
 
 
 def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], None]:

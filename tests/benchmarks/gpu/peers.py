@@ -46,6 +46,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(summed, weight, eps), summed
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """GeGLU in plain torch, with the tanh approximation."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def oss_swiglu(both: Tensor, scale: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss's gate in plain torch, of the halves of a tensor."""
+    gate, up = both.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate) * scale.unsqueeze(-1)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -125,6 +137,7 @@ PEERS: dict[str, dict[str, Function]] = {
         "liger": lambda gate, up: _liger("swiglu", "LigerSiLUMulFunction")(gate, up),
         "d9d": lambda gate, up: _d9d("swiglu", "silu_mul")(gate, up),
     },
+    "geglu": {"liger": lambda gate, up: _liger("geglu", "LigerGELUMulFunction")(gate, up)},
     "rope": {"liger": _liger_rope},
     "linear_cross_entropy": {"liger": _liger_loss, "cce": _cce},
     "experts": {"d9d": _d9d_experts},

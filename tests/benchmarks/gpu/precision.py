@@ -80,7 +80,7 @@ class Case:
 
 @attrs.frozen
 class Cost:
-    """Seconds of a step and of its host, peak GiB, and the slowest kernels in milliseconds."""
+    """Seconds of a step and its host, peak GiB, and the slowest kernels in milliseconds."""
 
     seconds: float
     host_seconds: float

@@ -13,8 +13,10 @@ from drawloom.components.ports.flops import count_attended_pairs
 from drawloom.kernels.adamw import ParamState, step_scalars
 from drawloom.kernels.attention import EAGER, AttentionImplementation
 from drawloom.kernels.cut_cross_entropy import LogitCut
+from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.rope_frequencies import rope_angles
@@ -22,10 +24,12 @@ from drawloom.kernels.scale import scale, scale_eager
 from drawloom.kernels.swiglu import swiglu_eager
 from drawloom.kernels.triton.adamw import AdamwTriton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
+from drawloom.kernels.triton.geglu import geglu_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
+from drawloom.kernels.triton.oss_swiglu import oss_swiglu_halves_triton
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
 from drawloom.kernels.triton.rope import rope_triton
@@ -110,6 +114,25 @@ def _gates(tiny: bool) -> Iterator[Row]:
             swiglu_eager,
             (6.0 * count * width, 10.0 * count * width),
         )
+    count, width = (6, 40) if tiny else (16384, 2880)
+    yield Row(
+        "geglu",
+        f"{count} x {width}",
+        lambda: ((numbers(count, width), numbers(count, width)), ()),
+        {"drawloom": geglu_triton},
+        {"eager": peers.geglu, "compile": peers.compile_function(peers.geglu)},
+        geglu_eager,
+        (6.0 * count * width, 10.0 * count * width),
+    )
+    yield Row(
+        "oss_swiglu_halves",
+        f"{count} x {width}",
+        lambda: ((numbers(count, 2 * width), numbers(count)), (1.702, 7.0)),
+        {"drawloom": oss_swiglu_halves_triton},
+        {"eager": peers.oss_swiglu, "compile": peers.compile_function(peers.oss_swiglu)},
+        oss_swiglu_halves_eager,
+        (6.0 * count * width, 10.0 * count * width),
+    )
 
 
 def _rotations(tiny: bool) -> Iterator[Row]:

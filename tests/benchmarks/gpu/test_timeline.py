@@ -1,4 +1,4 @@
-"""Timelines of a hand-written trace of two steps."""
+"""Timelines of a hand-written trace with two steps."""
 
 import gzip
 import json

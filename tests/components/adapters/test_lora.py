@@ -39,7 +39,7 @@ def test_experts_are_adapted_whole_or_in_part() -> None:
 
 
 def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
-    """alpha / r, and with rslora alpha / sqrt(r)."""
+    """The scale is alpha / r, and with rslora alpha / sqrt(r)."""
     assert lora("q_proj").form.scale == 2.0
     assert lora("q_proj", rslora=True).form.scale == 4.0
 
@@ -61,7 +61,7 @@ def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_adapted_is_refused(adapters: list[Adapter], text: str) -> None:
+def test_unsuitable_layers_are_refused(adapters: list[Adapter], text: str) -> None:
     """One message names the layer and the reason."""
     with pytest.raises(UserError, match=text):
         trained_names(*adapters, model=dense(tie_word_embeddings=True))

@@ -19,7 +19,7 @@ ALL = ["*_proj", "embed_tokens", "lm_head"]
 
 
 def layer(**form: Any) -> LoraLinear:
-    """A linear layer of 6 inputs and 5 outputs, with random weights and factors."""
+    """Return a linear layer of 6 inputs and 5 outputs, with random weights and factors."""
     torch.manual_seed(1)
     made = LoraLinear(Linear(6, 5, cpu_kernels()).requires_grad_(False), LoraForm(**({"rank": 2, "scale": 0.7} | form)))
     for parameter in made.parameters():
@@ -28,7 +28,7 @@ def layer(**form: Any) -> LoraLinear:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
+def test_outputs_and_gradients_equal_peft(dora: bool) -> None:
     """A linear layer, with and without DoRA, has PEFT's outputs and adapter gradients in float32."""
     import peft  # takes seconds
 
@@ -53,7 +53,7 @@ def test_outputs_and_gradients_are_those_of_peft(dora: bool) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_layer_begins_as_the_frozen_one(dora: bool) -> None:
+def test_a_new_adapter_changes_no_output(dora: bool) -> None:
     """Before the first step an adapter changes nothing, and A has the variance of PEFT's."""
     ours = LoraLinear(Linear(300, 5, cpu_kernels()).requires_grad_(False), LoraForm(8, 1.0, dora=dora))
     ours.fill_adapter("layer", fill_from_seed(3))
@@ -95,7 +95,7 @@ def inputs(vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_split_backward_gives_the_gradients_of_a_full_one(kind: str) -> None:
+def test_split_backward_equals_a_full_backward(kind: str) -> None:
     """Input gradients first and adapter gradients later equal one backward pass; frozen weights get none."""
     model, adapters = KINDS[kind]()
     module = adapt(model, *adapters).double()

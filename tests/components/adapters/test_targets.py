@@ -4,7 +4,7 @@ from drawloom.components.adapters.targets import matches, matching, no_pattern
 
 
 def test_a_pattern_matches_a_name_or_its_end_after_a_dot() -> None:
-    """`norm` is not the end of `q_norm`; numbers of layers are whole."""
+    """`norm` is not the end of `q_norm`; layer numbers are compared whole."""
     assert matches("a.b.q_proj", "q_proj") and matches("a.b.q_proj", "b.*") and matches("q_proj", "q_proj")
     assert not matches("a.q_norm", "norm") and not matches("layers.11.mlp", "layers.1.mlp")
     assert matching("layers.3.mlp", ["layers.[0-2].mlp", "layers.[3-5].mlp", "mlp"]) == ["layers.[3-5].mlp", "mlp"]

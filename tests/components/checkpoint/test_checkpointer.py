@@ -164,7 +164,7 @@ def test_a_pipe_among_the_leftovers_blocks_no_start(tmp_path: Path) -> None:
 
 
 def test_a_dangling_link_does_not_take_the_name_of_a_checkpoint(tmp_path: Path) -> None:
-    """A link that a stranger has put under a step's name is kept aside, and the step is saved."""
+    """A stranger's link under a step's name is moved aside, and the step is saved."""
     save_steps(tmp_path, 1)
     (tmp_path / "checkpoints" / "step-2").symlink_to("gone")
     save_steps(tmp_path, 2)
@@ -279,7 +279,7 @@ def test_states_without_tensors_are_restored(tmp_path: Path) -> None:
     assert load_node(tmp_path / "checkpoints" / "step-1", "loader") == {"position": 12}
 
 
-def test_an_expired_checkpoint_that_can_t_be_removed_is_a_warning(
+def test_a_failed_removal_of_an_expired_checkpoint_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run continues, as its new checkpoint is committed."""
@@ -295,7 +295,7 @@ def test_an_expired_checkpoint_that_can_t_be_removed_is_a_warning(
 
 
 def test_restoring_changes_nothing_on_disk(tmp_path: Path) -> None:
-    """A run that is killed while it loads, even repeatedly, neither loses nor fills anything."""
+    """A run killed while loading, even repeatedly, neither loses nor fills anything."""
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "checkpoints/step-2/rank-0.json"
     path.write_bytes(path.read_bytes() + b" ")

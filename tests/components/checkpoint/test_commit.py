@@ -170,7 +170,9 @@ def _fail_once(folder: Path, number: int, code: int, staging: bool) -> tuple[str
 
 
 def _kill_cleanup_everywhere(base: Path) -> list[int]:
-    """Kill a start that removes leftovers, at one call after another; return the steps restored by the next start."""
+    """
+    Kill a start while it removes leftovers, at one call after another; return the steps restored by the next start.
+    """
     save_steps(base / "good", 1, 2)
     for name in (".tmp-step-3", ".trash-step-0"):
         shutil.copytree(base / "good/checkpoints/step-1", base / "good/checkpoints" / name)

@@ -46,26 +46,26 @@ def test_other_io_errors_keep_the_message_of_the_system(tmp_path: Path) -> None:
     )
 
 
-def test_a_limit_on_the_size_of_files_is_no_full_disk(tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_is_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     """Freeing space would not help, so the message names the limit."""
     text = describe_io_error(_error_of_rank(errno.EFBIG), tmp_path, 1, SingleProcess())
     assert text.startswith("/runs/x/file: File too large: a limit on the size of files")
 
 
-def test_free_space_of_a_missing_folder_is_no_second_error(tmp_path: Path) -> None:
+def test_free_space_of_a_missing_folder_raises_no_second_error(tmp_path: Path) -> None:
     """If the folder is gone, the line says that its free space is unknown."""
     text = describe_io_error(_error_of_rank(errno.ENOSPC), tmp_path / "gone", 7, SingleProcess())
     assert "an unknown number of bytes free in" in text
 
 
 class TwoMachines(SingleProcess):
-    """A group of two ranks, each of which has another disk."""
+    """A group of two ranks with different disks."""
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value, "1.00 GB"]
 
 
-def test_free_space_is_that_of_the_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_measured_on_the_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reports the free space on the machine of rank 1, whose disk is full."""
     monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
     error = RankError("rank 1: full", 1, rank=1, errno=errno.ENOSPC)
@@ -73,7 +73,7 @@ def test_free_space_is_that_of_the_failed_rank(tmp_path: Path, monkeypatch: pyte
 
 
 class _Optimizer(ShardedNode):
-    """A sharded node that gets moments in its first step."""
+    """A sharded node whose moments appear in its first step."""
 
     def forecast_state(self) -> dict[str, Any]:
         """Return two moments of 1,000 numbers, on the meta device."""
@@ -105,7 +105,7 @@ def test_without_space_for_one_checkpoint_no_run_starts(tmp_path: Path, monkeypa
 
 
 def test_a_forecast_is_as_large_as_the_checkpoint_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the files of the first checkpoint would fit exactly a run starts, and with 3 % less it does not."""
+    """A run starts if the first checkpoint's files would fit exactly, and not with 3 % less space."""
     states = _states()
     states["optimizer"].state = {"w": {"first": torch.zeros(1000), "second": torch.zeros(1000)}}
     size = _bytes_on_disk(tmp_path / "full", states)

@@ -30,7 +30,7 @@ MANIFEST = Manifest(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder that contains only a manifest."""
+    """Return a folder with nothing but a manifest."""
     folder = tmp_path / "step-7"
     folder.mkdir()
     (folder / "manifest.json").write_bytes(MANIFEST.write())
@@ -71,7 +71,7 @@ def test_deep_nesting_is_corrupt(checkpoint: Path) -> None:
 
 
 def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
-    """A folder that was renamed or copied is not accepted as another step."""
+    """A renamed or copied folder is not accepted as another step."""
     other = checkpoint.rename(checkpoint.with_name("step-8"))
     with pytest.raises(CorruptCheckpointError, match="is of step 7"):
         read_manifest(other)
@@ -88,7 +88,7 @@ def test_another_format_is_a_user_error(checkpoint: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["../step-6/rank-0.json", "/etc/passwd", "", ".", "..", "a\0b", "manifest.json"])
-def test_file_names_can_t_leave_the_folder(checkpoint: Path, name: str) -> None:
+def test_file_names_cannot_leave_the_folder(checkpoint: Path, name: str) -> None:
     """A manifest with a valid checksum can't name files elsewhere."""
     made_up = attrs.evolve(MANIFEST, files={name: Content(1, ["00" * 32])})
     (checkpoint / "manifest.json").write_bytes(made_up.write())
@@ -132,7 +132,7 @@ def test_invalid_entries_are_corrupt_despite_a_valid_checksum(checkpoint: Path, 
         read_manifest(checkpoint)
 
 
-def test_a_symbolic_link_is_no_checkpoint(checkpoint: Path) -> None:
+def test_a_symbolic_link_is_not_a_checkpoint(checkpoint: Path) -> None:
     """Nothing is read through a link."""
     elsewhere = checkpoint.rename(checkpoint.with_name("elsewhere"))
     checkpoint.symlink_to(elsewhere)

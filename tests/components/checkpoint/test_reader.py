@@ -62,7 +62,7 @@ FAULTS: list[Callable[[Path], None]] = [_flip, _truncate, _empty, _zeros, _pipe,
 def test_a_corrupt_file_is_named_and_the_previous_step_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Callable[[Path], None], name: str
 ) -> None:
-    """Whichever fault in whichever file, the warning names it, and the checkpoint is not removed."""
+    """For any fault in any file, the warning names the file, and the checkpoint is not removed."""
     save_steps(tmp_path, 1, 2, 3)
     folder = tmp_path / "checkpoints" / "step-3"
     fault(folder / name)
@@ -75,7 +75,7 @@ def test_a_corrupt_file_is_named_and_the_previous_step_is_used(
 
 @pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json", "manifest.json"])
 def test_a_file_of_another_step_is_corrupt(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """A valid file that is not the one committed there is detected."""
+    """A valid file is detected if it is not the one committed there."""
     save_steps(tmp_path, 1, 2, 3)
     _other_step(tmp_path / "checkpoints" / "step-3" / name)
     assert restore_step(tmp_path) == 2
@@ -83,7 +83,7 @@ def test_a_file_of_another_step_is_corrupt(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_an_extra_file_is_corrupt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint contains only the files that were committed."""
+    """A checkpoint contains only its committed files."""
     save_steps(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "step-2" / "rank-1.safetensors").write_bytes(b"")
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
@@ -118,7 +118,7 @@ def test_without_checkpoints_newest_is_none(tmp_path: Path) -> None:
 
 
 def test_if_none_is_valid_all_are_listed(tmp_path: Path) -> None:
-    """The run does not restart from step 0 over checkpoints that may be repairable."""
+    """The run does not restart from step 0 over possibly repairable checkpoints."""
     save_steps(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-{step}" / "rank-0.json").unlink()
@@ -158,15 +158,15 @@ def test_the_state_of_one_node_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_the_state_of_one_node_is_verified(tmp_path: Path) -> None:
-    """A flipped bit raises instead of returning other weights."""
+    """Loading one node verifies its file: a flipped bit is an error."""
     save_steps(tmp_path, 5)
     _flip(tmp_path / "checkpoints" / "step-5" / "rank-0.safetensors")
     with pytest.raises(UserError, match=r"step-5 is corrupt: rank-0.safetensors has a checksum mismatch"):
         load_node(tmp_path / "checkpoints" / "step-5", "memory")
 
 
-def test_a_checkpoint_of_this_format_is_read(tmp_path: Path) -> None:
-    """One that was written when the format was made loads, also into nodes whose entries are sharded now."""
+def test_a_checkpoint_of_this_format_can_be_read(tmp_path: Path) -> None:
+    """A checkpoint from the first version of the format loads, also into nodes whose entries are now sharded."""
     shutil.copytree(Path(__file__).parents[2] / "golden" / "checkpoints" / "format-3", tmp_path / "run")
     stages = ShardedNode({}, names=["embedding.weight", "norm"])
     optimizer = ShardedNode({}, names=["embedding.weight"])
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_this_format_is_read(tmp_path: Path) -> None:
 
 
 def _many_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose tensors are in four files, the last of them without any of the first node."""
+    """Save a checkpoint with four tensor files, the last one without any tensor of the first node."""
     monkeypatch.setattr("drawloom.components.checkpoint.commit.SHARD", 100)
     state = {f"w{number}": torch.full((20,), float(number)) for number in range(3)}
     checkpointer(folder, {"a": StateNode(state), "b": StateNode({"small": torch.ones(20), "odd": None})}).save(
@@ -206,7 +206,7 @@ def test_large_states_are_split_into_files(tmp_path: Path, monkeypatch: pytest.M
 def test_corruption_of_any_of_several_files_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], number: int
 ) -> None:
-    """Files that this run does not need are checked too."""
+    """Files this run does not need are checked too."""
     checkpoint = _many_files(tmp_path, monkeypatch)
     path = checkpoint / (f"rank-0-{number}.safetensors" if number else "rank-0.safetensors")
     fault(path)

@@ -166,7 +166,7 @@ def test_a_rank_killed_while_saving_leaves_the_previous_step(tmp_path: Path, whe
 
 
 def _save_sharded(folder: Path, holders: dict[str, list[int]]) -> None:
-    """Save with the entries on the ranks that `holders` lists; an entry's state has its name."""
+    """Save with the entries on the ranks in `holders`; an entry's state has its name."""
     with _mesh() as mesh:
         mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
         state = {name: {"number": torch.full((3,), float(ord(name))), "by": mesh.world.rank} for name in mine}
@@ -174,7 +174,7 @@ def _save_sharded(folder: Path, holders: dict[str, list[int]]) -> None:
 
 
 def _restore_sharded(folder: Path, holders: dict[str, list[int]]) -> dict[str, tuple[float, int]]:
-    """Restore the entries that this rank holds now."""
+    """Restore the entries now on this rank."""
     with _mesh() as mesh:
         mine = [name for name, ranks in holders.items() if mesh.world.rank in ranks]
         node, empty = ShardedNode({}, mine), ShardedNode({"fresh": 1}, mine)
@@ -247,7 +247,7 @@ class SlicedNode(StateNode):
     rows: int = ROWS
 
     def state_slices(self) -> dict[str, TensorSlice]:
-        """The rows that this rank has."""
+        """Return this rank's rows."""
         return {"w": TensorSlice((ROWS, WIDTH), (self.first, 0), (self.rows, WIDTH))}
 
 
@@ -264,7 +264,7 @@ def _save_slices(folder: Path) -> None:
 
 
 def _restore_slices(folder: Path) -> tuple[bool, int]:
-    """Whether a rank has its rows, and how many bytes it read of files of tensors."""
+    """Return whether a rank has its rows, and how many bytes it read from tensor files."""
     count, preadv = 0, os.preadv
 
     def read_and_count(descriptor: int, buffers: list[memoryview], offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training continues."""
+"""Checkpoints written while training continues."""
 
 import errno
 import gc
@@ -60,7 +60,7 @@ REAL_NEW_FILE = durable_files.new_file
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """A fake disk, unblocked after the test."""
+    """Yield a fake disk, unblocked after the test."""
     disk = Disk()
     disk.open.set()
     monkeypatch.setattr(durable_files, "new_file", disk.new_file)
@@ -162,7 +162,7 @@ def test_a_signal_during_a_save_waits_for_it_and_saves_its_own_step(tmp_path: Pa
 
 
 def test_a_signal_waits_for_the_save_of_its_own_step(tmp_path: Path, disk: Disk) -> None:
-    """A step that is being saved is not saved a second time."""
+    """A pending step is not saved a second time."""
     memory = StateNode(state_of(1))
     node = _node(tmp_path, memory)
     disk.slow()
@@ -174,7 +174,7 @@ def test_a_signal_waits_for_the_save_of_its_own_step(tmp_path: Path, disk: Disk)
 
 
 def test_closing_waits_for_the_pending_save(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that fails later keeps its pending save, but waits only for the timeout."""
+    """A later failure keeps the pending save, but waits only for the timeout."""
     memory = StateNode(state_of(1))
     node = _node(tmp_path, memory)
     disk.slow()
@@ -289,7 +289,7 @@ def test_a_failed_copy_is_raised_before_the_state_changes(tmp_path: Path, monkey
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]
 
 
-def test_a_value_that_can_t_be_staged_is_raised_at_once(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_staged_raises_at_once(tmp_path: Path) -> None:
     """The error has the path."""
     node = _node(tmp_path, StateNode({"bad": {1}}))
     with pytest.raises(TypeError, match="memory/bad is a set"):
@@ -297,7 +297,7 @@ def test_a_value_that_can_t_be_staged_is_raised_at_once(tmp_path: Path) -> None:
 
 
 def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
-    """After a save, also a failed one, no reference to the copy is left, so that its memory is reused."""
+    """After a save, even a failed one, no reference to the copy is left, and its memory is reused."""
     stager = Blocking()
     node = _node(tmp_path, StateNode({"weight": torch.zeros(300_000)}), stager)
     for index in range(1, 6):

@@ -1,4 +1,4 @@
-"""Slices of tensors, saved in one layout of ranks and loaded in another."""
+"""Tensor slices, saved in one layout of ranks and loaded in another."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ Cuts = list[list[int]]
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
-    """Draw boxes that tile a shape: all dimensions are cut somewhere, also into empty parts."""
+    """Draw boxes tiling a shape: all dimensions are cut somewhere, also into empty parts."""
     edges = []
     for length in shape:
         inner = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
@@ -27,12 +27,12 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorSlice]:
 
 
 def numbers(shape: tuple[int, ...]) -> Tensor:
-    """A tensor of different numbers."""
+    """Return a tensor of different numbers."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
 @given(st.data())
-def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> None:
+def test_slices_of_any_layout_load_into_any_other(data: st.DataObject) -> None:
     """Every slice in the new layout has the whole tensor's elements, from the needed pieces alone."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     whole = numbers(shape)
@@ -52,7 +52,7 @@ def test_slices_of_any_layout_make_those_of_any_other(data: st.DataObject) -> No
 
 
 def test_a_whole_tensor_is_cut() -> None:
-    """A rank that shards gets its part of a tensor saved by one process; other values are unchanged."""
+    """A sharded rank gets its part of a tensor saved by one process; other values are unchanged."""
     tensor_slice = TensorSlice((4, 3), (1, 0), (2, 3))
     assembled = assemble([{"mean": numbers((4, 3)), "steps": 7, "step": torch.tensor(1.0)}], tensor_slice)
     assert assembled["mean"].tolist() == [[3, 4, 5], [6, 7, 8]]
@@ -67,7 +67,7 @@ def test_a_slice_of_another_shape_is_given_whole() -> None:
 
 
 def test_a_missing_piece_is_an_error() -> None:
-    """Elements that no rank has saved are not made up."""
+    """Elements saved by no rank are not made up."""
     part = SlicedTensor(numbers((2, 3)), TensorSlice((4, 3), (0, 0), (2, 3)))
     with pytest.raises(ValueError, match="6 of the 12 elements"):
         assemble([{"w": part}], None)
@@ -82,7 +82,7 @@ def test_replicated_slices_are_not_counted_twice() -> None:
 
 
 @given(st.data())
-def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject) -> None:
+def test_needed_rows_are_as_few_as_possible(data: st.DataObject) -> None:
     """A saved tensor cut to these rows has every element of the overlap, and no row at either end without one."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     saved, wanted = (data.draw(st.sampled_from(data.draw(layouts(shape)))) for _ in range(2))
@@ -98,8 +98,8 @@ def test_needed_rows_are_the_fewest_that_hold_what_is_wanted(data: st.DataObject
     assert all(needed & set(row.flatten().tolist()) for row in (rows[:1], rows[-1:]) if rows.numel() and part)
 
 
-def test_tensors_that_no_slice_is_cut_of_are_needed_whole() -> None:
-    """A counter, a tensor with another shape, and a tensor whose use requires the whole are needed whole."""
+def test_tensors_without_slices_are_read_whole() -> None:
+    """All rows are read for a scalar, for a shape other than the slice's, and for a use of the whole tensor."""
     half = TensorSlice((4, 2), (0, 0), (2, 2))
     assert needed_rows((), [(None, half)]) is None
     assert needed_rows((3, 2), [(None, half)]) is None

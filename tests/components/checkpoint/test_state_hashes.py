@@ -77,7 +77,7 @@ def test_damaged_lines_and_a_removed_folder_end_no_run(tmp_path: Path, caplog: p
 
 
 def test_a_pipe_in_place_of_hashes_is_refused(tmp_path: Path) -> None:
-    """A run folder that a stranger sent can't make a run wait."""
+    """A stranger's run folder cannot make a run wait."""
     (tmp_path / "digests").mkdir()
     os.mkfifo(tmp_path / "digests" / "rank-0.jsonl")
     with pytest.raises(UserError, match=r"rank-0\.jsonl can't be written .it is not a regular file"):

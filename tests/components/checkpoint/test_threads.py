@@ -37,11 +37,11 @@ def test_exceptions_are_in_the_future(error: BaseException) -> None:
     assert run_now("writing", fail).exception(0) is error
 
 
-def test_the_work_s_memory_is_free_when_the_future_is_done() -> None:
-    """Memory that the work holds can be reused as soon as the future has a result."""
+def test_memory_of_the_work_is_free_when_the_future_is_done() -> None:
+    """Memory used by the work can be reused as soon as the future has a result."""
 
     class Large:
-        """Something that takes room."""
+        """An object with large memory."""
 
     for _ in range(50):
         large = Large()

@@ -20,7 +20,7 @@ def test_costs_are_numbers_a_plan_or_a_folder(tmp_path: Path) -> None:
         parse("nowhere")
 
 
-def test_schedules_learn_what_they_have_settings_for() -> None:
+def test_schedules_get_the_costs_they_have_settings_for() -> None:
     """
     `auto` gets all costs, schedules in a V get a message's time relative to a stage's forward, others get nothing.
     """

@@ -1,4 +1,4 @@
-"""A run's model as lm-eval-harness asks for one, on a model that is a table."""
+"""A run's model through the interface of lm-eval-harness, on a model that is a table."""
 
 from typing import Any
 
@@ -48,14 +48,14 @@ def request(kind: str, *words: Any) -> Instance:
 
 
 def by_hand(ids: list[int], count: int) -> float:
-    """Return the log-likelihood of the last ids given the ids before them, for texts that fit the context."""
+    """Return the log-likelihood of the last ids given the ids before them, for texts within the context."""
     logits = Table().infer(torch.tensor([ids[:-1]]), TokenContext(torch.arange(len(ids) - 1)[None], torch.zeros(1)))[0]
     picked = logits.double().log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])
     return float(picked[-count:].sum())
 
 
 def test_answers_are_in_the_order_of_requests() -> None:
-    """However texts of different lengths are put together; one without a context begins after the end of a text."""
+    """Texts with different lengths may be batched in any way; one without a context begins after an end token."""
     pairs = [("ab", "cde"), ("", "xy"), ("a", "b"), ("abc", "d")]
     answers = model().loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
     wanted = [by_hand([*(one.encode() or [256]), *other.encode()], len(other)) for one, other in pairs]
@@ -65,7 +65,7 @@ def test_answers_are_in_the_order_of_requests() -> None:
 
 
 def test_the_model_sees_no_more_than_its_context() -> None:
-    """Of long texts the end is seen; rolling, every token is scored once."""
+    """The model sees the end of long texts; in rolling windows every token is scored once."""
     made = model(context=5)
     (long,) = made.loglikelihood([request("loglikelihood", "abcdefg", "hi")], disable_tqdm=True)
     assert long[0] == pytest.approx(by_hand([*b"defghi"], 2), rel=1e-5)

@@ -13,8 +13,8 @@ from drawloom.graph.cli.main import main
 
 
 @pytest.mark.parametrize("text", ["0", "-7", "nan", "2.5", "", "x"])
-def test_numbers_that_mean_nothing_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command that counts something names the option and its value, before any run is opened."""
+def test_meaningless_numbers_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command with a count names the option and its value, before any run is opened."""
     for command in (
         ["embed", "runs/none", "a.txt", "--to", "e", "--context"],
         ["embed", "runs/none", "a.txt", "--to", "e", "--rows"],
@@ -41,7 +41,7 @@ def test_a_measurement_of_precision_refuses_numbers(option: str, text: str, caps
 def test_a_measurement_of_precision_keeps_existing_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An overlay that exists is not overwritten, and nothing is measured."""
+    """An existing overlay is not overwritten, and nothing is measured."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text("mine")
     assert main(["precision", "first_run", "--to", "mine.toml"]) == 2
@@ -50,7 +50,7 @@ def test_a_measurement_of_precision_keeps_existing_files(
 
 
 def test_integers_are_separated_by_commas() -> None:
-    """Each is a positive integer."""
+    """A list contains positive integers."""
     assert integers("4,8") == [4, 8]
     with pytest.raises(ArgumentTypeError, match="'' is not a positive integer"):
         integers("4,")
@@ -67,10 +67,7 @@ def test_an_integer_has_a_least() -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """
-    A missing folder, an unwritable folder, a file in place of the folder, and a folder in place of the file are
-    refused.
-    """
+    """A missing or unwritable folder, a file in place of the folder, and a folder in place of the file are refused."""
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     commands = ["embed runs/none a.txt", "reference-logps dpo", "lm-eval r --tasks x", "plan first_run", "report r"]
@@ -81,7 +78,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert output_file("fine.json") == Path("fine.json") and not Path("fine.json").exists()
 
 
-def test_a_full_disk_is_told_in_a_line(
+def test_a_full_disk_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message names the file and the remedy; earlier results are still printed."""

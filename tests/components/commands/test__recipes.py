@@ -1,9 +1,9 @@
-"""Recipe look-ups that several commands share."""
+"""Recipe look-ups shared by several commands."""
 
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._recipes import Pipeline, microbatches_of, needed, only
+from drawloom.components.commands._recipes import Pipeline, microbatches_of, only, require_microbatches
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Phase
 from drawloom.graph import UserError
@@ -15,12 +15,12 @@ def test_a_recipe_has_a_pipeline() -> None:
     assert (pipeline.use, pipeline.ranks, pipeline.microbatches) == ("pipeline.schedules.one_f_one_b", 2, 4)
 
 
-def test_what_is_missing_is_told() -> None:
-    """Instead of a guess."""
+def test_a_missing_node_is_reported() -> None:
+    """The command reports what is missing instead of guessing."""
     graph = Recipe.load("first_run").graph
     assert microbatches_of(graph) is not None
     assert only(graph, Schedule) == "schedule"
     with pytest.raises(UserError, match=r"nodes that are a Phase \(\[.*\]\); one is required"):
         only(graph, Phase)
     with pytest.raises(UserError, match="number of microbatches is unknown"):
-        needed(None)
+        require_microbatches(None)

@@ -25,7 +25,7 @@ def test_commas_in_values_separate_nothing() -> None:
     assert [point.name for point in points_of(["a.path=x/y,../z"])] == ["path=x_y", "path=.._z"]
 
 
-def test_equal_last_parts_are_told_apart_by_the_whole_key() -> None:
+def test_keys_with_equal_last_parts_are_written_whole() -> None:
     """A name has the last part of each key, unless two axes have it in common."""
     assert points_of(["a.x=1,2", "b.x=1,2", "c.y=3,4"])[0].name == "a.x=1,b.x=1,y=3"
 
@@ -75,6 +75,7 @@ def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
         (["optimizer.lr=1e-3,0.001"], "two points of the sweep are named lr=0.001"),
         (["run.seed=0,1", "run.seed=2,3"], "run.seed is given twice"),
         (["run.seed=2..0"], "run.seed=2..0 is not a range"),
+        (["run.seed=0..10000"], "run.seed=0..10000 has 10,001 values"),
         (["a.b=1.0..2.0:log"], "write --random 20"),
         (["a.b=1.0..2.0:linear"], "write log or uniform"),
         (["a.b=0..2.0:log"], "a smaller number above 0 first"),
@@ -82,7 +83,7 @@ def test_points_are_listed_in_a_table(tmp_path: Path) -> None:
         (["a.b=" + "x" * 300 + ",y"], "too long for a folder"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused(words: list[str], message: str) -> None:
-    """The error says what is wrong and what to write."""
+def test_an_impossible_sweep_is_refused(words: list[str], message: str) -> None:
+    """The error says what is wrong and how to correct it."""
     with pytest.raises(UserError, match=message):
         points_of(words)

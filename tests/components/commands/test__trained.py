@@ -18,14 +18,14 @@ from support.checkpoints import save_steps, state_of
 
 @attrs.frozen
 class _Recipe:
-    """A recipe that is never opened."""
+    """A recipe nobody opens."""
 
     text: str
     graph: None = None
 
 
 def options(folder: Path, *words: str) -> argparse.Namespace:
-    """The options of a command for a run folder."""
+    """Return the options of a command for a run folder."""
     parser = argparse.ArgumentParser()
     _trained.add_run(parser)
     return parser.parse_args([str(folder), *words])
@@ -64,18 +64,18 @@ def test_a_run_by_its_name_or_checkpoint_is_answered_with_its_folder(
     assert str(_trained.no_checkpoint(Path(folder))) == said
 
 
-def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
-    """The message says which cadences have to meet."""
+def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
+    """The message names the cadences that must coincide."""
     save_steps(tmp_path, 1)
     with pytest.raises(UserError, match=r"no checkpoint in .* has a validation loss; let checkpoint\.every"):
         _trained._checkpoint(options(tmp_path, "--best"))
 
 
 @pytest.mark.parametrize("moment", ["_recipe", "load_node"])
-def test_a_checkpoint_that_rotation_removes_while_it_is_read_is_replaced_by_a_newer_one(
+def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """A run that rotates fast never makes `generate` or `export` call a removed step corrupt."""
+    """With fast rotation, `generate` and `export` never call a removed step corrupt."""
     save_steps(tmp_path, 1)
     read: dict[str, Any] = {"_recipe": lambda _project, lock, _files: _Recipe(lock.read_text()), "load_node": load_node}
     began: list[Path] = []

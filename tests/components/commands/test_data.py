@@ -1,4 +1,4 @@
-"""The command that shows and audits data; `tests/runs/test_data.py` audits runs."""
+"""The command for showing and auditing data; `tests/runs/test_data.py` audits runs."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ NONE = "validation_fraction=0.0"
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A small recipe in the current directory."""
+    """Return a small recipe in the current directory."""
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path)
     return "tiny.toml"
@@ -56,8 +56,8 @@ def test_a_row_is_shown_with_its_documents(recipe: str, capsys: pytest.CaptureFi
     assert ends == "|".join(["<end>"] * 24)
 
 
-def test_what_is_trained_of_a_conversation_is_marked(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answer and its end token are, and control tokens are written out; nothing reaches the terminal as such."""
+def test_trained_parts_of_a_conversation_are_marked(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer and its end token are marked, and control tokens are escaped: nothing reaches the terminal as such."""
     tokenizer_folder(Path("tokenizer"))
     rows = [json.dumps({"messages": say(f"hello {number}", "good\x1b day")}) for number in range(3)]
     Path("chat.jsonl").write_text("\n".join(rows), "utf-8")
@@ -73,7 +73,7 @@ def test_what_is_trained_of_a_conversation_is_marked(recipe: str, capsys: pytest
     assert "<im_start>assistant⏎\n⟦good\\x1b day<im_end>⟧" in shown, shown
 
 
-def test_what_is_not_there_is_refused(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_row_or_record_is_refused(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row beyond the last, and a run without a record, are errors in one line with a remedy."""
     assert main(["data", "show", recipe, "--row", "56"]) == 2
     assert "--row 56: train has rows 0 to 55" in capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "00001.tokens has other content" in capsys.readouterr().out
 
 
-def test_what_is_neither_a_run_nor_a_store_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_cannot_be_audited(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe given to `audit` or `verify` is refused with its path."""
     assert main(["data", "audit", recipe]) == 2 and "tiny.toml is not a run folder" in capsys.readouterr().err
     assert main(["data", "verify", recipe]) == 2 and "tiny.toml is no token store" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_other_text_replaces_all_data(what: str) -> None:
 
 
 def test_files_are_read_by_their_format(tmp_path: Path) -> None:
-    """As `tokenize` reads them, also compressed ones, and never JSON as a text; several formats at once are refused."""
+    """Files are read as by `tokenize`, also compressed, and JSON never as text; several formats at once are refused."""
     for name in ("a.txt", "b.jsonl", "c.jsonl.zst", "d.parquet", "e.arrow"):
         (tmp_path / name).touch()
     for names, use in (("a.txt", "text_files"), ("[bc].*", "jsonl"), ("[de].*", "parquet")):

@@ -12,7 +12,7 @@ from drawloom.graph.cli.main import main
 
 
 def _failures(folder: Path, codes: dict[int, int], reported: dict[int, str]) -> ChildFailedError:
-    """The failures of ranks by their exit codes; some have written error files."""
+    """Return the failures of ranks by their exit codes; some have written error files."""
     failures = {}
     for rank, code in codes.items():
         path = folder / f"error-{rank}"
@@ -59,13 +59,13 @@ def test_a_failure_is_printed_only_if_no_process_has(
 def test_wrong_arguments_are_refused_before_a_process_starts(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    """The exit code is 2, and the message says what to write."""
+    """The exit code is 2, and the message shows a correct command."""
     assert main(["launch", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_error_files_are_those_that_torch_reads(tmp_path: Path) -> None:
-    """A rank that learnt of another's failure has a later date, so torch takes the other for the cause."""
+def test_error_files_follow_the_format_of_torch(tmp_path: Path) -> None:
+    """A rank that learnt of another rank's failure has a later date, so torch reports the other rank as the cause."""
     for rank, is_cause in enumerate([False, True]):
         write_error_file(str(tmp_path / f"error-{rank}"), "a bug", is_cause=is_cause)
     assert json.loads((tmp_path / "error-0").read_text())["message"]["message"] == "a bug"

@@ -16,7 +16,7 @@ SMALL = "batch.micro_size=4"
 
 
 def run_lr(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout if it succeeds, else stderr."""
+    """Return the output of the command: stdout if it succeeds, else stderr."""
     exit_code = main(["lr", *arguments])
     said = capsys.readouterr()
     assert exit_code == code, said.err
@@ -24,11 +24,11 @@ def run_lr(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """The JSON output of the command."""
+    """Return the JSON output of the command."""
     return json.loads(run_lr(capsys, *arguments, "--format", "json"))["curves"]
 
 
-def test_rates_and_rows_are_those_of_the_run(capsys: Capture) -> None:
+def test_rates_and_rows_equal_those_of_the_run(capsys: Capture) -> None:
     """Each step has the optimizer's rate times the schedule's factor; rows are drawn if a ramp changes them."""
     curves = data(capsys, "first_run", RAMP, SMALL)
     lr = Piecewise(start=0.1, phases=[SchedulePiece(until_percent=10.0, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
@@ -38,7 +38,7 @@ def test_rates_and_rows_are_those_of_the_run(capsys: Capture) -> None:
 
 
 def test_warm_ups_in_tokens_are_drawn_without_the_data(capsys: Capture, tmp_path: Path) -> None:
-    """A recipe for many ranks and a corpus that is not on this machine has a picture, up to its last step."""
+    """A recipe for many ranks, with a corpus missing on this machine, has a picture up to its last step."""
     words = ("lr.use=learning_rate.constant", "lr.warmup_tokens=100000", "lr.batching=@batch", "lr.rows=@packing")
     more = (f"corpus.paths=['{tmp_path}/none.txt']", "corpus.use=data.text_files", "mesh.data_replicate=8")
     curves = data(capsys, "first_run", *words, *more, "batch.micro_size=2", "trainer.steps=100000")
@@ -57,8 +57,8 @@ def test_pictures_have_all_curves(capsys: Capture) -> None:
     assert [len(points) for points in lines] == [240, 240]
 
 
-def test_what_has_no_rate_is_refused(capsys: Capture, tmp_path: Path) -> None:
-    """The message says whether the recipe has no learning rate, no trainer, or a learning rate that is refused."""
+def test_a_recipe_without_a_rate_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    """The message says whether the learning rate is missing or refused, or the trainer is missing."""
     assert "[optimizer] lr: -1.0 is not above 0" in run_lr(capsys, "first_run", "optimizer.lr=-1", code=2)
     words = "edit.trainer.phases.remove=@optimizer"
     assert "no phase of the recipe has a setting lr" in run_lr(capsys, "first_run", words, code=2)

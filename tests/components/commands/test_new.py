@@ -12,7 +12,7 @@ from drawloom.graph.project import Recipe
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current directory is empty."""
+    """Change to an empty current directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -41,8 +41,8 @@ def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> Non
         ([".mine"], "'.mine' is not a plain file name"),
     ],
 )
-def test_what_can_not_be_written_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file is never replaced, and no half of one remains."""
+def test_an_unwritable_file_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file is never replaced, and no incomplete file remains."""
     Path("mine.toml").write_text("# mine\n", "utf-8")
     assert main(["new", *words]) == 2
     assert message in capsys.readouterr().err
@@ -51,7 +51,7 @@ def test_what_can_not_be_written_is_refused(words: list[str], message: str, caps
 
 
 def test_half_of_a_recipe_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it can't be written to its end, the same command may be tried again."""
+    """If a recipe can't be written to its end, the same command can be tried again."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:

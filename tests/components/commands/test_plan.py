@@ -17,7 +17,7 @@ WHOLE = ("stages.recompute=none", "mesh.expert=1")
 
 
 def run_plan(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout, or stderr for a mistake."""
+    """Return the output of the command: stdout, or stderr for a mistake."""
     try:
         exit_code = main(["plan", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -28,12 +28,12 @@ def run_plan(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str, code: int = 0) -> Any:
-    """The JSON output of the command."""
+    """Return the JSON output of the command."""
     return json.loads(run_plan(capsys, *arguments, "--format", "json", code=code))
 
 
 def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> None:
-    """Without a GPU, a process group or data; ranks of one stage are alike, and parts of memory and time add up."""
+    """It needs no GPU, process group or data; ranks in one stage are alike, and parts of memory and time add up."""
     mesh = ("mesh.pipeline=4", "mesh.tensor=2", "mesh.data_shard=16", "mesh.expert=8", "batch.global_size=1024")
     experts = 'stages.dispatcher={use="experts.all_to_all"}'
     began = time.process_time()
@@ -42,8 +42,8 @@ def test_a_plan_of_a_thousand_ranks_has_the_memory_of_each(capsys: Capture) -> N
     )
     assert time.process_time() - began < 20  # torch's compiler is imported, too; a quiet machine takes 3 s
     assert len(printed_plan["peak_memory_bytes"]) == printed_plan["ranks"] == 1024
-    assert [printed_plan["peak_memory_bytes"][each * 256] for each in range(4)] == [
-        each["peak"] for each in printed_plan["memory"]
+    assert [printed_plan["peak_memory_bytes"][stage * 256] for stage in range(4)] == [
+        row["peak"] for row in printed_plan["memory"]
     ]
     for memory in printed_plan["memory"]:
         kinds = [*memory["kept"].values(), *memory["activations"].values(), *memory["buffers"].values()]
@@ -76,7 +76,7 @@ def test_a_plan_that_does_not_fit_says_so(capsys: Capture) -> None:
 
 
 def test_a_plan_is_a_table_of_ranks(capsys: Capture) -> None:
-    """Of a small recipe on the machine at hand: subjects and kinds of memory in order, then how often to save."""
+    """For a small recipe on this machine: subjects and kinds of memory in order, then how often to save."""
     *lines, empty, saves = run_plan(capsys, "pipeline", "--device", "cpu", "--mtbf", "500").splitlines()
     assert (empty, saves.split(" = ")[0]) == ("", "checkpoint.every")
     assert [line.split()[0] for line in lines[:6]] == ["device", "step", "memory", "time", "speed", "run"]
@@ -137,5 +137,5 @@ def test_mistakes_get_one_sentence(capsys: Capture, arguments: tuple[str, ...], 
 
 
 def test_a_plan_needs_a_recipe_unless_it_measures(capsys: Capture) -> None:
-    """And says so."""
+    """The error asks for a recipe."""
     assert "takes a recipe" in run_plan(capsys, code=2)

@@ -1,4 +1,4 @@
-"""The command that lists runs."""
+"""The table of runs."""
 
 import csv
 import io
@@ -13,14 +13,14 @@ from support.run_folders import write_run
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Two runs with different learning rates."""
+    """Return two runs with different learning rates."""
     write_run(tmp_path / "runs/a", lr=1e-3, losses=(3.0, 2.0))
     write_run(tmp_path / "runs/b", lr=3e-4, losses=(3.0, 1.5))
     return tmp_path / "runs"
 
 
 def test_a_terminal_gets_aligned_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line per run, the best one first if sorted so, with the settings that differ."""
+    """A run has a line with its differing settings; sorting puts the best one first."""
     assert main(["runs", str(runs), "--sort", "best"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "run  state    step    loss    best  tokens/s  differs in",
@@ -48,6 +48,6 @@ def test_runs_are_filtered_by_state(runs: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error says what to give instead."""
+    """The error suggests another argument."""
     assert main(["runs", str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err

@@ -16,7 +16,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
-    """The output of the command: stdout if it succeeds, else stderr."""
+    """Return the output of the command: stdout if it succeeds, else stderr."""
     try:
         exit_code = main(["schedule", *arguments])
     except SystemExit as error:  # how argparse leaves
@@ -27,12 +27,12 @@ def run_schedule(capsys: Capture, *arguments: str, code: int = 0) -> str:
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    """The JSON output of the command; of a comparison, its list."""
+    """Return the JSON output of the command, or the list of a comparison."""
     printed = json.loads(run_schedule(capsys, *arguments, "--format", "json"))
     return printed["schedules"] if "--compare" in arguments else printed
 
 
-def test_a_schedule_by_its_name(capsys: Capture) -> None:
+def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
     """The printed numbers equal the simulation's, with and without costs."""
     sizes = ("dual_pipe_v", "--ranks", "8", "--microbatches", "32")
     summary = data(capsys, *sizes, "--stages-per-rank", "2")
@@ -62,7 +62,7 @@ def test_a_schedule_by_its_name(capsys: Capture) -> None:
 
 
 def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None:
-    """They are a setting of some, and fixed for others."""
+    """Some schedules have them as a setting, others a fixed number."""
     words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
     assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
     error = run_schedule(capsys, "dual_pipe_v", *words, "3", code=2)
@@ -78,8 +78,8 @@ def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
     assert data(capsys, "auto", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]
 
 
-def test_channels_make_a_difference(capsys: Capture) -> None:
-    """Ranks that block take longer."""
+def test_blocking_channels_take_longer(capsys: Capture) -> None:
+    """Blocking ranks have a longer makespan."""
     words = ("gpipe", "--ranks", "4", "--microbatches", "8", "--costs", "comm=0.5")
     assert data(capsys, *words, "--channels", "blocking")["makespan"] > data(capsys, *words)["makespan"]
 
@@ -98,7 +98,7 @@ def test_a_recipe_gives_schedule_ranks_and_microbatches(capsys: Capture) -> None
     assert data(capsys, "first_run", *words, "mesh.data_replicate=4")["microbatches"] == 2
 
 
-def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
+def test_a_recipe_can_simulate_a_table(capsys: Capture, tmp_path: Path) -> None:
     """A schedule from a file is simulated like any other."""
     (tmp_path / "table.csv").write_text(write_csv(schedule("v_min").program(2, 16)))
     words = ("mesh.pipeline=2", "schedule.use=pipeline.from_csv", f"schedule.path={tmp_path}/table.csv")
@@ -106,7 +106,7 @@ def test_a_table_in_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     assert (summary["schedule"], summary["makespan"]) == ("pipeline.from_csv", 49.5)
 
 
-def test_a_file_is_drawn_like_the_schedule_that_it_was_written_from(capsys: Capture, tmp_path: Path) -> None:
+def test_a_file_is_drawn_like_its_schedule(capsys: Capture, tmp_path: Path) -> None:
     """The command reads its own --format csv with the same figures; numbers that contradict the file fail."""
     words = ("v_min", "--ranks", "2", "--microbatches", "6")
     path = tmp_path / "table.csv"
@@ -166,7 +166,7 @@ def test_a_run_is_a_recipe(capsys: Capture, tmp_path: Path) -> None:
     assert "a recipe has its own number of ranks" in run_schedule(capsys, str(tmp_path), "--ranks", "4", code=2)
 
 
-def test_a_comparison_is_of_one_model(capsys: Capture) -> None:
+def test_a_comparison_keeps_the_model(capsys: Capture) -> None:
     """Stages share the costs of a rank's layers: all schedules have the same work, on any number of ranks."""
     summaries = data(capsys, "--compare", "--ranks", "2,4", "--microbatches", "4,8", "--costs", "F=2,I=2,W=2")
     assert {(item["ranks"], item["microbatches"], item["ideal"]) for item in summaries} == {
@@ -238,15 +238,15 @@ def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys:
     ],
 )
 def test_wrong_arguments_are_user_errors(capsys: Capture, words: list[str], error: str) -> None:
-    """A command line that can't be is refused with exit code 2 and one sentence."""
+    """An impossible command line is refused with exit code 2 and one sentence."""
     assert error in run_schedule(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(100_000, 1), (64, 2000)])
-def test_a_schedule_that_takes_too_long_is_refused(
+def test_a_schedule_too_large_to_simulate_is_refused(
     capsys: pytest.CaptureFixture[str], ranks: int, microbatches: int
 ) -> None:
-    """At once, with the largest that is simulated."""
+    """The refusal comes at once, and names the largest schedule that can be simulated."""
     words = ["one_f_one_b", "--ranks", str(ranks), "--microbatches", str(microbatches)]
     assert main(["schedule", *words]) == 2
     assert "take too long to simulate; write at most 1000 ranks" in capsys.readouterr().err
@@ -263,14 +263,19 @@ def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: C
         "--costs",
         "unshard=1,reduce=1",
     )
-    stage = [[each["action"] for each in rank] for rank in data(capsys, *words, "mesh.data_shard=2")["shard_actions"]]
+    stage = [
+        [action["action"] for action in rank] for rank in data(capsys, *words, "mesh.data_shard=2")["shard_actions"]
+    ]
     assert stage == [["0UNSHARD0", "0REDUCE_GRAD3"], ["1UNSHARD0", "1REDUCE_GRAD3"]]
     by_layer = data(capsys, *words, "mesh.data_shard=2", "stages.reshard_after_forward=true")["shard_actions"]
     replicas = data(capsys, *words, "mesh.data_replicate=2", "stages.sync_each_microbatch=true")["shard_actions"]
-    assert [[each["action"] for each in rank] for rank in by_layer] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
-    assert [[each["action"] for each in rank] for rank in replicas] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
-    each = data(capsys, *words, "mesh.data_shard=2", "stages.sync_each_microbatch=true")["shard_actions"]
-    assert [action["action"] for action in each[0]][1:] == [*(f"0REDUCE_SCATTER{n}" for n in range(3)), "0REDUCE_GRAD3"]
+    assert [[action["action"] for action in rank] for rank in by_layer] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
+    assert [[action["action"] for action in rank] for rank in replicas] == [["0REDUCE_GRAD3"], ["1REDUCE_GRAD3"]]
+    by_microbatch = data(capsys, *words, "mesh.data_shard=2", "stages.sync_each_microbatch=true")["shard_actions"]
+    assert [action["action"] for action in by_microbatch[0]][1:] == [
+        *(f"0REDUCE_SCATTER{n}" for n in range(3)),
+        "0REDUCE_GRAD3",
+    ]
     assert data(capsys, *words[:-2])["shard_actions"] == []
     named = data(capsys, "one_f_one_b", "--ranks", "2", "--microbatches", "4", "--costs", "unshard=1")
     assert (

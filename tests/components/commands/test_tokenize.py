@@ -1,4 +1,4 @@
-"""The command that makes token stores."""
+"""The command for writing token stores."""
 
 import gzip
 import json

@@ -56,7 +56,7 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 
 
 def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
-    """Hashes that are missing since the kill came between a commit and them would look like a difference."""
+    """A kill between a commit and its hashes would leave hashes out, which would look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
     runs.run_straight()
     runs.kill_and_resume()
@@ -104,7 +104,7 @@ def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any
 
 
 def _run(run: Path, **changes: Any) -> Path:
-    """A run of three steps on two ranks; `loss` and `digest` give the values of the third."""
+    """Return a run with three steps on two ranks; `loss` and `digest` are the third step's values."""
     rows = [{"step": step, "loss": step / 3, "memory": changes.get("memory", 1)} for step in (1, 2, 3)]
     rows[2]["loss"] = changes.get("loss", 1.0)
     digests = {"stages": "a", "stages/w": "b", "optimizer/w": "c", "aim": "d"}

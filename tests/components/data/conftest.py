@@ -14,7 +14,7 @@ LENGTH = 4
 
 @pytest.fixture(scope="session")
 def rows_of(job: Any) -> Callable[..., Concatenated]:
-    """Makes a dataset of this many rows; the tokens of row r are 4r + 1, 4r + 2, 4r + 3, 4r + 4."""
+    """Make a dataset with this many rows; row r has the tokens 4r + 1, 4r + 2, 4r + 3, 4r + 4."""
 
     def make(train: int = 0, validation: int = 0) -> Concatenated:
         splits = [[[*range(1, count * LENGTH + 1), 0]] if count else [] for count in (train, validation)]
@@ -27,5 +27,5 @@ def rows_of(job: Any) -> Callable[..., Concatenated]:
 
 @pytest.fixture(scope="session")
 def names() -> Callable[[list[TokenBatch]], list[list[int]]]:
-    """The row numbers in these batches."""
+    """Return the row numbers in these batches."""
     return lambda batches: [((batch.tokens[:, 0] - 1) // LENGTH).tolist() for batch in batches]

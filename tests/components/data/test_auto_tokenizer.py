@@ -33,7 +33,7 @@ def byte_level() -> Tokenizer:
 
 
 def by_words() -> Tokenizer:
-    """A tokenizer of another algorithm."""
+    """Return a tokenizer of another algorithm."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(TEXT, trainers.WordLevelTrainer(special_tokens=["?", "<end>"]))
@@ -57,7 +57,7 @@ def open_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
 
 def model_folder(path: Path, model_type: str, declared: str | None = None) -> Path:
-    """A folder with the `config.json` of a family, and perhaps with a declared class of tokenizer."""
+    """Return a folder with a family's `config.json`, and perhaps with a declared tokenizer class."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
     if declared is not None:
@@ -66,7 +66,7 @@ def model_folder(path: Path, model_type: str, declared: str | None = None) -> Pa
 
 
 def read_ids(folder: Path, **arguments: Any) -> list[list[int]]:
-    """The ids of the samples as AutoTokenizer gives them."""
+    """Return the ids of the samples as AutoTokenizer gives them."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, **arguments)
@@ -138,9 +138,7 @@ def test_an_export_can_be_saved_again(sources: dict[str, Path], tmp_path: Path) 
     assert read_ids(second, trust_remote_code=True) == own_ids(tokenizer)
 
 
-def test_a_base_that_transformers_reads_otherwise_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_base_read_differently_by_transformers_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning has the class and the numbers of tokens; the tokenizer as transformers saves it needs none."""
     folder = model_folder(tmp_path / "base", "qwen2", "PreTrainedTokenizerFast")
     byte_level().save(str(folder / "tokenizer.json"))
@@ -157,7 +155,7 @@ def test_a_base_that_transformers_reads_otherwise_is_warned_of(
     assert not caplog.records
 
 
-def test_ids_that_cannot_agree_are_warned_of(
+def test_disagreeing_ids_are_warned_of(
     sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saving notices a release of transformers that rebuilds yet another family's tokenizers."""
@@ -171,7 +169,7 @@ def test_ids_that_cannot_agree_are_warned_of(
 def test_a_tokenizer_is_pinned_without_transformers(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing can be compared, a tokenizer that declares no family's class is still read unchanged."""
+    """If nothing can be compared, a tokenizer without a family's class is still read unchanged."""
     tokenizer, folder = open_tokenizer(sources["byte_level"]), model_folder(tmp_path, "qwen2")
     with monkeypatch.context() as patch:
         absent: Any = None

@@ -16,7 +16,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the tokenizer writes."""
+    """Return a folder with the files written by the tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     Bytes().save(folder)
     return folder
@@ -40,7 +40,7 @@ def test_each_byte_counts_once_and_the_end_not_at_all() -> None:
 @example("<|end|>")
 @example(" \n\r\0\ufeff<0x00>Ġ")
 def test_saved_tokenizer_gives_the_same_ids(tokenizer_folder: Path, text: str) -> None:
-    """`tokenizers` encodes every text to the same ids with the saved file, even one that contains the end."""
+    """`tokenizers` encodes every text to the same ids with the saved file, even a text with the end token."""
     assert (
         Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).encode(text).ids == Bytes().encode(text).tolist()
     )
@@ -53,7 +53,7 @@ def test_saved_tokenizer_decodes_equally(tokenizer_folder: Path, ids: list[int])
 
 
 def test_transformers_reads_the_saved_files(tokenizer_folder: Path) -> None:
-    """`transformers` knows the end, encodes a text that contains it as text, and skips it when decoding."""
+    """`transformers` knows the end token, encodes its text as text, and skips the token when decoding."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -65,7 +65,7 @@ def test_transformers_reads_the_saved_files(tokenizer_folder: Path) -> None:
 
 
 def test_unknown_ids_are_skipped() -> None:
-    """A model with a larger vocabulary may produce ids that the tokenizer does not have."""
+    """A model with a larger vocabulary may produce ids unknown to the tokenizer."""
     assert Bytes().decode([65, 256, 300, 66]) == "AB"
 
 

@@ -1,4 +1,4 @@
-"""Rows of examples of one's own."""
+"""Rows of user-defined examples."""
 
 import json
 import pickle
@@ -87,7 +87,7 @@ def open_rows(data: Own, **settings: Any) -> Collated:
 
 @pytest.mark.parametrize("kind", ["list", "sequence", "iterable"])
 def test_each_example_is_a_row(kind: str) -> None:
-    """Whatever has the examples, rows come in their order, as long as the longest; also in another process."""
+    """For any source, rows come in the order of examples, as long as the longest; also in another process."""
     rows = open_rows(Own(kind))
     assert (rows.length, rows.count("train"), rows.count("validation")) == (5, 3, 1)
     assert rows.fill_rate("train") == 10 / 15
@@ -106,7 +106,7 @@ def test_the_length_is_a_multiple_up_to_the_greatest() -> None:
 
 
 def test_a_bad_example_is_named() -> None:
-    """One that is too long when it is opened, and one with an unknown id when it is read, by its source."""
+    """A too long example is named at opening, and one with an unknown id when it is read, by its source."""
     with pytest.raises(UserError, match=r"^mine:2: it has 5 tokens, and rows 4; cut it, or raise max_length"):
         open_rows(Own(), max_length=4)
     rows = open_rows(Own(), models=Every({"model": fake(LanguageModel, vocab_size=9)}))
@@ -116,7 +116,7 @@ def test_a_bad_example_is_named() -> None:
 
 
 def test_other_examples_are_refused_at_a_resume() -> None:
-    """As many with another token are, and fewer, unless changes are accepted."""
+    """An example with another token is refused, and so are fewer examples, unless changes are accepted."""
     state = open_rows(Own()).state_dict()
     open_rows(Own("iterable")).load_state_dict(state)
     for ids, message in (
@@ -129,7 +129,7 @@ def test_other_examples_are_refused_at_a_resume() -> None:
 
 
 def test_examples_longer_than_the_models_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """The longest example counts, and not the multiple that rows are rounded up to."""
+    """The longest example counts, and not the multiple to which rows are rounded up."""
     for longest, count in ((5, 0), (4, 1)):
         model = fake(LanguageModel, vocab_size=10, longest_text=longest)
         open_rows(Own(), multiple=8, models=Every({"model": model}))

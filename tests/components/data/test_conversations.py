@@ -17,7 +17,7 @@ from support.chat import CHATML, THINKING, TOOLS, open_tokenizer, say, tokenizer
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, **settings: Any) -> Conversations:
-    """The conversations of these lines, open."""
+    """Return the conversations of these lines, open."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     tokenizer = open_tokenizer(tokenizer_folder(folder / "tokenizer", template))
@@ -34,14 +34,16 @@ def trained_texts(made: Conversations) -> list[str]:
     tokenizer: Any = made.tokenizer
     texts = []
     for number, length in enumerate(documents.lengths):
-        ids, weights, _ = documents.read(number, 0, length)
+        ids, weights, *_ = documents.read(number, 0, length)
         assert weights is not None
         texts.append(str(tokenizer._tokenizer.decode(ids[weights > 0].tolist(), skip_special_tokens=False)))
     return texts
 
 
-def test_lines_of_all_forms(tmp_path: Path) -> None:
-    """Messages, prompts and completions of text or of messages; a message's own weight comes before its role's."""
+def test_lines_of_all_forms_are_read(tmp_path: Path) -> None:
+    """
+    Lines have messages, or prompts and completions as text or messages; a message's own weight precedes its role's.
+    """
     quiet = [*say("a", "b"), {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 0}]
     made = corpus(
         tmp_path,
@@ -53,8 +55,8 @@ def test_lines_of_all_forms(tmp_path: Path) -> None:
     assert trained_texts(made) == ["b<|im_end|>", " there</s>", "y<|im_end|>"]
 
 
-def test_a_table_has_the_conversations_of_lines(tmp_path: Path) -> None:
-    """Also where a table fills keys with nulls that only some messages have."""
+def test_tables_have_the_conversations_of_json_lines(tmp_path: Path) -> None:
+    """They also agree if a table fills missing keys of some messages with nulls."""
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "1"}}}]}
     rows = [{"messages": say("a", "b")}, {"messages": [*say("a"), call]}, {"messages": say("c", "d")}]
     lines = corpus(tmp_path, *rows, template=TOOLS)
@@ -77,14 +79,14 @@ def test_which_turns_are_trained(tmp_path: Path) -> None:
 
 
 def test_roles_have_weights(tmp_path: Path) -> None:
-    """A role that is not named is not trained."""
+    """A role without a weight is not trained."""
     made = corpus(tmp_path, {"messages": say("a", "b", "c")}, roles={"assistant": 0.5, "user": 0.0})
     (weights,) = [made.documents("train").read(0, 0, 99).weights]
     assert weights is not None and set(weights.tolist()) == {0.0, 0.5}
 
 
 def test_a_line_without_an_answer_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A mask of zeros would train on nothing without a word; a corpus of such lines is refused."""
+    """With all weights zero nothing would be trained, silently; a corpus with only such lines is refused."""
     with caplog.at_level(logging.INFO, "drawloom.data"):
         made = corpus(tmp_path, {"messages": say("a")}, {"messages": say("a", "b")})
     assert trained_texts(made) == ["b<|im_end|>"]
@@ -104,8 +106,8 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_lines_are_told_with_their_place(what: str, tmp_path: Path) -> None:
-    """File, line, reason."""
+def test_bad_lines_are_reported_with_their_position(what: str, tmp_path: Path) -> None:
+    """The error has file, line and reason."""
     row, text = BAD[what]
     with pytest.raises(UserError, match=text):
         corpus(tmp_path, {"messages": say("a", "b")}, row)

@@ -9,7 +9,7 @@ from drawloom.graph import UserError
 from support.stores import write_dataset
 
 
-def test_the_splits_are_those_of_the_data_set(tmp_path: Path) -> None:
+def test_splits_come_from_the_data_sets(tmp_path: Path) -> None:
     """With a data set for validation both are whole; without one the training data is divided."""
     write_dataset(tmp_path / "saved", "text")
     whole = HuggingFaceDataset(path=tmp_path / "saved", validation="test")
@@ -22,7 +22,7 @@ def test_the_splits_are_those_of_the_data_set(tmp_path: Path) -> None:
 
 
 def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
-    """A folder of one data set has no names of splits."""
+    """A folder with one data set has no split names."""
     write_dataset(tmp_path / "saved", "text")
     corpus = HuggingFaceDataset(path=tmp_path / "saved" / "test", validation_fraction=0.0, field="other")
     assert list(corpus.documents("train")) == ["0", "1", "2", "3", "4"]
@@ -30,7 +30,7 @@ def test_a_single_data_set_needs_no_name(tmp_path: Path) -> None:
         list(HuggingFaceDataset(path=tmp_path / "saved" / "test", validation="test").documents("train"))
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_data_set_is_named(tmp_path: Path) -> None:
     """A folder without a data set, and an unknown name in one, are errors."""
     with pytest.raises(UserError, match="is not a data set: it has no state"):
         list(HuggingFaceDataset(path=tmp_path).documents("train"))

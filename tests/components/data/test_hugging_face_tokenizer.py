@@ -14,7 +14,7 @@ from drawloom.graph import UserError
 
 
 def write(folder: Path) -> Path:
-    """A word tokenizer with settings that must not affect ids: a template, truncation, padding."""
+    """Write a word tokenizer with settings that must not affect ids: a template, truncation, padding."""
     words = {"hello": 0, "world": 1, "<": 2, "end": 3, ">": 4, "?": 5}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -33,7 +33,7 @@ def open_tokenizer(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer
     return tokenizer
 
 
-def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
+def test_only_the_text_is_encoded(tmp_path: Path) -> None:
     """Nothing is added, truncated or padded, whatever the file configures."""
     ids = open_tokenizer(write(tmp_path)).encode("hello world hello")
     assert ids.dtype == np.int32
@@ -41,7 +41,7 @@ def test_ids_are_those_of_the_text_alone(tmp_path: Path) -> None:
 
 
 def test_text_cannot_forge_an_end(tmp_path: Path) -> None:
-    """A text that contains the end token is encoded as text."""
+    """The end token's text is encoded as text."""
     tokenizer = open_tokenizer(write(tmp_path))
     ids = tokenizer.encode("hello <end> world")
     assert tokenizer.eos_id == 6
@@ -80,7 +80,7 @@ def test_invalid_paths_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command that installs it."""
+    """The error has the command for installing it."""
     absent: Any = None
     monkeypatch.setitem(sys.modules, "tokenizers", absent)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tokenizers\]'"):
@@ -103,7 +103,7 @@ def test_saved_files_give_the_same_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eos", ["<end>", {"content": "<end>", "special": True}])
 def test_a_folder_says_its_end_token(eos: Any, tmp_path: Path) -> None:
-    """A folder is read as its file is, and the end is the one of tokenizer_config.json, in both of its forms."""
+    """A folder is read like its file, and the end token comes from tokenizer_config.json, in both of its forms."""
     write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     tokenizer = HuggingFaceTokenizer(path=tmp_path)

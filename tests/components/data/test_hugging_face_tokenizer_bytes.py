@@ -25,7 +25,7 @@ def byte_level(in_decoder: bool) -> Any:
 
 
 def byte_fallback() -> Any:
-    """As SentencePiece has it: spaces are ▁, and bytes stand for characters that are no tokens."""
+    """Return a tokenizer in SentencePiece's style: spaces are ▁, and unknown characters become bytes."""
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "x", "▁x", "ö"]
     made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("▁", "x")], byte_fallback=True))
     made.normalizer = normalizers.Replace(" ", "▁")
@@ -34,7 +34,7 @@ def byte_fallback() -> Any:
 
 
 @pytest.mark.parametrize("made", [byte_level(False), byte_level(True), byte_fallback()])
-def test_bytes_of_ids_are_those_of_the_text(made: Any, tmp_path: Path) -> None:
+def test_bytes_of_ids_join_to_the_text(made: Any, tmp_path: Path) -> None:
     """
     Ids' bytes join to the text in byte-level and byte-fallback vocabularies; added tokens are text unless special.
     """

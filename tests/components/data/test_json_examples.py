@@ -12,7 +12,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 def test_lines_are_examples_with_their_place(tmp_path: Path) -> None:
-    """Each object is one, whose source is its file and line; a line's split does not depend on others."""
+    """An object is an example, with file and line as its source; a line's split does not depend on others."""
     lines = [f'{{"input_ids": [{number}]}}' for number in range(50)]
     splits = []
     for name, members in (("all", lines), ("some", ["", *lines[::2]])):
@@ -34,7 +34,7 @@ def test_lines_are_examples_with_their_place(tmp_path: Path) -> None:
     [("[1]", "a line must be an object, and not list"), ('{"input_ids"', "Expecting ':' delimiter")],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    """By its file and number."""
+    """The error has its file and number."""
     (tmp_path / "bad.jsonl").write_text(f'{{"input_ids": [1]}}\n{line}\n', "utf-8")
     with pytest.raises(UserError, match=f"bad.jsonl:2: {message}"):
         JsonExamples(paths=[str(tmp_path / "*.jsonl")]).open()

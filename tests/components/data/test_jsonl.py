@@ -66,7 +66,7 @@ def test_blank_lines_are_skipped(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
-    """A line that is not a document is an error with file, line and reason."""
+    """A line without a document is an error with file, line and reason."""
     with pytest.raises(UserError, match=rf"a\.jsonl:2(:\d+)?: .*{reason}"):
         list(corpus(tmp_path, b'{"text": "a"}\n' + line + b"\n").documents("train"))
 

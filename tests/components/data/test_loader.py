@@ -47,7 +47,7 @@ def steps(loader: Loader, names: Any, number: int) -> list[list[list[int]]]:
 
 
 def reference_steps(seed: int, first: int, last: int) -> list[list[list[int]]]:
-    """The steps of one rank, from the concatenated permutations of the epochs."""
+    """Return one rank's steps, from the epochs' concatenated permutations."""
     epochs = range(last * STEP // ROWS + 1)
     endless = list(chain(*(Permutation(seed, "rows", epoch, ROWS).all().tolist() for epoch in epochs)))
     taken = [endless[step * STEP : (step + 1) * STEP] for step in range(first, last)]
@@ -74,7 +74,7 @@ def test_a_resumed_loader_continues_the_order(
 def test_state_can_be_loaded_into_a_running_loader(
     rows_of: RowsOf, one_rank: Any, job: Any, names: Any, workers: int
 ) -> None:
-    """Batches that were made in advance for other steps are discarded."""
+    """Batches made in advance for other steps are discarded."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=workers) as loader:
         steps(loader, names, 3)
         loader.load_state_dict({"step": 1, "position": STEP})
@@ -128,7 +128,7 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(rows_of: RowsOf, mesh_of:
 def test_ranks_of_a_replica_have_the_same_batches(
     rows_of: RowsOf, mesh_of: MeshOf, job: Any, order: str, workers: int, dimensions: tuple[str, ...]
 ) -> None:
-    """Whichever pipeline, context, tensor or expert rank it is, in two epochs and after a resume in the second."""
+    """Pipeline, context, tensor and expert ranks agree in two epochs, and after a resume in the second."""
     rows = rows_of(train=ROWS)
     orders: dict[str, RowOrder] = {"shuffled": Shuffled(job=job), "sequential": Sequential()}
     digests_by_rank = []
@@ -186,7 +186,7 @@ def test_an_empty_training_split_is_an_error(rows_of: RowsOf, one_rank: Any, job
 
 
 def generators() -> list[Any]:
-    """The states of Python's, numpy's and torch's generators of this process."""
+    """Return the states of Python's, numpy's and torch's generators in this process."""
     return [random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()]
 
 
@@ -206,7 +206,7 @@ def test_no_random_numbers_are_drawn(rows_of: RowsOf, one_rank: Any, job: Any, n
     assert seen[0] == seen[1]
 
 
-def test_a_killed_worker_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+def test_a_killed_worker_raises_an_error(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
     """The step that needs its batch raises, and closing ends the other workers."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=2) as loader:
         steps(loader, names, 1)
@@ -226,7 +226,7 @@ class Disagreeing:
 
 
 def test_ranks_are_compared_at_the_first_step(rows_of: RowsOf, mesh_of: MeshOf, job: Any) -> None:
-    """The first step of a run, also of a resumed one, finds ranks with other rows."""
+    """A run's first step, also after a resume, finds ranks with other rows."""
     for state in ({"step": 0, "position": 0}, {"step": 5, "position": 5 * STEP}):
         with loading(rows_of(train=ROWS), mesh_of(world=Disagreeing()), job) as loader:
             loader.load_state_dict(state)

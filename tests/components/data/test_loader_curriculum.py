@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.components.data.loader import LengthStage, cut
+from drawloom.components.data.loader import LengthStage, truncate_rows
 from drawloom.components.ports.data import TokenBatch
 
 
@@ -12,11 +12,11 @@ def test_documents_are_cut_and_no_token_is_lost() -> None:
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2], [0] * 8])
     tokens = torch.arange(16).reshape(2, 8)
     batch = TokenBatch(tokens, tokens + 1, positions, documents, torch.ones(2, 8))
-    shorter = cut(batch, 3)
+    shorter = truncate_rows(batch, 3)
     assert shorter.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 0], [0, 1, 2, 0, 1, 2, 0, 1]]
     assert shorter.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 2, 3], [0, 0, 0, 1, 1, 1, 2, 2]]
     assert all(getattr(shorter, name) is getattr(batch, name) for name in ("tokens", "targets", "weights"))
-    assert torch.equal(cut(batch, 8).document_ids, documents)
+    assert torch.equal(truncate_rows(batch, 8).document_ids, documents)
 
 
 def test_a_stage_ends_at_a_step_or_after_tokens() -> None:

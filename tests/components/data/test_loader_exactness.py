@@ -1,4 +1,4 @@
-"""A machine that resumes a run with other ranks, workers and prefetching at random, and kills it at random."""
+"""Runs resumed with random ranks, workers and prefetching, and killed at random moments."""
 
 from contextlib import ExitStack
 from functools import cache
@@ -44,7 +44,7 @@ class Documents:
 
 
 class Runs(RuleBasedStateMachine):
-    """A machine that checks interrupted runs against an uninterrupted run on one rank."""
+    """A state machine for comparing interrupted runs with an uninterrupted run on one rank."""
 
     workers = st.just(0)
 
@@ -96,7 +96,7 @@ class Runs(RuleBasedStateMachine):
         self.stack.close()
 
     def _loaders(self, replicas: int, shards: int, micro: int, workers: int, prefetch: int) -> list[Loader]:
-        """The loaders of all data-parallel ranks."""
+        """Return the loaders of all data-parallel ranks."""
         loaders = []
         for rank in range(replicas * shards):
             sizes = {"data_replicate": replicas, "data_shard": shards}
@@ -111,7 +111,7 @@ class Runs(RuleBasedStateMachine):
         return loaders
 
     def _names(self, loaders: list[Loader]) -> list[list[int]]:
-        """The tokens of the rows of a step, in order."""
+        """Return the tokens in a step's rows, in order."""
         batches = chain.from_iterable(loader.next_step() for loader in loaders)
         return [row for batch in batches for row in token_batch(batch, "test").tokens.tolist()]
 
@@ -142,7 +142,7 @@ class Mixtures(Runs):
         super().start("shuffled")
 
     def _expect(self, step: int) -> None:
-        """The steps from here on, as one rank takes them without interruption."""
+        """Compute the steps from here on, as one rank takes them without interruption."""
         [reference] = self._loaders(1, 1, GLOBAL, 0, 1)
         if step:
             reference.load_state_dict(self.checkpoint)
@@ -167,7 +167,7 @@ class Mixtures(Runs):
 
     @invariant()
     def each_source_continues(self) -> None:
-        """Compare the rows of all sources so far with the beginning of their orders alone."""
+        """Compare all sources' rows so far with the beginning of their orders alone."""
         if not hasattr(self, "step"):
             return
         names = [row[0] for step in self.reference[: self.step] for row in step]
@@ -201,18 +201,18 @@ def fixtures(job: Any, mesh_of: Any) -> None:
     _fixtures.update(job=job, mesh_of=mesh_of)
 
 
-def test_a_run_sees_the_same_rows_whatever_happens() -> None:
+def test_a_run_sees_the_same_rows_after_any_events() -> None:
     """After any number of kills and resumes, with any ranks, steps have the reference's rows."""
     run_state_machine_as_test(Runs, settings=settings(max_examples=15, stateful_step_count=15, deadline=None))
 
 
-def test_a_mixture_sees_the_same_rows_whatever_happens() -> None:
-    """The same for mixtures, whose sources continue with their next rows under other weights."""
+def test_a_mixture_sees_the_same_rows_after_any_events() -> None:
+    """Sources of mixtures continue with their next rows under other weights."""
     run_state_machine_as_test(Mixtures, settings=settings(max_examples=10, stateful_step_count=12, deadline=None))
 
 
 @pytest.mark.soak
-def test_a_run_with_workers_sees_the_same_rows_whatever_happens() -> None:
+def test_a_run_with_workers_sees_the_same_rows_after_any_events() -> None:
     """Worker processes, started anew at each resume, change no row."""
     run_state_machine_as_test(
         RunsWithWorkers, settings=settings(max_examples=20, stateful_step_count=12, deadline=None)

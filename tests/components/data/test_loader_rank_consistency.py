@@ -1,4 +1,4 @@
-"""Whether ranks that must see the same rows do."""
+"""Equality of rows on ranks that must see the same ones."""
 
 import json
 import threading
@@ -82,7 +82,9 @@ def test_different_numbers_of_rows_are_an_error() -> None:
 def test_a_batch_of_another_class_than_declared_is_refused() -> None:
     """The first batch is looked at: its class, and whether its leaves fit together."""
     check_leaves(ClipRows(), clips())
-    with pytest.raises(UserError, match=r"^rows: ClipRows makes Clips, and a batch is a TokenBatch; return one"):
+    with pytest.raises(
+        UserError, match=r"^rows: ClipRows declares the batch class Clips, but returned a TokenBatch; correct one"
+    ):
         check_leaves(ClipRows(), batch(1))
     with pytest.raises(UserError, match=r"^rows: ClipRows makes .* do not fit together: Clips.labels has shape \(3,\)"):
         check_leaves(ClipRows(), clips([0, 1]).evolve(labels=torch.ones(3)))

@@ -1,4 +1,4 @@
-"""Documents that Megatron-LM has tokenized."""
+"""Documents tokenized by Megatron-LM."""
 
 import pickle
 from pathlib import Path

@@ -50,8 +50,8 @@ def test_rows_are_of_one_source_each(job: Any) -> None:
     assert rows.batch("validation", [2]).tokens.tolist() == [[2, 2, 2, 0, 0, 0]]
 
 
-def test_the_documents_are_those_of_the_sources() -> None:
-    """Their number, lengths and tokens, and a fingerprint that knows the sources and not the weights."""
+def test_a_mixture_has_the_documents_of_its_sources() -> None:
+    """Their number, lengths and tokens are the sources'; the fingerprint depends on the sources, not on the weights."""
     one, other = Mixture(sources=SOURCES, weights={"web": 1, "code": 0}), Mixture(sources=SOURCES)
     documents = one.documents("train")
     assert documents.lengths.tolist() == [8, 8, 4, 4, 4, 4]
@@ -91,7 +91,7 @@ def problems(**settings: Any) -> Counter[str]:
     return Counter(f"{problem.text}; {problem.hint}" for problem in error.value.problems if not problem.warning)
 
 
-def test_check_finds_what_is_wrong_with_shares() -> None:
+def test_check_finds_wrong_shares() -> None:
     """Names without a source, sources without a weight, impossible shares, and duplicate shares are problems."""
     assert problems(weights={"web": 1.0, "cod": 1.0}).keys() == {
         "weights.cod: sources has no 'cod'; did you mean 'code'?",

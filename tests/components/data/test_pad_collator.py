@@ -1,4 +1,4 @@
-"""The collator that pads."""
+"""The collator for padding."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_padding_is_on_one_side() -> None:
         ({"input_ids": [1.5, 2.0]}, "its ids are float64 of shape"),
     ],
 )
-def test_what_is_no_example_is_refused(example: dict[str, Any], message: str | None) -> None:
+def test_a_malformed_example_is_refused(example: dict[str, Any], message: str | None) -> None:
     """The message shows the example and the required form."""
     if message is None:
         PadCollator().collate([example], 2)

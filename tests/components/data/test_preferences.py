@@ -1,4 +1,4 @@
-"""Preferences as a corpus of pairs of documents."""
+"""Preferences: a corpus of document pairs."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from support.chat import CHATML, HEADERS, open_tokenizer, say, tokenizer_folder
 
 
 def corpus(folder: Path, *rows: Any, template: str | None = CHATML, name: str = "rows.jsonl") -> Preferences:
-    """The pairs of these lines, open."""
+    """Return the pairs of these lines, open."""
     if name.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), folder / name)
     else:
@@ -36,7 +36,7 @@ def compared_texts(made: Preferences) -> list[tuple[str, str]]:
     for pair in range(len(documents.lengths) // 2):
         texts, total = [], 0.0
         for number in (2 * pair, 2 * pair + 1):
-            ids, weights, _ = documents.read(number, 0, 10**6)
+            ids, weights, *_ = documents.read(number, 0, 10**6)
             assert weights is not None
             total += float(weights[1:].sum(dtype=np.float64))
             texts.append(tokenizer.decode_control(ids[weights > 0].tolist()))
@@ -49,8 +49,10 @@ ASK = say("a")
 ANSWERS = {"chosen": say("a", "yes")[1:], "rejected": say("a", "well, no")[1:]}
 
 
-def test_lines_of_all_forms(tmp_path: Path) -> None:
-    """Texts; messages with a prompt; messages that begin alike. Only the assistant's turns after the prompt count."""
+def test_lines_of_all_forms_are_read(tmp_path: Path) -> None:
+    """
+    Texts, messages with a prompt, and messages with a common beginning; only assistant turns after the prompt count.
+    """
     long = say("a", "b", "c")
     made = corpus(
         tmp_path,
@@ -75,7 +77,7 @@ def test_texts_need_no_template_and_messages_do(tmp_path: Path) -> None:
 
 
 def test_a_pair_without_a_difference_is_dropped_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Equal answers, and a side without an answer, leave no document, so that pairs stay pairs."""
+    """Pairs with equal answers, or without one answer, leave no document, so pairs stay pairs."""
     same = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": ANSWERS["chosen"]}
     none = {"prompt": ASK, "chosen": ANSWERS["chosen"], "rejected": [{"role": "user", "content": "b"}]}
     made = corpus(tmp_path, same, {"prompt": ASK, **ANSWERS}, none)
@@ -104,8 +106,8 @@ def test_parquet_has_the_pairs_of_json_lines(tmp_path: Path) -> None:
     assert one.documents("train").fingerprint == other.documents("train").fingerprint
 
 
-def test_a_line_of_another_form_is_told_with_its_place(tmp_path: Path) -> None:
-    """File, line, and the forms."""
+def test_a_line_of_another_form_is_reported_with_its_position(tmp_path: Path) -> None:
+    """The error has file, line, and the accepted forms."""
     with pytest.raises(UserError, match=r'rows.jsonl:2: it has prompt, answer; write {"prompt": ..., "chosen"'):
         corpus(tmp_path, {"prompt": ASK, **ANSWERS}, {"prompt": "a", "answer": "b"})
 
@@ -114,7 +116,7 @@ REFERENCE = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2}
 
 
 def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
-    """Each document has its own, also in a batch, where the sum over the document's tokens is it."""
+    """Each document has its own reference, also in a batch, where it is the sum over the document's tokens."""
     made = corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE})
     documents = made.documents("train")
     assert [documents.read(number, 0, 1).reference for number in (0, 1)] == [-1.5, -2.0]
@@ -136,8 +138,8 @@ def test_a_reference_belongs_to_its_document(tmp_path: Path) -> None:
         ({"ref_rejected_logps": None}, "only one of ref_chosen_logps and ref_rejected_logps"),
     ],
 )
-def test_references_that_can_not_be_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    """With the file and the line."""
+def test_impossible_references_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    """The error has the file and the line."""
     with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{message}"):
         corpus(tmp_path, {"prompt": ASK, **ANSWERS, **REFERENCE, **changed})
 

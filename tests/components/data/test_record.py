@@ -35,7 +35,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_each_row_has_its_own_digest() -> None:
-    """Rows that differ in any tensor have different digests, wherever they are in a batch."""
+    """Rows with a difference in any tensor have different digests, at any place in a batch."""
     one, two = row_digests(batch(1, 2))
     assert one != two and row_digests(batch(2)) == [two]
     changes: list[dict[str, Any]] = [{name: torch.full((1, 3), 9.0)} for name in ("weights", "targets")]

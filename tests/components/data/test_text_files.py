@@ -37,7 +37,7 @@ def test_an_empty_list_of_globs_is_refused() -> None:
 
 @pytest.mark.parametrize("files", [1, 2, 11])
 def test_a_few_files_are_divided_within(tmp_path: Path, files: int) -> None:
-    """Where the names put no file into a split, each file is divided: nothing is lost, and neither split is empty."""
+    """If a split has no file, each file is divided: nothing is lost, and neither split is empty."""
     texts = [f"{number} " + "text " * 40 for number in range(files)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number:02}.txt").write_text(text)
@@ -54,8 +54,8 @@ def test_a_fraction_of_0_holds_nothing_out(tmp_path: Path) -> None:
     assert list(corpus.documents("train")) == ["text"] and list(corpus.documents("validation")) == []
 
 
-def test_empty_files_are_no_validation_split(tmp_path: Path) -> None:
-    """Of a text and an empty file, whatever their names, both splits have text."""
+def test_empty_files_are_not_a_validation_split(tmp_path: Path) -> None:
+    """If only one of several files has text, both splits have text."""
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text("text " * 9 if number == 5 else "")
     corpus = TextFiles(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.5)

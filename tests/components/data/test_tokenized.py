@@ -21,8 +21,8 @@ def test_a_store_is_a_corpus(drawloom_opened: Any, tmp_path: Path) -> None:
     assert (corpus.vocab_size, corpus.eos_id) == (257, 256)
 
 
-def test_a_store_says_how_long_its_documents_are(tmp_path: Path) -> None:
-    """Before it is opened, with their ends; None where there is none, or nothing in it."""
+def test_a_store_has_document_lengths(tmp_path: Path) -> None:
+    """Lengths include the end token and are known before opening; they are None for a missing or empty store."""
     store_of(tmp_path / "store", [["four", "sixsix"]])
     store_of(tmp_path / "empty", [[]])
     lengths = [Tokenized(path=tmp_path / name).mean_length() for name in ("store", "empty", "other")]

@@ -68,7 +68,7 @@ def test_every_evaluation_has_the_same_rows(rows: Any, names: Any) -> None:
 def test_an_empty_validation_split_has_nothing_to_evaluate(
     rows_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A corpus that holds nothing out is no error: there is no batch, and the log says so."""
+    """A corpus without validation documents is no error: there is no batch, and the log says so."""
     caplog.set_level(logging.INFO)
     assert list(validation(rows_of(train=3)).batches()) == []
     assert "the validation split is empty, so there is no evaluation" in caplog.text

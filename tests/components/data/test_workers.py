@@ -1,4 +1,4 @@
-"""Worker processes that make batches ahead of time."""
+"""Worker processes for making batches ahead of time."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def spawn_workers(rows: Any, number: int) -> Iterator[Workers]:
 
 
 def ones(first: int = 0) -> Iterator[list[int]]:
-    """One row after another."""
+    """Return one row after another."""
     return ([number % 50] for number in count(first))
 
 
@@ -85,7 +85,7 @@ def test_a_killed_worker_is_an_error_at_once(rows_of: RowsOf) -> None:
 
 
 def test_an_interrupt_does_not_end_workers(rows_of: RowsOf, names: Any) -> None:
-    """Ctrl-C signals every process of the terminal; the run still needs the batches of its last step."""
+    """Ctrl-C signals every process in the terminal; the run still needs the batches for its last step."""
     with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(ones(), 1, timeout=30)
         next(batches)
@@ -114,7 +114,7 @@ def test_an_error_in_a_worker_has_its_traceback(rows_of: RowsOf) -> None:
         next(workers.batches(iter([[99], [0]]), 1, timeout=30))
 
 
-def test_rows_that_can_t_be_pickled_are_refused() -> None:
+def test_rows_that_cannot_be_pickled_are_refused() -> None:
     """The error names the setting to change, and no process is left."""
     rows: Any = type("Rows", (), {"unsendable": lambda: None})()
     with pytest.raises(UserError, match=r"Rows can't be sent to another process.*write workers = 0"):
@@ -186,7 +186,7 @@ def test_a_file_that_a_worker_cannot_read_is_named(tmp_path: Path, job: Any) -> 
 
 
 def test_the_documents_of_a_dead_workers_rows_are_named(rows_of: RowsOf) -> None:
-    """A worker that dies from a document can't name it, so the error names the requested rows."""
+    """A worker killed by a document can't name it, so the error names the requested rows."""
     with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(iter([[number, 1, 2, 3, 4, 5] for number in range(9)]), 1, timeout=600)
         next(batches)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.distributed import cpu_threads
-from drawloom.components.distributed.cpu_threads import sleep_on_busy_machine, threads_of_process, usable_cores
+from drawloom.components.distributed.cpu_threads import let_waiting_threads_sleep, threads_of_process, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch, processes: i
     ],
 )
 def test_waiting_threads_sleep_on_a_busy_machine(load: float, given: dict[str, str], spins: str | None) -> None:
-    """Idle cores and the variables that a user has set are left alone."""
-    sleep_on_busy_machine(given, load)
+    """Idle cores and the user's variables are left alone."""
+    let_waiting_threads_sleep(given, load)
     assert given.get("GOMP_SPINCOUNT") == spins

@@ -21,18 +21,18 @@ class View:
     settings: dict[str, Any]
 
     def problem(self, key: str, text: str, hint: str = "") -> str:
-        """The key of the problem."""
+        """Return the key of the problem."""
         return key
 
 
 def refused_settings(**settings: Any) -> list[Any]:
-    """The settings that `check` refuses."""
+    """Return the settings refused by `check`."""
     view: Any = View({"kind": "auto", "backend": "auto", "tf32": False, **settings})
     return list(ComputeDevice.constraints(view))
 
 
 def patch_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """As many GPUs as that can be seen and opened, on any machine."""
+    """Pretend that this many GPUs can be seen and opened, on any machine."""
     for answer, function in ((True, "is_available"), (count, "device_count"), (0, "current_device")):
         monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
@@ -60,7 +60,7 @@ def test_without_a_gpu_auto_is_the_cpu() -> None:
     device.close()
 
 
-def test_with_a_gpu_auto_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_gpu_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """With GPUs, auto is the GPU of the local rank and NCCL, or gloo if set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     patch_launch(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
@@ -106,7 +106,7 @@ def test_nccl_on_a_cpu_is_refused() -> None:
 
 
 def test_tf32_on_a_cpu_is_refused() -> None:
-    """Where the recipe says that the device is a CPU; a recipe for any device may ask for it."""
+    """If the recipe's device is a CPU, tf32 is a problem; a recipe for any device may set it."""
     assert refused_settings(kind="cpu", tf32=True) == ["tf32"] and not refused_settings(kind="auto", tf32=True)
 
 
@@ -142,7 +142,7 @@ def test_threads_are_set_and_restored() -> None:
 def test_threads_are_the_cores_divided_by_the_processes(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, processes: int, threads: int
 ) -> None:
-    """At most torch's own number, left alone if OMP_NUM_THREADS, already read by torch, is set."""
+    """Threads do not exceed torch's own number, and OMP_NUM_THREADS, already read by torch, takes precedence."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     monkeypatch.setattr(cpu_threads, "usable_cores", lambda: 8)

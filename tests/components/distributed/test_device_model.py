@@ -10,7 +10,7 @@ import torch
 from drawloom.components.distributed.device_model import (
     device_model,
     model_of_gpu,
-    peak_of,
+    peak_tflops_of,
     products_in,
     rows,
 )
@@ -31,8 +31,8 @@ from drawloom.graph import UserError
     ],
 )
 def test_names_of_devices_are_found(name: str, products: str, peak: float | None) -> None:
-    """By the names that torch gives them."""
-    assert peak_of(name, products) == peak
+    """Devices are found by the names torch gives them."""
+    assert peak_tflops_of(name, products) == peak
 
 
 def test_every_row_of_the_table_has_its_source() -> None:

@@ -50,7 +50,7 @@ def test_a_limit_that_is_lifted_or_renewed_kills_nobody() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_guard_ends_with_its_process(number: int) -> None:
-    """However the process ends: who reads its output sees the end at once, and no process is left."""
+    """After any end of the process, its output ends at once, and no process is left."""
     program = "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\nprint(1, flush=True)\ntime.sleep(600)"
     with _start(program) as process:
         assert process.stdout is not None and process.stdout.readline() == "1\n"

@@ -76,7 +76,7 @@ def _work(limit: float, fault: str, faulty: int) -> tuple[str, float]:
 
 
 def _write(slow: int) -> str:
-    """Both ranks gather in a background thread, one of them late; the diagnosis of this rank."""
+    """Gather in a background thread on both ranks, one of them late; return this rank's diagnosis."""
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=20.0)
     processes.open()
     world = processes.group("world", [[*range(processes.world_size)]])
@@ -122,7 +122,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     ],
 )
 def test_the_hanging_rank_is_named_by_all_others(fault: str, faulty: int, seconds: float, words: str) -> None:
-    """Whether it is killed, stopped or busy elsewhere, every other rank names it in time."""
+    """If a rank is killed, stopped or busy elsewhere, every other rank names it in time."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_work, 3, 1.0, fault, faulty, timeout=30, lost={faulty})
     errors = caught.value.values

@@ -1,4 +1,4 @@
-"""The mesh of real and of fake processes."""
+"""The mesh in real and fake processes."""
 
 import math
 import time
@@ -54,7 +54,7 @@ class View:
     settings: dict[str, Any]
 
     def problem(self, key: str, text: str, hint: str = "") -> tuple[str, str]:
-        """The key and the text of the problem."""
+        """Return the key and the text of the problem."""
         return key, text
 
 
@@ -99,7 +99,7 @@ def test_by_default_all_processes_are_replicas() -> None:
 
 
 def test_a_wrong_product_stops_every_process() -> None:
-    """For a mesh of three, both of two processes raise, and neither waits for the other."""
+    """If the mesh has three ranks, both of two processes raise, and neither waits for the other."""
     for text in run_ranks(_wrong_product, 2):
         assert "= 3 needs 3 processes, and there are 2" in text
         assert "`drawloom launch --nproc-per-node 3 run RECIPE`" in text
@@ -142,7 +142,7 @@ def test_a_thousand_ranks_take_no_time() -> None:
     assert run_ranks(_of_many, 1, 777, {"data_shard": 512}, variables=False)[0][1] == 3
 
 
-def test_experts_divide_the_ranks_of_a_stage() -> None:
+def test_expert_must_divide_the_ranks_of_a_stage() -> None:
     """`check` reports an `expert` that does not divide a stage's known ranks, and an unchecked mesh raises."""
     text = "expert = 2 does not divide data_replicate × data_shard × context × tensor"
     for sizes in ({"data_replicate": 3}, {"data_replicate": 1}, {"context": 3, "pipeline": 2, "data_replicate": 1}):
@@ -154,8 +154,11 @@ def test_experts_divide_the_ranks_of_a_stage() -> None:
         assert not list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
 
 
-def test_groups_of_experts_are_made_if_they_share_them_out() -> None:
-    """A mesh without expert parallelism makes no group for it; with it, ranks of other experts and of the same ones."""
+def test_expert_groups_are_made_only_for_expert_parallelism() -> None:
+    """
+    A mesh without expert parallelism makes no group for it; with it, there are groups for other and for the same
+    experts.
+    """
     for expert, names in (
         (1, set[str]()),
         (2, {"expert", "expert_shard", "expert_replicate", "expert_replicate × expert_shard"}),
@@ -178,7 +181,7 @@ def test_sizes_are_at_least_one(size: int) -> None:
 
 
 def test_a_lost_replica_is_named() -> None:
-    """When a process fails early, the others raise an error that names their group."""
+    """When a process fails early, the others raise an error naming their group."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_leave_early, 2)
     assert "rank 1 gave up" in caught.value.failures[1]

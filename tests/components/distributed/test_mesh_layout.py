@@ -38,7 +38,7 @@ def test_a_set_differs_in_one_dimension_only(sizes: tuple[int, ...]) -> None:
 
 
 def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
-    """Expert parallelism splits the ranks of a stage into runs of consecutive ranks."""
+    """Expert parallelism splits a stage's ranks into runs of consecutive ranks."""
     layout = resolve_shape({**ONES, "pipeline": 2, "data_shard": 2, "tensor": 2, "data_replicate": "auto"}, 2, 16)
     assert layout.sets("expert")[:3] == [[0, 1], [2, 3], [4, 5]]
     assert layout.sets("expert_shard")[:3] == [[0, 2], [1, 3], [4, 6]]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.p2p_links import Edge, p2p_links, ring, rounds
+from drawloom.components.distributed.p2p_links import Edge, concurrent_rounds, p2p_links, ring
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.processes import run_ranks
@@ -62,7 +62,7 @@ def test_tensors_arrive_in_the_order_sent(lines: list[list[int]], edges: list[Ed
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda edge: edge[0] != edge[1])))
 def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
     """The rounds hold each edge exactly once, and no index twice in one round."""
-    edges_by_round = rounds(edges)
+    edges_by_round = concurrent_rounds(edges)
     assert sorted(edge for members in edges_by_round for edge in members) == sorted({(min(e), max(e)) for e in edges})
     for members in edges_by_round:
         indices = [index for edge in members for index in edge]
@@ -72,7 +72,7 @@ def test_a_rank_connects_to_one_peer_at_a_time(edges: set[Edge]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 512])
 def test_a_ring_connects_in_three_rounds(size: int) -> None:
     """A ring of any size is connected in at most three rounds, and a rank has at most two peers."""
-    assert len(rounds(ring(size))) <= 3
+    assert len(concurrent_rounds(ring(size))) <= 3
 
 
 def _channels_open() -> int:

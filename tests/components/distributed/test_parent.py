@@ -41,7 +41,7 @@ def _gone(pid: int, seconds: float) -> bool:
 
 @pytest.mark.parametrize("started_by_torchrun", [True, False])
 def test_an_orphan_of_torchrun_ends_itself(started_by_torchrun: bool) -> None:
-    """A worker ends within a second after torchrun is killed; a process that a shell started does not."""
+    """A worker ends within a second after torchrun is killed; a process started by a shell does not."""
     source = str(Path(__file__).parents[3] / "src")
     command = [sys.executable, "-c", PARENT, ORPHAN, *(["torchrun"] if started_by_torchrun else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": source}, text=True) as parent:

@@ -7,7 +7,7 @@ from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.graph import UserError
 
 
-def test_groups_are_those_of_the_layout() -> None:
+def test_planned_groups_equal_the_layout() -> None:
     """Groups equal the layout's for a pipeline stage's first rank; a dimension with size "auto" takes the rest."""
     mesh = PlannedMesh.of({"pipeline": 2, "data_replicate": "auto", "tensor": 2}, 8)
     assert [*mesh.sizes.dense().values()] == [2, 2, 1, 1, 2]
@@ -18,8 +18,8 @@ def test_groups_are_those_of_the_layout() -> None:
     assert second.torch_mesh("tensor") is None
 
 
-def test_a_mesh_that_does_not_fit_is_an_error() -> None:
-    """As for a run with that many processes."""
+def test_a_mesh_that_does_not_fit_raises_an_error() -> None:
+    """The error equals a run's with as many processes."""
     with pytest.raises(UserError, match="needs 3 processes"):
         PlannedMesh.of({"tensor": 3}, 4)
 

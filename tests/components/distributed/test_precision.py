@@ -30,6 +30,8 @@ def test_names_become_dtypes() -> None:
         ({"uncast": ("*norm*",)}, "nothing is cast, since compute and parameter are both 'float32'"),
         ({"linear": "float8"}, "layers compute in 'float32', and products in float8 round bfloat16"),
         ({"linear_in_compute": ("*.q_proj",)}, "there is nothing to exclude; write linear = 'float8'"),
+        ({"gather": "float8"}, "and linear = 'compute'; write linear = 'float8'"),
+        ({"linear_weights": "step"}, "no weight is rounded; write linear = 'float8'"),
     ],
 )
 def test_dtypes_that_cannot_work_together_are_refused(values: dict[str, Any], message: str) -> None:
@@ -56,4 +58,8 @@ def test_settings_have_the_names_of_the_port() -> None:
         "uncast",
         "linear",
         "linear_in_compute",
+        "linear_weights",
+        "gather",
+        "frozen",
+        "frozen_in_compute",
     ]

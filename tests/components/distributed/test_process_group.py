@@ -1,4 +1,4 @@
-"""Process groups of one and of several processes."""
+"""Process groups with one and with several processes."""
 
 import os
 import signal

@@ -64,7 +64,7 @@ def test_open_joins_and_close_destroys_the_process_group() -> None:
     assert run_ranks(_numbers, 2) == [(0, 2, 0, 2, True), (1, 2, 1, 2, True)]
 
 
-def test_groups_are_those_of_this_process() -> None:
+def test_a_process_gets_its_own_groups() -> None:
     """A process gets its own group among several sets, in the set's order."""
     expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
     assert run_ranks(_halves, 4) == expected
@@ -81,7 +81,7 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_a_foreign_process_group_is_refused() -> None:
-    """A default process group that exists already is neither used nor destroyed."""
+    """An existing default process group is neither used nor destroyed."""
     for text in run_ranks(_open_twice, 2):
         assert "torch has a default process group already" in text
 

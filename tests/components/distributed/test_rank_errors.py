@@ -1,4 +1,4 @@
-"""Errors that every rank raises."""
+"""Errors raised by every rank."""
 
 import os
 from typing import Any
@@ -54,7 +54,7 @@ def test_an_os_error_is_raised_with_rank_and_file() -> None:
 
 
 def test_a_bug_keeps_its_type_on_the_failing_rank() -> None:
-    """The failing rank raises its own exception; the other ranks raise one that names it."""
+    """The failing rank raises its own exception; the other ranks raise one naming it."""
     main, other = run_ranks(_outcomes, 2, "bug", 0)
     assert main[:2] == ("ZeroDivisionError", "a fault of the program")
     assert other[:2] == ("RankError", "rank 0: ZeroDivisionError: a fault of the program")

@@ -22,12 +22,12 @@ from drawloom.graph import UserError
 
 @pytest.fixture
 def store() -> Any:
-    """A store that two ranks share."""
+    """Return a store shared by two ranks."""
     return HashStore()
 
 
 def both(store: Any, **changes: Any) -> tuple[RankMonitor, RankMonitor]:
-    """The monitors of rank 0 and rank 1."""
+    """Return the monitors of rank 0 and rank 1."""
     return RankMonitor(0, 2, store, **changes), RankMonitor(1, 2, store, **changes)
 
 
@@ -39,7 +39,7 @@ def test_only_the_first_failure_is_printed(store: Any, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "rank 1 has no disk\n"
 
 
-def test_a_rank_learns_another_s_failure_by_polling(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_polling_reveals_the_failure_of_another_rank(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints nothing, and is not killed before its grace period is over."""
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)
@@ -93,7 +93,7 @@ def test_the_message_of_an_exception_names_rank_and_location(
 def test_the_rank_with_the_traceback_reports_first(
     store: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that raises another rank's RankError waits for the other's own report."""
+    """A rank with another rank's RankError waits for the other's own report."""
     zero, one = both(store)
 
     def wait(*_: object) -> None:
@@ -106,7 +106,7 @@ def test_the_rank_with_the_traceback_reports_first(
 
 
 def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that can't reach the store prints its failure."""
+    """A rank without a connection to the store prints its failure."""
 
     class Gone:
         def compare_set(self, *_words: str) -> None:
@@ -117,7 +117,7 @@ def test_a_failure_is_printed_without_a_store(capsys: pytest.CaptureFixture[str]
 
 
 def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> RankMonitor:
-    """The monitor of rank 0 after its peer, rank 1, has ended in this way."""
+    """Return the monitor of rank 0 after its peer, rank 1, has ended in this way."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         zero = RankMonitor(0, 2, store, {1: process.pid}, where=", on host 1, deep")
         zero.watch_peers()
@@ -138,8 +138,8 @@ def test_a_killed_peer_is_reported(store: Any, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.count("is gone") == 1
 
 
-def test_a_peer_that_announced_its_exit_is_no_failure(store: Any) -> None:
-    """Ranks that end normally do not end at the same moment."""
+def test_an_announced_exit_is_not_reported_as_failure(store: Any) -> None:
+    """Ranks do not end at the same moment in a normal end."""
 
     def end(process: "subprocess.Popen[bytes]") -> None:
         RankMonitor(1, 2, store).announce_exit()
@@ -159,10 +159,27 @@ def test_closing_leaves_no_descriptor(store: Any) -> None:
 
 
 def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any, tmp_path: Path) -> None:
-    """All error files have the cause; the rank that failed first has the earliest timestamp."""
+    """All error files have the cause; the first rank to fail has the earliest timestamp."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     RankMonitor(1, 2, store, error_file=str(paths[1])).report("no room\nat all")
     RankMonitor(0, 2, store, error_file=str(paths[0])).check_failures()
     messages = [json.loads(path.read_text())["message"] for path in paths]
     assert {message["extraInfo"]["py_callstack"] for message in messages} == {"no room"}
     assert int(messages[1]["extraInfo"]["timestamp"]) < int(messages[0]["extraInfo"]["timestamp"])
+
+
+def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank sees the death of a process, all call `on_loss` once, and no rank fails."""
+    calls: list[int] = []
+    zero = RankMonitor(0, 3, store, on_loss=lambda: calls.append(0))
+    two = RankMonitor(2, 3, store, on_loss=lambda: calls.append(2))
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        zero.peers = {1: process.pid}
+        zero.watch_peers()
+        process.wait()
+    for monitor in (two, zero, two, zero, two):
+        monitor.check_failures()
+    assert zero.lost_ranks == two.lost_ranks == {1} and calls == [0, 2]
+    assert zero.failure is two.failure is None and capsys.readouterr().err == ""
+    assert zero.diagnose().startswith(f"rank 1 (process {process.pid}) is gone") and "rank 1 is gone" in two.diagnose()
+    zero.close()

@@ -1,4 +1,4 @@
-"""Counter-based normal numbers: their bits, their distribution, and that slices are slices."""
+"""Counter-based normal numbers: their bits, their distribution, and the equality of slices with the whole."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def draw_normal(*shape: int, key: int = 5, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A whole tensor of normal numbers, float32 unless given."""
+    """Return a whole tensor of normal numbers, float32 unless given."""
     tensor = torch.empty(shape, dtype=dtype)
     fill_normal(tensor, key, std)
     return tensor
@@ -31,7 +31,7 @@ def mix_bits(state: int) -> int:
 
 
 @given(KEYS, st.integers(0, 2**62))
-def test_bits_are_those_of_splitmix64(key: int, index: int) -> None:
+def test_bits_equal_splitmix64(key: int, index: int) -> None:
     """Bits equal SplitMix64's, computed in exact integers."""
     expected = mix_bits((key + (index + 1) * 0x9E3779B97F4A7C15) % 2**64)
     assert splitmix64(key, torch.tensor([index])).item() % 2**64 == expected
@@ -44,7 +44,7 @@ def test_bits_equal_the_published_sequence() -> None:
 
 
 def test_numbers_never_change() -> None:
-    """The first numbers and a checksum of many are fixed: the initial weights of every later version depend on them."""
+    """The first numbers and a checksum over many are fixed: initial weights in every later version depend on them."""
     numbers = draw_normal(300, 200, key=7, std=0.02)
     assert (
         hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
@@ -52,7 +52,7 @@ def test_numbers_never_change() -> None:
     )
 
 
-def test_quantiles_are_those_of_the_normal_distribution() -> None:
+def test_quantiles_equal_the_normal_distribution() -> None:
     """Every quantile, out to the most extreme, is right to 4e-6 of its size, and opposite bits give opposite signs."""
     places = [*range(-(2**52), 2**52, 2**43), *(-(2**52) + 2**n for n in range(43)), -(2**52), -1]
     bits = torch.tensor([position << 11 for position in places])
@@ -65,11 +65,11 @@ def test_quantiles_are_those_of_the_normal_distribution() -> None:
 
 @pytest.fixture(scope="module")
 def many() -> Tensor:
-    """Two million numbers, in float64."""
+    """Return two million numbers, in float64."""
     return draw_normal(1024, 2048, key=3).double()
 
 
-def test_moments(many: Tensor) -> None:
+def test_moments_are_normal(many: Tensor) -> None:
     """The first six moments are within four standard errors of a normal distribution's."""
     for power, moment in enumerate((0, 1, 0, 3, 0, 15), 1):
         error = math.sqrt((math.prod(range(2 * power - 1, 0, -2)) - moment**2) / many.numel())
@@ -77,7 +77,7 @@ def test_moments(many: Tensor) -> None:
 
 
 @pytest.mark.parametrize("key", range(4))
-def test_kolmogorov_smirnov(key: int) -> None:
+def test_the_distribution_passes_kolmogorov_smirnov(key: int) -> None:
     """Chance exceeds the bound on the distance to the normal distribution once in 10,000 times."""
     numbers = draw_normal(2**18, key=key).double().sort().values
     count = numbers.numel()
@@ -87,7 +87,7 @@ def test_kolmogorov_smirnov(key: int) -> None:
 
 
 @pytest.mark.parametrize("bound", [1.0, 1.4395, 2.0, 3.0, 4.0, 4.5])
-def test_tails(many: Tensor, bound: float) -> None:
+def test_tails_are_normal(many: Tensor, bound: float) -> None:
     """The count beyond each bound, on either side, is as expected; 1.4395 is where the two formulas meet."""
     expected = many.numel() * (1 - NormalDist().cdf(bound))
     for beyond in (many > bound, many < -bound):
@@ -119,7 +119,7 @@ def test_parameters_are_independent() -> None:
 
 
 def test_pairs_fill_the_square(many: Tensor) -> None:
-    """Pairs of neighbours are evenly distributed over the 32 x 32 cells of their quantiles (chi-square, four sigma)."""
+    """Neighbouring pairs are evenly distributed over the 32 x 32 cells of their quantiles (chi-square, four sigma)."""
     cells = (torch.special.ndtr(many.flatten()) * 32).long().clamp(0, 31).view(-1, 2)
     counts = (cells[:, 0] * 32 + cells[:, 1]).bincount(minlength=1024).double()
     expected = counts.sum() / 1024
@@ -129,7 +129,7 @@ def test_pairs_fill_the_square(many: Tensor) -> None:
 
 @given(st.data())
 def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
-    """A slice of any tensor, with any strides and cut into any chunks, equals the same part of the whole."""
+    """A tensor's slice, with any strides and cut into any chunks, equals the same part of the whole."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     key, whole = data.draw(KEYS), torch.empty(shape)
     fill_normal(whole, key, 0.5)
@@ -146,7 +146,7 @@ def test_a_slice_has_the_numbers_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_memory_does_not_grow_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one chunk is computed at a time, whichever dimension is the long one."""
+    """At most one chunk is computed at a time, along any long dimension."""
     sizes: list[int] = []
 
     def record_bits(bits: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def test_other_dtypes_hold_the_float32_numbers(dtype: torch.dtype) -> None:
     ("shape", "offsets"), [((4, 4), (3, 0)), ((4, 4), (0, -1)), ((4,), (0,)), ((4, 4, 4), (0, 0, 0))]
 )
 def test_a_slice_outside_its_tensor_is_refused(shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-    """A slice that ends beyond the tensor, begins before it or has other dimensions is an error."""
+    """A slice is an error if it ends beyond the tensor, begins before it or has other dimensions."""
     with pytest.raises(ValueError, match="is not inside a tensor of shape"):
         fill_normal(torch.empty(2, 2), 0, 1.0, shape, offsets)
 

@@ -1,4 +1,4 @@
-"""Sums over ranks that hold different parameters."""
+"""Sums over ranks with different parameters."""
 
 import attrs
 import pytest
@@ -29,8 +29,8 @@ class MeshOfEqualRanks(PlannedMesh):
 @pytest.mark.parametrize(("expert", "copies"), [(1, 2), (2, 2), (4, 1)])
 def test_sums_run_over_one_copy_of_the_model(expert: int, copies: int) -> None:
     """
-    The sum runs over ranks that split layers, parameters or experts, and not over replicas. In two replicas with two
-    shards, four expert ranks make one copy together. The argument is unchanged.
+    The sum runs over the ranks that split layers, parameters or experts, and not over replicas. In two replicas with
+    two shards, four expert ranks make one copy together. The argument is unchanged.
     """
     sizes = dict.fromkeys(DIMENSIONS, 1) | {"pipeline": 2, "data_replicate": 2, "data_shard": 2}
     value = torch.tensor(3.0, dtype=torch.float64)

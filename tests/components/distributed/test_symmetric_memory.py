@@ -38,7 +38,7 @@ def _share_memory(folder: str) -> tuple[list[int], list[str], str]:
         processes.close()
 
 
-def test_each_rank_reads_what_the_others_wrote(tmp_path: Path) -> None:
+def test_ranks_read_each_others_writes(tmp_path: Path) -> None:
     """After a barrier all see the same; the file has no name any more, and a full disk is a message on every rank."""
     for read, left, said in run_ranks(_share_memory, 2, str(tmp_path)):
         assert read == [7, 8] and not left

@@ -1,4 +1,4 @@
-"""The rank that prints problems before the process group exists."""
+"""The choice of one rank to print problems before the process group exists."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ def _is_first(failing: tuple[int, ...]) -> bool | None:
     ("failing", "first"), [((0, 1, 2), [True, False, False]), ((1,), [None, True, None]), ((0,), [True, None, None])]
 )
 def test_one_rank_prints_a_failure(failing: tuple[int, ...], first: list[bool | None]) -> None:
-    """Rank 0 prints it if it fails as well; otherwise the rank that fails does."""
+    """Rank 0 prints the failure if it fails as well, otherwise the failing rank."""
     assert run_ranks(_is_first, 3, failing) == first
 
 
@@ -49,6 +49,6 @@ def test_a_single_process_prints_everything() -> None:
 
 
 def test_invalid_variables_do_not_silence_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With variables that can't be read, every process prints; they are reported when the run opens."""
+    """With unreadable variables, every process prints; they are reported when the run opens."""
     monkeypatch.setenv("RANK", "x")
     assert rank_console().warns

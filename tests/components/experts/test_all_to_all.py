@@ -19,7 +19,7 @@ def by_all_to_all() -> Results:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_results_and_gradients_are_those_of_one_rank(name: str, by_all_to_all: Results) -> None:
+def test_results_and_gradients_equal_one_rank(name: str, by_all_to_all: Results) -> None:
     """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
     assert_equal_to_one_rank(name, by_all_to_all[name])
 

@@ -6,6 +6,6 @@ from support.qwen3 import cpu_kernels
 
 
 def test_tokens_stay_on_their_rank() -> None:
-    """So `check` knows that ranks can't partition experts with it."""
+    """`check` therefore knows that ranks cannot partition experts with it."""
     assert not supports_expert_parallel(LocalExperts)
     assert not supports_expert_parallel(LocalExperts(kernels=cpu_kernels()))

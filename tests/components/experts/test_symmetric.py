@@ -1,4 +1,4 @@
-"""Experts partitioned over several ranks that read tokens from each other's memory."""
+"""Experts partitioned over several ranks, which read tokens from each other's memory."""
 
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ MOST = 14
 
 @pytest.fixture(scope="module")
 def without_capacity() -> Results:
-    """Run dispatch on three ranks that wait for row counts."""
+    """Run dispatch on three ranks, which wait for row counts."""
     return run_on_ranks(partial(SymmetricExperts, max_tokens=MOST))
 
 
@@ -44,7 +44,7 @@ def with_capacity() -> Results:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_results_and_gradients_are_those_of_one_rank(name: str, without_capacity: Results) -> None:
+def test_results_and_gradients_equal_one_rank(name: str, without_capacity: Results) -> None:
     """Hidden states, probabilities and every weight, of experts without tokens too, have one rank's gradients."""
     assert_equal_to_one_rank(name, without_capacity[name])
 
@@ -77,10 +77,10 @@ def _evaluations() -> list[list[Tensor]]:
         processes.close()
 
 
-def test_an_evaluation_does_not_depend_on_the_microbatches_before() -> None:
+def test_an_evaluation_does_not_depend_on_earlier_microbatches() -> None:
     """
-    Whatever came first, and with whatever room for training, all tokens and rows fit, and results have the same bits: a
-    process that resumes behind the last step begins with a sample.
+    After any microbatches, and with any capacity in training, all tokens and rows fit, and results have the same bits:
+    a process resumed after the last step begins with a sample.
     """
     for rank, (ours, theirs) in enumerate(run_ranks(_evaluations, RANKS)):
         for name, one, other in zip(CHOICES, ours, theirs, strict=True):

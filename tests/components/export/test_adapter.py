@@ -14,6 +14,10 @@ from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.model.dots1 import Dots1
+from drawloom.components.model.gpt_oss import GptOss
+from drawloom.components.model.phi3 import Phi3
+from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.ports.run import FinalTask
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
@@ -28,7 +32,7 @@ def full(*targets: str) -> FullTuning:
 
 
 def open_exporter(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExport:
-    """An exporter of a model with adapters."""
+    """Return an exporter of a model with adapters."""
     stages: Any = OneStage(adapt(model, *adapters), adapters)
     mesh: Any = SimpleNamespace(world=world)
     run: Any = SimpleNamespace(folder=folder)
@@ -47,7 +51,7 @@ def export(folder: Path, world: Any, model: Any, *adapters: Any) -> AdapterExpor
 
 
 def theirs(folder: Path, adapter: Path | None = None) -> Any:
-    """The model of a folder in transformers, with an adapter if given."""
+    """Return the model of a folder in transformers, with an adapter if given."""
     from peft import PeftModel  # takes seconds
     from transformers import AutoModelForCausalLM
 
@@ -64,13 +68,34 @@ def theirs(folder: Path, adapter: Path | None = None) -> Any:
 
 
 def partly_sparse_model() -> Any:
-    """A model whose first layer has no experts."""
+    """Return a model whose first layer has no experts."""
     return sparse(mlp_only_layers=[0], intermediate_size=40)
 
 
 def shared_experts_model() -> Any:
-    """A model with experts that all tokens visit, and a layer without experts."""
+    """Return a model with a layer without experts, and with shared experts, visited by all tokens."""
     return small(Dots1, **SPARSE_SIZES, first_k_dense_replace=1)
+
+
+HYBRID: dict[str, Any] = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SPARSE_KEYS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+def delta_nets_model() -> Any:
+    """A model with gated delta nets, whose files join projections."""
+    return small(Qwen35, **HYBRID)
+
+
+def gpt_oss() -> Any:
+    """A model whose experts have other dimensions, and alternating outputs, in files."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 12, "router_aux_loss_coef": 0.0}
+    return small(GptOss, **sizes)
 
 
 CASES: dict[str, Any] = {
@@ -91,7 +116,17 @@ CASES: dict[str, Any] = {
         lora("self_attn.*", "0.mlp.*", rank=2),
         lora("experts"),
     ),
+    "interleaved experts": lambda: (gpt_oss(), lora("experts", "q_proj")),
+    "interleaved experts tuned in full": lambda: (gpt_oss(), lora("q_proj"), full("experts")),
     "shared experts": lambda: (shared_experts_model(), lora("shared_experts.up_proj", "layers.0.mlp.*", rslora=True)),
+    "joined projections": lambda: (delta_nets_model(), lora("in_proj_qkv", "in_proj_z", "out_proj", "q_proj")),
+    "joined heads": lambda: (
+        small(Qwen3Next, **HYBRID, **SPARSE_KEYS),
+        lora("in_proj_q", "in_proj_a", rank=2, alpha=1.0),
+        lora("in_proj_z", "in_proj_b"),
+    ),
+    "joined projections with DoRA": lambda: (small(Phi3, hidden_size=32), lora("qkv_proj", "down_proj", dora=True)),
+    "parts of joined projections": lambda: (small(Phi3, hidden_size=32), lora("k_proj", "layers.1.mlp.up_proj")),
     "a router with a bias": lambda: (shared_experts_model(), lora("q_proj"), full("mlp.gate")),
     "experts tuned in full": lambda: (sparse(), lora("q_proj"), full("experts", "mlp.gate")),
 }
@@ -99,7 +134,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, one_rank: Any) -> None:
-    """The model that was trained, PEFT over the base, and transformers with the export agree; the base does not."""
+    """The trained model, PEFT over the base, and transformers with the export agree; the base does not."""
     model, *adapters = CASES[case]()
     export(tmp_path, one_rank.world, model, *adapters)
     tokens = torch.arange(14).view(2, 7) % model.vocab_size
@@ -128,7 +163,7 @@ def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
 
 
 def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path, one_rank: Any) -> None:
-    """Other tools read ends of names; a part of the layers is named whole."""
+    """Other tools read the ends of names; if only some layers are adapted, the names are whole."""
     export(tmp_path, one_rank.world, dense(), lora("q_proj", "layers.1.*.v_proj"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text("utf-8"))
     assert config["target_modules"] == ["model.layers.1.self_attn.v_proj", "q_proj"]
@@ -143,7 +178,27 @@ def test_names_are_short_where_all_modules_of_a_name_are_adapted(tmp_path: Path,
         ([lambda: lora("layers.0.mlp.up_proj", dora=True)], "PEFT has no DoRA for model.layers.0.mlp.up_proj"),
     ],
 )
-def test_what_peft_does_not_have_is_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
-    """When the run begins, and not after its last step."""
+def test_adapters_that_peft_lacks_are_refused(adapters: Any, text: str, tmp_path: Path, one_rank: Any) -> None:
+    """They are refused when the run begins, not after its last step."""
     with pytest.raises(UserError, match=text):
         open_exporter(tmp_path, one_rank.world, partly_sparse_model(), *(make() for make in adapters))
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters", "text"),
+    [
+        (
+            Phi3,
+            [lora("q_proj", dora=True)],
+            "as one layer, of which a part is adapted with DoRA; adapt .*k_proj",
+        ),
+        (Qwen35, [lora("q_proj"), full("linear_attn")], "is in .*linear_attn.* in files, which PEFT tunes as a whole"),
+    ],
+)
+def test_parts_of_joined_modules_that_peft_tunes_whole_are_refused(
+    model: Any, adapters: Any, text: str, tmp_path: Path, one_rank: Any
+) -> None:
+    """A message names the module of the files."""
+    sizes = HYBRID if model is Qwen35 else {"hidden_size": 32}
+    with pytest.raises(UserError, match=text):
+        open_exporter(tmp_path, one_rank.world, small(model, **sizes), *adapters)

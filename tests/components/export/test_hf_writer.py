@@ -83,8 +83,8 @@ def test_read_back_bit_by_bit(tmp_path: Path, max_shard: int, make: Make) -> Non
 
 
 @both
-def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
-    """A model that transformers saved computes the same here."""
+def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, make: Make) -> None:
+    """A model saved by transformers computes the same here."""
     for tied in (False, True):
         model = make(tie_word_embeddings=tied)
         write_folder(tmp_path / f"first{tied}", model, FakeStages([whole(model)]))
@@ -99,7 +99,7 @@ def test_reads_what_transformers_saves(tmp_path: Path, make: Make) -> None:
         )
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_an_export_can_have_another_dtype(tmp_path: Path) -> None:
     """An export as bfloat16 has rounded numbers, and its config states the dtype."""
     model = dense()
     module = whole(model)

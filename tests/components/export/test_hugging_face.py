@@ -51,7 +51,7 @@ def test_the_export_implements_its_port() -> None:
     assert not find_mismatches(HuggingFaceExport, FinalTask)
 
 
-def test_writes_export_once(tmp_path: Path, one_rank: Any) -> None:
+def test_an_export_is_written_once(tmp_path: Path, one_rank: Any) -> None:
     """Finishing writes `export/`, is seen as finished, and done again changes nothing."""
     export = export_of(tmp_path, one_rank)
     assert not export.is_finished(6)

@@ -35,12 +35,12 @@ def tensors() -> dict[str, Tensor]:
 
 
 def parameters(named: dict[str, Tensor]) -> dict[str, ModelParameter]:
-    """The same as parameters of a model."""
+    """Return the same as parameters of a model."""
     return {name: ModelParameter(tensor) for name, tensor in named.items()}
 
 
 def mapper() -> Mapper:
-    """Return a mapper that joins the layers' gate and up."""
+    """Return a mapper for joining the layers' gate and up."""
     layers = [f"layers.{layer}." for layer in range(LAYERS)]
     joined = (stack([f"{layer}gate", f"{layer}up"], f"{layer}gate_up") for layer in layers)
     return parallel(*joined, identity(*(f"{layer}norm" for layer in layers)))
@@ -62,7 +62,7 @@ def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
 
 
 def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
-    """The folder has exactly the expected tensors, in exactly the files named by its index."""
+    """Assert that the folder has exactly the expected tensors, in exactly the files named by its index."""
     source = open_safetensors_folder(folder)
     assert source.specs().keys() == expected.keys()
     assert all(torch.equal(source.tensor(name), tensor) for name, tensor in expected.items())
@@ -77,14 +77,14 @@ def _world() -> TorchGroup:
 
 
 def _deal(folder: Path) -> None:
-    """Ranks that hold the same deal the groups out among them."""
+    """Distribute groups among ranks with the same tensors."""
     world = _world()
     dealt = shard(mapper(), world.size, world.rank)
     write_shares(folder, Share(InMemory(tensors()), dealt, dealt.outputs), world, 100, config_beside)
 
 
 def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
-    """Three ranks that write one third apiece make one whole folder."""
+    """Three ranks write one third apiece, together one whole folder."""
     run_ranks(_deal, 3, tmp_path / "export")
     assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
     assert sorted(os.listdir(tmp_path)) == ["alone", "export"]
@@ -166,7 +166,7 @@ os._exit(0)  # torch's threads do not always end in order
 
 
 def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
-    """Two processes that hash strings differently gather the same tensors at a time: none is written under another."""
+    """Two processes with different string hashes gather the same tensors at a time: none gets another's name."""
     paths = [str(Path(__file__).parents[3] / "src"), str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     arguments = [str(tmp_path / "store"), str(tmp_path / "export"), *paths]
     processes = [
@@ -183,8 +183,8 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
     assert_same(tmp_path / "export", by_one(tmp_path / "alone"))
 
 
-def test_tensors_are_exported_in_another_dtype(tmp_path: Path) -> None:
-    """A share in another dtype is written in that, and whole numbers are left alone."""
+def test_tensors_can_be_exported_in_another_dtype(tmp_path: Path) -> None:
+    """A share in another dtype is written in this dtype, and integers are left alone."""
     given = parameters({"a": torch.ones(2), "b": torch.tensor([1])})
     mine = share(given, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.export.shard_writer import choose_owners, holding, parameters_by_name
+from drawloom.components.export.shard_writer import choose_owners, describe_parameters, parameters_by_name
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.mapper import parallel
@@ -16,7 +16,7 @@ from drawloom.graph import UserError
 
 
 def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
-    """A rank whose stages hold tensors of these letters."""
+    """Return a rank whose stages hold tensors of these letters."""
     return {"tensors": {name: [[2], dtype] for names in stages for name in names}}
 
 
@@ -33,8 +33,8 @@ def test_missing_and_unexpected_tensors_are_reported() -> None:
         choose_owners(identity("a", "b"), [rank("a"), rank("x")])
 
 
-def test_a_group_that_no_rank_holds_is_reported() -> None:
-    """Tensors that become one can't lie on two ranks."""
+def test_a_group_on_no_single_rank_is_reported() -> None:
+    """Tensors to be joined cannot lie on two ranks."""
     with pytest.raises(UserError, match="a, b become ab together, and no rank holds them all"):
         choose_owners(stack(["a", "b"], "ab"), [rank("a"), rank("b")])
 
@@ -55,6 +55,6 @@ class OneStage:
 
 
 def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
-    """The report of a rank has shape and dtype of every parameter."""
+    """A rank's report has shape and dtype of every parameter."""
     tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
-    assert holding(parameters_by_name(OneStage())) == {"tensors": tensors}
+    assert describe_parameters(parameters_by_name(OneStage())) == {"tensors": tensors}

@@ -1,4 +1,4 @@
-"""Clipping groups of parameters by norms of any order, against torch's on the whole gradients."""
+"""Clipping parameter groups by norms of any order, compared with torch's on the whole gradients."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -26,6 +27,9 @@ class Held:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
     owned_parameters = named_parameters
 
@@ -46,7 +50,7 @@ class Other:
 
 
 def clip_gradients(stages: Held, reduce: Any, **settings: Any) -> list[Tensor]:
-    """The gradients afterwards."""
+    """Return the gradients afterwards."""
     device = ComputeDevice(kind="cpu")
     device.open()
     ClipGroupNorm(parameters=stages, reduce=reduce, device=device, **settings).run_phase(Step(1, 1))
@@ -84,7 +88,7 @@ def test_a_recipe_may_write_any_order(p: str) -> None:
 
 
 def test_only_the_group_is_clipped() -> None:
-    """Parameters that no pattern names keep their gradients, and do not count."""
+    """Parameters matched by no pattern keep their gradients, and do not count."""
     stages = Held(first=torch.tensor([3.0]), norm=torch.tensor([4.0]))
     gradients = clip_gradients(stages, Other(), max_norm=1.0, targets=["*norm"])
     torch.testing.assert_close(gradients, [torch.tensor([3.0]), torch.tensor([1.0])])

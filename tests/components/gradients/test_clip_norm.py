@@ -11,7 +11,7 @@ from support.weights import Weights
 
 
 def weights_with_gradients() -> Weights:
-    """Two parameters with gradients whose total norm is 5."""
+    """Return two parameters with gradients whose total norm is 5."""
     weights = Weights({"first": (1,), "second": (1,)})
     for (_, parameter), gradient in zip(weights.named_parameters(), (3.0, 4.0), strict=True):
         parameter.grad = torch.tensor([gradient])

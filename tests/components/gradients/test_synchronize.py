@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.gradients.clip_norm import ClipNorm
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Step
@@ -46,7 +47,7 @@ def run_phase(weights: Weights, mesh: Any, total: float, weight: float, why: str
 
 
 class TwelveAlike:
-    """Twelve ranks that have the same numbers."""
+    """Twelve ranks with the same numbers."""
 
     def sum(self, tensor: Tensor) -> None:
         one = tensor.clone()
@@ -88,7 +89,7 @@ def test_a_non_finite_step_is_skipped(
 
 @both
 def test_a_reason_of_an_earlier_phase_is_kept(one_rank: Any, norm: str) -> None:
-    """A finite step that a phase refuses is skipped, on the device too."""
+    """A finite step refused by a phase is skipped, on the device too."""
     step = run_phase(weights_with(torch.tensor([1.0])), one_rank, 1.0, 1.0, why="a phase says so", norm=norm)
     assert step.state["skip"] == 1
     assert step.skip_reason == "a phase says so"
@@ -114,3 +115,20 @@ def test_a_step_is_freed_without_the_garbage_collector(one_rank: Any, norm: str)
         assert freed() is None
     finally:
         gc.enable()
+
+
+def test_deferred_factors_have_the_bits_of_scaled_gradients(one_rank: Any) -> None:
+    """A step that defers scaling has the same norm, and once settled the same gradients, as a step that scales."""
+    results = []
+    for defers in (True, False):
+        weights = weights_with(torch.linspace(-3, 5, 40).bfloat16())
+        step = Step(1, 1, {"losses": losses_of(10.0, 3.7), "batches": []}, defers_scaling=defers)
+        Synchronize(parameters=weights, mesh=one_rank, reduce=NoReduction(), norm="device").run_phase(step)
+        ClipNorm(parameters=weights, max_norm=0.3).run_phase(step)
+        gradient = weights.parameters["first"].grad
+        assert gradient is not None and (gradient[0] == -3) == defers
+        step.settle_scaling()
+        assert step.take_factors() is None
+        results.append((gradient, step.state["grad_norm"]))
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left, right)

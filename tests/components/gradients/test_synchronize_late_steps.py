@@ -14,7 +14,7 @@ CPU = ComputeDevice(kind="cpu")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_late_steps_are_those_of_a_host_that_waits(optimizer: str, one_rank: Any) -> None:
+def test_late_steps_equal_those_of_a_waiting_host(optimizer: str, one_rank: Any) -> None:
     """
     Skipped steps, losses, weights and optimizer state are the same; from a backward pass to its update the host reads
     nothing. The norm is the exact sum's up to rounding, and rounding to float32 hides this in the clipping factor.

@@ -21,10 +21,12 @@ from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.attention import attention_eager, causal_document_mask
 from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
 from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
 from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
@@ -34,8 +36,8 @@ from support.qwen3 import cpu_kernels, kernels_on
 
 
 @pytest.mark.parametrize("port", [Kernels, ExpertKernels])
-def test_fits_its_ports(port: type) -> None:
-    """The component keeps the promises of both kinds of kernels."""
+def test_auto_fits_its_ports(port: type) -> None:
+    """The component keeps the contracts for both kinds of kernels."""
     assert find_mismatches(AutoKernels, port) == []
 
 
@@ -46,8 +48,8 @@ def test_each_operation_is_a_setting() -> None:
     assert settings == dict.fromkeys(OPERATIONS, "auto")
 
 
-def test_names_of_settings_are_those_of_implementations() -> None:
-    """A recipe can write exactly the names that there are, and auto."""
+def test_settings_name_exactly_the_implementations() -> None:
+    """A recipe can write exactly the names of implementations, and auto."""
     for name, field in read_spec("kernels.auto", AutoKernels).fields.items():
         if name in OPERATIONS:
             assert set(field.type.__args__) == {"auto", *OPERATIONS[name].implementations}
@@ -74,6 +76,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
     assert same(kernels.add_rms_norm(x, -2 * x, weight, 0.1), add_rms_norm_eager(x, -2 * x, weight, 0.1))
     assert same(kernels.swiglu(x, -x), swiglu_eager(x, -x))
     assert same(kernels.swiglu(x, -x, cos), swiglu_eager(x, -x, cos))
+    assert same(kernels.geglu(x, -x), geglu_eager(x, -x))
     assert same(kernels.rope(x, cos, sin), rope_eager(x, cos, sin))
     arguments = x, x[:, :, :2], weight, weight + 1, 0.1, cos, sin
     assert same(kernels.qk_norm_rope(*arguments), qk_norm_rope_eager(*arguments))
@@ -87,7 +90,7 @@ def test_operations_are_the_eager_ones(choice: Any) -> None:
 
 
 def test_operations_of_experts_are_the_eager_ones() -> None:
-    """As for a model without experts."""
+    """On a CPU, operations of experts equal the eager implementations."""
     kernels = cpu_kernels()
     x, weight, probabilities = torch.randn(5, 8), torch.randn(3, 8, 6), torch.rand(5, 2)
     expert_indices = torch.randint(-1, 3, (5, 2))
@@ -97,13 +100,14 @@ def test_operations_of_experts_are_the_eager_ones() -> None:
     rows = kernels.moe_permute(x, probabilities, routes)
     assert same(rows, moe_permute_eager(x, probabilities, known))
     assert same(kernels.swiglu_halves(*rows), swiglu_halves_eager(*rows))
+    assert same(kernels.oss_swiglu_halves(*rows, 1.7, 2.0), oss_swiglu_halves_eager(*rows, 1.7, 2.0))
     product = kernels.grouped_gemm(rows[0], weight, routes[2])
     assert same(product, grouped_gemm_eager(rows[0], weight, known.offsets))
     assert same(kernels.moe_unpermute(product, routes), moe_unpermute_eager(product, known))
 
 
-def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
-    """Its filter is the recipe's, and without one it is exact."""
+def test_the_cut_loss_uses_the_filter_of_the_recipe() -> None:
+    """Without a filter it is exact."""
     torch.manual_seed(0)  # in about one of 75 draws, every tile has a gradient above the threshold
     hidden = torch.randn(9, 16, device=DEVICE, requires_grad=True)
     weight = torch.randn(300, 16, device=DEVICE)
@@ -120,8 +124,8 @@ def test_the_cut_loss_is_told_what_the_recipe_says() -> None:
     assert not torch.allclose(grads[0], grads[2])
 
 
-def test_triton_on_a_cpu_is_told_when_the_node_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any data is read or a model is built."""
+def test_triton_on_a_cpu_is_refused_at_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before any data is read or a model is built."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(UserError, match=r"kernels\.auto: swiglu is 'triton', but Triton runs on GPUs"):
         cpu_kernels(swiglu="triton").open()
@@ -151,16 +155,16 @@ def problems(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("choice", ["rms_norm=triton", "attention=flex", "linear_cross_entropy=cut"])
-def test_check_knows_that_a_cpu_is_no_gpu(choice: str) -> None:
-    """If the recipe says that the device is the CPU, a setting that needs a GPU is a problem at its place."""
+def test_check_refuses_gpu_kernels_on_a_cpu(choice: str) -> None:
+    """If the recipe's device is the CPU, a setting for GPUs is a problem at its place."""
     (problem,) = problems("device.kind=cpu", f"kernels.{choice}")
     name = choice.partition("=")[2]
     assert f"[kernels] '{name}' runs on GPUs, and the device is the CPU; write 'auto' or 'eager'" in problem
     assert problems(f"kernels.{choice}") == []
 
 
-def test_explain_says_what_auto_takes() -> None:
-    """And why; operations that the recipe chooses are among the settings already."""
+def test_explain_shows_the_choices_of_auto() -> None:
+    """It gives the reasons too; operations chosen by the recipe are among the settings already."""
     project = Project.of("drawloom")
     graph = project.graph(project.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
     notes = list(AutoKernels.notes(graph.view("kernels")))

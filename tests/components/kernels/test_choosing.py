@@ -33,13 +33,13 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_on_a_cpu_auto_is_eager(operation: str) -> None:
-    """Whatever else could run there."""
+    """`auto` is eager even if other implementations could run."""
     chosen = choose(operation, "auto", CPU)
     assert (chosen.name, chosen.why) == ("eager", "the device is the CPU")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_suits_the_gpu(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is first in the operation's own list where Triton runs; elsewhere one without Triton, with the reason."""
     monkeypatch.setattr(choosing, "why_no_triton", lambda device: "")
     assert choose(operation, "auto", GPU).name == OPERATIONS[operation].on_gpu[0]
@@ -52,13 +52,13 @@ def test_on_a_gpu_auto_is_what_suits_it(operation: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("operation", "name"), [pair for pair in ALL if pair[1] in choosing.TRITON | choosing.GPU])
 @pytest.mark.usefixtures("without_interpreter")
-def test_what_needs_a_gpu_is_refused_on_a_cpu(operation: str, name: str) -> None:
+def test_gpu_implementations_are_refused_on_a_cpu(operation: str, name: str) -> None:
     """The error is a sentence with a remedy."""
     with pytest.raises(UserError, match=f"{operation} is '{name}', but .* the device is the CPU; write {operation} ="):
         choose(operation, name, CPU)
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever turned that on may use it."""
+    """With the interpreter turned on, Triton is available on a CPU."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert choose("rms_norm", "triton", CPU).name == "triton"

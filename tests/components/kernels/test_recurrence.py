@@ -20,6 +20,8 @@ DOCUMENTS = {
     "one document": [[24]],
     "borders between and inside pieces": [[6, 12, 6], [3, 7, 14]],
     "short documents": [[1, 1, 4, 1, 5, 2, 10]],
+    "pieces shorter than the convolution": [[8], [5, 3]],
+    "pieces of one token": [[4], [3, 1]],
 }
 
 
@@ -42,12 +44,13 @@ def test_kernels_fit_the_port() -> None:
 def test_ranks_that_share_rows_continue_states(lengths: list[list[int]]) -> None:
     """With context parallelism, two ranks together have the results and the gradients of whole rows."""
     documents, kernels = documents_of(lengths), cpu_kernels()
-    rows = len(documents)
-    drawn = draw_recurrence(24, (1, 2), (4, 3), rows)
-    x, weight = torch.randn(rows, 24, 5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    rows, length = documents.shape
+    piece = length // 4
+    drawn = draw_recurrence(length, (1, 2), (4, 3), rows)
+    x, weight = torch.randn(rows, length, 5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     learned = requiring_grad(x, weight, *drawn)
     whole = compute(kernels.recurrence_mask(documents), *learned)
-    exchange = Exchange(torch.tensor([*range(6), *range(18, 24)]), torch.arange(6, 18))
+    exchange = Exchange(torch.tensor([*range(piece), *range(3 * piece, length)]), torch.arange(piece, 3 * piece))
     split = requiring_grad(x, weight, *drawn)
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
@@ -62,19 +65,6 @@ def test_ranks_that_share_rows_continue_states(lengths: list[list[int]]) -> None
     seeds = [torch.randn_like(tensor) for tensor in whole]
     grads = torch.autograd.grad(joined, split, seeds), torch.autograd.grad(whole, learned, seeds)
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
-
-
-def test_pieces_shorter_than_the_convolution_are_refused() -> None:
-    """A piece with fewer tokens than the convolution looks back gives both numbers."""
-    exchange = Exchange(torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5]))
-
-    def run(rank: int) -> None:
-        part = ThreadPart(exchange, rank)
-        mask = cpu_kernels().recurrence_mask(torch.zeros(1, 4, dtype=torch.int64), part)
-        with pytest.raises(ValueError, match="has 2 tokens, and a convolution needs 3 before it"):
-            cpu_kernels().causal_conv(torch.zeros(1, 4, 3), torch.zeros(3, 4), mask)
-
-    run_threads(run)
 
 
 def test_a_cache_keeps_states_in_the_order_of_operations() -> None:

@@ -22,7 +22,7 @@ def sizes() -> dict[str, Any]:
 
 
 def tokens_of(step: int) -> int:
-    """The tokens of a step."""
+    """Return the tokens of a step."""
     return LENGTH * (2 if step <= 5 else 4 if step <= 9 else 8)
 
 
@@ -32,7 +32,7 @@ def factors(lr: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 80, 81, 300, 1000])
-def test_a_length_in_tokens_is_that_of_the_steps_that_have_them(tokens: int) -> None:
+def test_a_length_in_tokens_covers_the_steps_with_these_tokens(tokens: int) -> None:
     """
     With a batch ramp, the warm-up ends with the step that reaches its tokens; the decay takes the fewest last steps
     with its tokens, whatever their sizes.

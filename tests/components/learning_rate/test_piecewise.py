@@ -18,8 +18,8 @@ def factors(lr: Piecewise, total: int) -> list[float]:
     return [lr.factor(done, total) for done in range(total + 1)]
 
 
-def test_warm_up_and_cosine_by_hand() -> None:
-    """A tenth-step warm-up and a cosine have the values that pen and paper give."""
+def test_warm_up_and_cosine_equal_values_by_hand() -> None:
+    """A tenth-step warm-up and a cosine have the values computed on paper."""
     lr = Piecewise(phases=[SchedulePiece(until_percent=20, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
     expected = [0, 0.5, 1, 0.9657, 0.8682, 0.7222, 0.55, 0.3778, 0.2318, 0.1343, 0.1]
     assert factors(lr, 10) == pytest.approx(expected, abs=5e-5)
@@ -37,7 +37,7 @@ def test_polynomial_bends_by_its_power() -> None:
     assert factors(lr, 4) == pytest.approx([0, 1 / 64, 8 / 64, 27 / 64, 1])
 
 
-def test_phases_by_steps_hold_whatever_the_total() -> None:
+def test_phases_in_steps_do_not_depend_on_the_total() -> None:
     """A phase of so many steps is as long in a longer run, and its end value holds afterwards."""
     lr = Piecewise(start=1.0, phases=[SchedulePiece(steps=2, to=3.0)])
     assert factors(lr, 4)[:5] == factors(lr, 100)[:5] == [1, 2, 3, 3, 3]
@@ -120,7 +120,7 @@ def test_check_accepts_phases_without_a_step_and_up_to_the_last(phases: str) -> 
 
 
 def test_check_leaves_phases_in_tokens_of_a_growing_batch_to_the_run() -> None:
-    """With a ramp the step of a number of tokens is not in the settings, so nothing is refused."""
+    """With a ramp the settings do not determine the step for a number of tokens, so nothing is refused."""
     words = ("lr.phases=[{ until_tokens = 100_000, to = 1.0 }]", "lr.batching=@batch", "lr.rows=@packing")
     ramp = "batch.ramp=[{ size = 32, until_step = 2 }]"
     assert not Recipe.load("first_run", "trainer.steps=10", *words, ramp).check()

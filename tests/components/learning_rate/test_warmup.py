@@ -20,7 +20,7 @@ THEIRS: dict[str, Any] = {
 
 
 def schedule(name: str, **settings: Any) -> AfterWarmup:
-    """The component of a name."""
+    """Return the component of a name."""
     made: AfterWarmup = build(f"learning_rate.{name}", **settings)
     return made
 
@@ -31,8 +31,8 @@ def factors(lr: AfterWarmup, total: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_factors_are_those_of_transformers(name: str) -> None:
-    """Step by step, with a warm-up of 4 steps and, if there is one, a decay of 5; the same by percentages."""
+def test_factors_equal_those_of_transformers(name: str) -> None:
+    """They agree step by step, for a warm-up of 4 steps, with and without a decay of 5, and for percentages."""
     from transformers import optimization  # takes seconds
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
@@ -44,7 +44,7 @@ def test_factors_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_without_settings_there_is_no_warm_up(name: str) -> None:
+def test_warm_up_is_off_by_default(name: str) -> None:
     """The first step has the base learning rate, and no step divides by zero, also in a run of one."""
     assert schedule(name).factor(0, 1) == 1.0
     assert all(0 <= factor <= 1 for factor in factors(schedule(name, warmup_steps=9), 3))
@@ -59,7 +59,7 @@ def test_ends_are_reached_and_kept() -> None:
         assert lr.factor(10, 10) == lr.factor(11, 10) == pytest.approx(0.1)
 
 
-def test_a_longer_decay_than_what_is_left_begins_after_the_warm_up() -> None:
+def test_a_decay_longer_than_the_rest_begins_after_the_warm_up() -> None:
     """It is cut at its end, and not at its beginning."""
     assert factors(schedule("wsd", warmup_steps=1, decay_steps=9), 5) == pytest.approx([0, 1, 0.75, 0.5, 0.25])
 

@@ -51,7 +51,7 @@ def _say_everything() -> None:
 
 
 def _lines(path: Path) -> list[str]:
-    """The log without timestamps."""
+    """Return the log without timestamps."""
     return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
 
 
@@ -91,7 +91,7 @@ def test_another_rank_writes_its_own_file_only(
     assert [(event.kind, event.text) for event in read.events] == [("warning", "skipped")]
 
 
-def test_the_level_is_that_of_standard_error(open_logging: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_level_applies_to_standard_error(open_logging: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With `info` more goes to standard error, and a step line is still printed once."""
     open_logging(level="info")
     _say_everything()

@@ -1,4 +1,4 @@
-"""Memory at the start of a run, and out of memory."""
+"""Memory at a run's start, and out of memory."""
 
 import logging
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Sizes:
 
 
 def report(mesh: Any, schedules: Any = None, **sizes: Any) -> MemoryReport:
-    """A report of one user; nodes have names of their own."""
+    """Return a report for one user; nodes have names of their own."""
     made = Sizes(**sizes)
     parts: Any = {"batching": Every({"rows": made}), "precision": Every({"dtypes": made}), "stages": Every({"s": made})}
     parts |= {"data": Every({"packing": made}), "schedules": schedules or Every({})}
@@ -53,12 +53,12 @@ def report(mesh: Any, schedules: Any = None, **sizes: Any) -> MemoryReport:
 
 @attrs.frozen
 class Choosing:
-    """A schedule that chooses recomputation for stages."""
+    """A schedule with its own choice of recomputation for stages."""
 
     recompute: Mapping[str, Any] = attrs.field(factory=lambda: {"blocks": {"again": 0.9, "kept": 0.1}})
 
 
-def test_out_of_memory_names_the_schedule_that_chooses_what_is_recomputed(one_rank: Any) -> None:
+def test_out_of_memory_names_the_schedule_that_chooses_recomputation(one_rank: Any) -> None:
     """The message names no policy of the stages, refused by `check` beside such a schedule."""
     schedules: Any = Every({"order": Choosing()})
     message = str(report(one_rank, schedules=schedules).on_failure(CUDA))
@@ -93,8 +93,8 @@ def test_out_of_memory_names_the_allocation_kinds_and_settings(one_rank: Any) ->
     ]
 
 
-def test_a_setting_that_is_at_its_least_is_no_remedy(one_rank: Any) -> None:
-    """One row can't be fewer, and bfloat16 not narrower: then masters and optimizer state remain as remedies."""
+def test_a_setting_at_its_minimum_is_not_suggested(one_rank: Any) -> None:
+    """A single row, and bfloat16, cannot be smaller: masters and optimizer state remain as remedies."""
     message = str(report(one_rank, micro_size=1, compute=torch.bfloat16).on_failure(CUDA))
     assert "micro_size" not in message and ".compute" not in message and 'dtypes.parameter = "float32": with' in message
     narrow = report(one_rank, micro_size=1, compute=torch.bfloat16, parameter=torch.bfloat16, recompute="selective")

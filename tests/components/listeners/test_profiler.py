@@ -40,7 +40,7 @@ MODEL = Model()
 
 
 def make_profiler(folder: Path, mesh: Any, **settings: Any) -> Profiler:
-    """A profiler of the second step, unless settings say otherwise."""
+    """Return a profiler of the second step, unless settings say otherwise."""
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(2, 4, False, False), MODEL)])
     return Profiler(
         folder=Folder(folder),
@@ -76,7 +76,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def spans(trace_events: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Begin and end of the ranges of a name."""
+    """Return begin and end of the ranges with a name."""
     ranges = [event for event in trace_events if event.get("name") == name and event.get("ph") == "X"]
     return [(event["ts"], event["ts"] + event["dur"]) for event in ranges if event.get("cat") == "user_annotation"]
 
@@ -100,7 +100,7 @@ def test_a_trace_has_ranges_of_steps_phases_and_layers(tmp_path: Path, one_rank:
     assert len(spans(trace_events, "layer 3")) == len(spans(trace_events, "update")) == 2 and len(operations) == 4
 
 
-def test_cycles_are_repeated_as_often_as_is_said(tmp_path: Path, one_rank: Any) -> None:
+def test_cycles_are_repeated_as_often_as_set(tmp_path: Path, one_rank: Any) -> None:
     """Wait, warm up, trace, and again; after the last trace there is no profiler, and no hook on a layer."""
     profiler = make_profiler(tmp_path, one_rank, wait=1, repeat=2)
     take(profiler, *range(1, 10))
@@ -154,7 +154,7 @@ def test_a_profiler_that_fails_is_turned_off(tmp_path: Path, one_rank: Any, capl
 
 
 def test_an_unfinished_trace_is_discarded_on_close(tmp_path: Path, one_rank: Any) -> None:
-    """A run that ends inside the step leaves no trace and no hooks, and torch can profile again."""
+    """A run ending inside the step leaves no trace and no hooks, and torch can profile again."""
     profiler = make_profiler(tmp_path, one_rank)
     take(profiler, 1)
     profiler.on_event(Event("step_started", Step(2, 9)))

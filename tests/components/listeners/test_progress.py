@@ -30,7 +30,7 @@ class Second:
 
 @attrs.define
 class FakeClock:
-    """A clock that a test sets."""
+    """A clock set by a test."""
 
     now: float = 0.0
 
@@ -40,13 +40,13 @@ class FakeClock:
 
 @pytest.fixture
 def screen() -> io.StringIO:
-    """Return the terminal's contents."""
+    """Return a buffer that records the terminal's output."""
     return io.StringIO()
 
 
 @pytest.fixture
 def bar(one_rank: Any, screen: io.StringIO) -> Iterator[ProgressBar]:
-    """An open bar on a terminal of 100 columns."""
+    """Yield an open bar on a terminal of 100 columns."""
     bar = ProgressBar(mesh=one_rank, device=Machine(used=800_000_000))
     bar.clock = FakeClock()
     bar.console = _terminal(screen)
@@ -161,7 +161,7 @@ def test_after_close_step_lines_are_printed_again(
 
 
 @pytest.mark.parametrize("case", ["no terminal", "another rank"])
-def test_no_bar_without_a_terminal_or_on_other_ranks(
+def test_only_rank_0_on_a_terminal_has_a_bar(
     case: str, one_rank: Any, mesh_of: Callable[..., Any], screen: io.StringIO
 ) -> None:
     """Output to a file has no bar, and on a terminal only rank 0 has one."""

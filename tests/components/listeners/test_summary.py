@@ -70,10 +70,11 @@ class Parts:
     parameter: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
     linear: str = "compute"
+    frozen: str = "compute"
 
 
 def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
-    """A summary of a run on the CPU."""
+    """Return a summary of a run on the CPU."""
     return RunSummary(job=Run(folder), mesh=mesh, device=build("distributed.device", kind="cpu"), **{**EMPTY, **parts})
 
 
@@ -96,7 +97,7 @@ def messages(summary: RunSummary, caplog: pytest.LogCaptureFixture, steps: Seque
     return caplog.messages[0].splitlines()
 
 
-def test_the_header_says_what_a_run_consists_of(tmp_path: Path, mesh_of: Any) -> None:
+def test_the_header_describes_the_run(tmp_path: Path, mesh_of: Any) -> None:
     """Parameters count the whole model, tokens the corpus and a step on all ranks, rows the evaluated ones."""
     model = dense()
     parts: dict[str, Any] = {

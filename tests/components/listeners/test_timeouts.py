@@ -17,7 +17,7 @@ from support.folders import Folder
 
 @attrs.define
 class FakeProcesses:
-    """Records the timeouts and locations that are set."""
+    """A recorder of timeouts and locations."""
 
     limits: list[float] = attrs.field(factory=list)
     fails: bool = False
@@ -53,13 +53,13 @@ class Exit:
 
 @pytest.fixture
 def processes() -> FakeProcesses:
-    """The processes of ranks."""
+    """Return the processes of ranks."""
     return FakeProcesses()
 
 
 @pytest.fixture
 def timeouts(tmp_path: Path, one_rank: Any, processes: FakeProcesses) -> Iterator[Timeouts]:
-    """An open node with limits of 30, 10 and 20 seconds whose exit is recorded."""
+    """Yield an open node with limits of 30, 10 and 20 seconds whose exit is recorded."""
     timeouts = Timeouts(
         processes=processes, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
     )
@@ -182,7 +182,7 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
 def test_a_component_that_hangs_while_it_opens_or_closes_is_named(
     timeouts: Timeouts, processes: FakeProcesses, caplog: pytest.LogCaptureFixture, stage: str
 ) -> None:
-    """First in a warning, then in the failure that ends the process; other ranks learn where this one is."""
+    """It is named in a warning, then in the failure that ends the process; other ranks learn where this one is."""
     timeouts.opening = 0.05
     with timeouts.stage_context(stage, "corpus"):
         assert processes.location == f"{stage}() of [corpus]"

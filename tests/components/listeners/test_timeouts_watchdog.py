@@ -9,7 +9,7 @@ from drawloom.components.listeners.timeouts import Watchdog
 
 @attrs.define
 class FakeClock:
-    """A clock that a test sets."""
+    """A clock set by a test."""
 
     now: float = 0.0
 

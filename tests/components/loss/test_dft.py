@@ -19,7 +19,7 @@ def by_definition(case: Sample) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", ["eager", "triton", "cut"])
-def test_loss_and_gradients_are_those_of_the_definition(kernel: str) -> None:
+def test_loss_and_gradients_equal_the_definition(kernel: str) -> None:
     """A token's cross entropy is multiplied by its target's probability, without a gradient through the probability."""
     dtype = torch.float64 if kernel == "eager" else torch.float32
     case = sample(dtype, DEVICE)

@@ -17,7 +17,7 @@ from support.losses import Sample, sample
 
 
 def by_torch(case: Sample, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """The whole loss, and its z-loss, from all logits at once."""
+    """Return the whole loss, and its z-loss, from all logits at once."""
     logits, batch = case.logits(), case.batch
     options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
     losses = F.cross_entropy(
@@ -29,8 +29,8 @@ def by_torch(case: Sample, z_loss: float, label_smoothing: float) -> tuple[Tenso
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
-def test_loss_and_gradients_are_those_of_torch(z_loss: float, label_smoothing: float) -> None:
-    """In float64: torch's cross entropy with smoothing, plus z * lse^2, each token's times its weight."""
+def test_loss_and_gradients_equal_torch(z_loss: float, label_smoothing: float) -> None:
+    """In float64 the loss is torch's smoothed cross entropy plus z * lse^2, times each token's weight."""
     case = sample()
     loss = NextToken(z_loss=z_loss, label_smoothing=label_smoothing)
     total, weight, sums = loss.loss(case.hidden, case.head(), case.batch)
@@ -45,8 +45,8 @@ def test_loss_and_gradients_are_those_of_torch(z_loss: float, label_smoothing: f
 
 
 @pytest.mark.parametrize("kernel", ["eager", "triton", "cut"])
-def test_loss_and_gradients_with_every_kernel(kernel: str) -> None:
-    """Whichever kernel the head computes with, in float32: the same loss, and the same gradients."""
+def test_every_kernel_gives_the_same_loss_and_gradients(kernel: str) -> None:
+    """In float32 the loss and its gradients do not depend on the head's kernel."""
     case = sample(torch.float32, DEVICE)
     loss = NextToken(z_loss=0.3, label_smoothing=0.2)
     total, _, _ = loss.loss(case.hidden, case.head(DEVICE, linear_cross_entropy=kernel), case.batch)
@@ -69,7 +69,7 @@ def test_accuracy_counts_the_likeliest_targets() -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_top_k_accuracy_counts_targets_among_the_greatest_logits(k: int) -> None:
-    """The weights of the tokens whose target is in torch.topk of their logits are summed, in any chunks."""
+    """The metric sums the weights of tokens whose target is in torch.topk of their logits, in any chunks."""
     case = sample()
     _, _, sums = NextToken(top_k=k, accuracy=True).loss(case.hidden, case.head(), case.batch)
     is_hit = (case.logits().topk(k).indices == case.batch.targets.unsqueeze(-1)).any(-1)
@@ -79,7 +79,7 @@ def test_top_k_accuracy_counts_targets_among_the_greatest_logits(k: int) -> None
 
 
 def test_top_k_accuracy_ranks_equal_logits_by_id() -> None:
-    """Of four equal logits the two lower ids are among the two likeliest, as argmax takes the first."""
+    """Two of four equal logits are among the two likeliest: the ones with lower ids, as in argmax."""
     logits, targets = torch.zeros(4, 4, dtype=torch.bfloat16), torch.arange(4)
     assert _is_among_likeliest(logits, targets, k=2).tolist() == [1.0, 1.0, 0.0, 0.0]
 

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers against the definitions of TRL."""
+"""Losses for answer pairs, compared with TRL's definitions."""
 
 import math
 from collections.abc import Callable
@@ -25,12 +25,12 @@ BETA = 0.3
 
 
 def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> TokenBatch:
-    """Rows of documents of these lengths, and padding; `weights` (rows, length) where there is a target."""
+    """Return rows with documents of these lengths, and padding; `weights` (rows, length) where there is a target."""
     batch = sample().batch
     documents, targets = torch.empty_like(batch.tokens), batch.targets.clone()
-    for row, each in enumerate(lengths):
-        rest = documents.shape[1] - sum(each)
-        counts = torch.tensor([*each, rest])
+    for row, parts in enumerate(lengths):
+        rest = documents.shape[1] - sum(parts)
+        counts = torch.tensor([*parts, rest])
         documents[row] = torch.repeat_interleave(torch.arange(len(counts)), counts)
         if rest:
             targets[row, -rest:] = IGNORE_INDEX
@@ -40,7 +40,7 @@ def packed(weights: Tensor, lengths: tuple[tuple[int, ...], ...]) -> TokenBatch:
 
 @attrs.frozen
 class Answers:
-    """Log-probabilities of both answers of some pairs, the chosen ones first, padded: float64 (2, pairs, length)."""
+    """Log-probabilities of both answers in some pairs, the chosen ones first, padded: float64 (2, pairs, length)."""
 
     logps: Tensor
     reference: Tensor
@@ -75,32 +75,32 @@ def answers_of(log_probs: Tensor, batch: TokenBatch, pairs: list[tuple[int, int]
 
 
 def dpo_by_trl(answers: Answers) -> Tensor:
-    """The `sigmoid` loss of trl 1.16, `DPOTrainer._compute_loss`, of each pair."""
+    """Return trl 1.16's `sigmoid` loss, `DPOTrainer._compute_loss`, for each pair."""
     chosen, rejected = answers.sums - (answers.reference * answers.mask).sum(-1)
     return -F.logsigmoid(BETA * (chosen - rejected))
 
 
 def ipo_by_trl(answers: Answers) -> Tensor:
-    """The `ipo` loss of trl 1.16, `DPOTrainer._compute_loss`."""
+    """Return the `ipo` loss of trl 1.16, `DPOTrainer._compute_loss`."""
     chosen, rejected = ((answers.logps - answers.reference) * answers.mask).sum(-1) / answers.mask.sum(-1)
     result: Tensor = (chosen - rejected - 1 / (2 * BETA)) ** 2
     return result
 
 
 def cpo_by_trl(answers: Answers) -> Tensor:
-    """The `sigmoid` loss of trl 1.16, `CPOTrainer.cpo_loss`, with the loss of the chosen answer of each pair."""
+    """Return trl 1.16's `sigmoid` loss, `CPOTrainer.cpo_loss`, with the loss of each chosen answer."""
     chosen, rejected = answers.sums
     return -F.logsigmoid(BETA * (chosen - rejected)) + 0.7 * answers.chosen_nll
 
 
 def simpo_by_trl(answers: Answers) -> Tensor:
-    """The `simpo` loss of trl 1.16, `CPOTrainer.cpo_loss`."""
+    """Return the `simpo` loss of trl 1.16, `CPOTrainer.cpo_loss`."""
     chosen, rejected = answers.means
     return -F.logsigmoid(BETA * (chosen - rejected - 0.2 / BETA))
 
 
 def orpo_by_trl(answers: Answers) -> Tensor:
-    """The loss of trl 1.16, `ORPOTrainer.odds_ratio_loss`, with the loss of each chosen document and its prompt."""
+    """Return trl 1.16's loss, `ORPOTrainer.odds_ratio_loss`, with the loss of each chosen document and its prompt."""
     chosen, rejected = answers.means.exp()
     odds = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
     return answers.chosen_documents.nanmean(-1) - BETA * F.logsigmoid(odds.log())
@@ -122,7 +122,7 @@ def orpo_of_answers(answers: Answers) -> Tensor:
     ],
     ids=["dpo", "ipo", "cpo", "simpo", "orpo", "orpo of answers"],
 )
-def test_loss_and_gradients_are_those_of_trl(loss: PairwiseLoss, by_trl: Callable[[Answers], Tensor]) -> None:
+def test_loss_and_gradients_equal_trl(loss: PairwiseLoss, by_trl: Callable[[Answers], Tensor]) -> None:
     """The mean over packed pairs with prompts and padding, and every gradient, equal TRL's formulas in float64."""
     case = sample()
     ones = torch.ones(3, 5)
@@ -172,7 +172,7 @@ class OneLoss:
 
 
 def test_long_answers_are_summed_without_rounding() -> None:
-    """A sum of 8,192 float32 log-probabilities is that of float64, to the last bit of a float32."""
+    """A sum over 8,192 float32 log-probabilities equals the float64 sum, to the last bit of a float32."""
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(1, 16384, generator=generator) * 8
     documents = (torch.arange(16384) >= 8192).long()[None]
@@ -185,8 +185,8 @@ def test_long_answers_are_summed_without_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tie_is_half_however_it_is_rounded(dtype: torch.dtype) -> None:
-    """Pairs whose rewards differ by rounding count a half each, and those that differ by more count 1 or 0."""
+def test_a_tie_counts_a_half_in_spite_of_rounding(dtype: torch.dtype) -> None:
+    """Pairs whose rewards differ by rounding count a half each, pairs with a larger difference 1 or 0."""
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(1, 4096, generator=generator) * 8
     documents = (torch.arange(4096) // 128)[None]  # 16 pairs

@@ -34,7 +34,7 @@ def of_tokens(count: int) -> BatchContext:
 
 
 def open_metric(mesh: Any, *modules: nn.Module) -> ActivationRms:
-    """A metric of stages on one rank."""
+    """Return a metric of stages on one rank."""
     metric = ActivationRms(stages=FixedStages(modules), mesh=mesh, device=Machine())
     metric.open()
     return metric
@@ -59,7 +59,7 @@ def test_all_microbatches_of_a_step_count_alike_and_no_evaluation(one_rank: Any,
 
 
 def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
-    """Two ranks with batches of two sizes have the root mean square of all; an infinite one is None."""
+    """Two ranks with batches of different size have the root mean square over all; an infinite one is None."""
     modules = [Layers([4]), Layers([4])]
     metrics = [open_metric(one_rank, module) for module in modules]
     for module, hidden in zip(modules, (torch.ones(3, 2), torch.full((1, 2), 2.0)), strict=True):
@@ -72,7 +72,7 @@ def test_replicas_count_by_their_tokens(one_rank: Any) -> None:
 
 
 def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
-    """Of 3 tokens over 4 ranks along `tensor`, the last has none of its own, whatever its row holds."""
+    """With 3 tokens over 4 ranks along `tensor`, the last rank has no token, whatever its row holds."""
     modules = [Layers([0]) for _ in range(4)]
     metrics = [
         open_metric(mesh_of(sizes={"tensor": 4}, indices={"tensor": n}), rank_module)
@@ -86,7 +86,7 @@ def test_rows_that_fill_up_a_rank_do_not_count(mesh_of: Any) -> None:
 
 
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
-    """Hooks are removed."""
+    """Closing removes the hooks."""
     module = Layers([0])
     metric = open_metric(one_rank, module)
     metric.close()
@@ -95,6 +95,6 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
 
 
 def test_a_model_without_numbered_layers_is_refused(one_rank: Any) -> None:
-    """Before the first step, in words."""
+    """The error comes before the first step."""
     with pytest.raises(UserError, match=r"no module of the model is called layers\.<number>"):
         open_metric(one_rank, nn.Linear(2, 2))

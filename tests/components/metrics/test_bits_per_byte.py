@@ -22,21 +22,21 @@ class Tokenizer:
 
 
 def batch(targets: list[int], weights: list[float]) -> TokenBatch:
-    """One row of targets."""
+    """Return one row of targets."""
     row = torch.tensor([targets])
     return TokenBatch(row, row, row, row, torch.tensor([weights]))
 
 
 def metric() -> BitsPerByte:
-    """An open metric."""
+    """Return an open metric."""
     tokenizer: Any = Tokenizer()
     bits_per_byte = BitsPerByte(tokenizer=tokenizer)
     bits_per_byte.open()
     return bits_per_byte
 
 
-def test_bits_of_all_ranks_are_divided_by_the_bytes_of_their_targets() -> None:
-    """Targets that are ignored have none, others by their weights; ranks without the last stage add nothing."""
+def test_bits_over_all_ranks_are_divided_by_bytes_of_targets() -> None:
+    """Ignored targets have no bytes, others count by their weights; ranks without the last stage add nothing."""
     first = [batch([1, 0, IGNORE_INDEX], [1.0, 0.5, 0.0]), batch([2, 2, 2], [1.0, 1.0, 1.0])]
     steps = [
         step_of([0.0, 0.0], [1.5, 3.0], {"cross_entropy": [3.0, 1.0]}, batches=first),
@@ -47,6 +47,6 @@ def test_bits_of_all_ranks_are_divided_by_the_bytes_of_their_targets() -> None:
 
 
 def test_targets_without_bytes_have_no_bits_per_byte() -> None:
-    """Neither infinite nor NaN."""
+    """The value is neither infinite nor NaN."""
     step = step_of([0.0], [1.0], {"cross_entropy": [3.0]}, batches=[batch([2], [1.0])])
     assert measure(metric(), step) == {"bits_per_byte": None}

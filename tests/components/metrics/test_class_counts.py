@@ -36,8 +36,8 @@ def plain(number: int) -> tuple[float, float, float]:
     return precision, recall, 2 * precision * recall / (precision + recall)
 
 
-def test_scores_are_those_of_the_items() -> None:
-    """By class, as plain and weighted means, and accuracy; a class without items is None and in no mean."""
+def test_scores_equal_those_of_the_items() -> None:
+    """Scores are by class, as plain and weighted means, and accuracy; a class without items is None and in no mean."""
     actual = scores(confusion(), ("macro", "weighted", "per_class"))
     support = {0: 4, 1: 2, 3: 4}
     expected: dict[str, Any] = {"accuracy": 0.5}
@@ -76,7 +76,7 @@ def test_items_count_by_their_weights_and_ignored_ones_not_at_all(dtype: torch.d
     assert score_histogram(probabilities, targets, 2, weights).tolist() == [[0.0, 2.0], [3.5, 0.0]]
 
 
-def test_counts_grow_past_what_a_float32_can_count() -> None:
+def test_counts_grow_past_the_integers_of_float32() -> None:
     """One item more than 3 * 2^24 is one more."""
     many = torch.tensor([[3.0 * 2**24, 0.0], [0.0, 0.0]], dtype=torch.float64)
     more = many + confusion_matrix(torch.tensor([0]), torch.tensor([0]), 2)
@@ -84,7 +84,9 @@ def test_counts_grow_past_what_a_float32_can_count() -> None:
 
 
 def test_auroc_is_the_share_of_pairs_in_order() -> None:
-    """Over all pairs of both labels, half where scores are equal; exact if scores of a bin are equal."""
+    """
+    It is the share over all pairs with different labels, half for equal scores; exact if a bin's scores are equal.
+    """
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(20, (300,), generator=generator)
     labels = torch.randint(20, (300,), generator=generator) < values
@@ -96,7 +98,7 @@ def test_auroc_is_the_share_of_pairs_in_order() -> None:
 
 
 def test_auroc_of_one_label_is_none() -> None:
-    """Not a half: there is nothing to tell apart."""
+    """It is not a half, because there are no pairs to compare."""
     assert auroc(score_histogram(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]), 10)) is None
 
 
@@ -132,7 +134,7 @@ def draw_labels() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
-def test_scores_of_several_labels_are_those_of_the_items(beta: float) -> None:
+def test_scores_of_several_labels_equal_those_of_the_items(beta: float) -> None:
     """Scores are by label and on average, from pairs of item and label; an absent label is in micro averages only."""
     predicted, targets = draw_labels()
     ours, right = ({tuple(pair) for pair in side.view(-1, 5).nonzero().tolist()} for side in (predicted, targets))

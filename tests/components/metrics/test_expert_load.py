@@ -32,13 +32,13 @@ class Layers(nn.Module):
 
 
 def open_metric(mesh: Any, *modules: nn.Module, **settings: Any) -> ExpertLoad:
-    """The metric of stages on one rank."""
+    """Return the metric of stages on one rank."""
     metric = ExpertLoad(stages=FixedStages(modules), mesh=mesh, device=Machine(), **settings)
     metric.open()
     return metric
 
 
-def test_values_are_those_of_all_microbatches(one_rank: Any) -> None:
+def test_values_cover_all_microbatches(one_rank: Any) -> None:
     """
     Layers in two stages have tokens by expert, adding up to all choices, their imbalance, and the scores' entropy.
     """
@@ -72,7 +72,7 @@ def test_ranks_add_up(one_rank: Any) -> None:
 
 
 def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
-    """Scores that are exactly 0 add nothing, instead of nan."""
+    """Scores equal to 0 add nothing, instead of nan."""
     module = Layers(0)
     metric = open_metric(one_rank, module)
     module(torch.tensor([[[1e4, 0.0, 0.0, 0.0]]]))
@@ -80,7 +80,7 @@ def test_a_sure_router_has_no_entropy(one_rank: Any) -> None:
 
 
 def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
-    """Routers forget it."""
+    """Closing removes the observer from all routers."""
     module = Layers(0)
     metric = open_metric(one_rank, module)
     metric.close()
@@ -89,6 +89,6 @@ def test_a_closed_metric_observes_nothing(one_rank: Any) -> None:
 
 
 def test_a_model_without_experts_is_refused(one_rank: Any) -> None:
-    """Before the first step, in words."""
+    """The error comes before the first step."""
     with pytest.raises(UserError, match="no layer of the model has experts"):
         open_metric(one_rank, nn.Linear(2, 2))

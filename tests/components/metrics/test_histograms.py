@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.metrics.group import MetricGroup
 from drawloom.components.metrics.histograms import Histograms
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Histogram
 from drawloom.graph import UserError
@@ -31,6 +32,9 @@ class Weights:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(self.parameters)
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return self.named_parameters()
@@ -58,7 +62,7 @@ def open_metric(weights: Weights, mesh: Any, **settings: Any) -> Histograms:
 
 
 def distributions(metrics: Sequence[Histograms], step: Step) -> dict[str, Histogram]:
-    """Return the histograms of a step after its phase, from the parts of all ranks."""
+    """Return a step's histograms after its phase, from the parts of all ranks."""
     totals = combine(metrics[0].accumulators, [metric.update(step) for metric in metrics])
     return dict(metrics[0].distributions(totals, step))
 
@@ -70,7 +74,7 @@ def assert_is_histogram_of(histogram: Histogram, tensor: Tensor, bins: int) -> N
     assert histogram.edges == pytest.approx(edges.tolist())
 
 
-def test_counts_are_those_of_numpy(one_rank: Any) -> None:
+def test_counts_equal_those_of_numpy(one_rank: Any) -> None:
     """A matching parameter has a histogram for gradients and one for weights, between its own bounds."""
     weights = draw_weights()
     metric = open_metric(weights, one_rank, targets=["*.weight"], bins=7)
@@ -144,7 +148,7 @@ def test_steps_between_have_no_histogram(one_rank: Any) -> None:
 
 
 def test_a_group_passes_histograms_on_with_its_prefix(one_rank: Any) -> None:
-    """As it does with values."""
+    """A group treats histograms like values."""
     metric = open_metric(draw_weights(), one_rank, targets=["*norm"])
     group = MetricGroup(members=[metric], prefix="student/")
     metric.run_phase(Step(1, 1))

@@ -13,7 +13,7 @@ from support.weights import Weights
 
 
 def weights(**values: tuple[float, float | None]) -> dict[str, nn.Parameter]:
-    """Parameters of two equal numbers, with gradients of two equal numbers."""
+    """Return parameters with two equal numbers, and gradients with two equal numbers."""
     parameters = {}
     for name, (value, grad) in values.items():
         parameters[name.replace("__", ".")] = parameter = nn.Parameter(torch.full((2,), value))
@@ -21,7 +21,7 @@ def weights(**values: tuple[float, float | None]) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def test_norms_are_those_of_all_parameters_of_a_layer(one_rank: Any) -> None:
+def test_norms_cover_all_parameters_of_a_layer(one_rank: Any) -> None:
     """Layers come in the order of their numbers, others by name; a parameter without gradient adds nothing."""
     parts = weights(
         model__layers__10__a=(1.0, 2.0),
@@ -58,5 +58,5 @@ def test_norms_are_those_of_all_parameters_of_a_layer(one_rank: Any) -> None:
     [("model.layers.12.mlp.up_proj.weight", "12"), ("model.embed_tokens.weight", "embed_tokens"), ("scale", "scale")],
 )
 def test_layers_are_named_as_people_number_them(name: str, layer: str) -> None:
-    """By number in the whole model, others by their module."""
+    """Layers have their number in the whole model, other parameters the name of their module."""
     assert layer_of(name) == layer

@@ -15,7 +15,7 @@ from support.metrics import combine, measure
 
 @attrs.frozen
 class User:
-    """A node that holds so many bytes."""
+    """A node with this many bytes."""
 
     held: Mapping[MemoryKind, int]
 
@@ -23,12 +23,12 @@ class User:
         return self.held
 
 
-def test_memory_is_what_the_device_says() -> None:
-    """In bytes, a whole number."""
+def test_memory_is_read_from_the_device() -> None:
+    """The metric is a whole number of bytes."""
     assert measure(Memory(device=Machine(used=2**40 + 1), users=Every()), Step(1, 1)) == {"memory": 2**40 + 1}
 
 
-def test_memory_by_kind_is_that_of_the_rank_with_most() -> None:
+def test_memory_by_kind_comes_from_the_fullest_rank() -> None:
     """Ranks have their own kinds; the rest of a rank's peak is workspace, which may come from another rank."""
     first: Any = {
         "device": Machine(used=100),

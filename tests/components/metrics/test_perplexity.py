@@ -8,20 +8,20 @@ from drawloom.components.metrics.perplexity import Perplexity
 from support.metrics import measure, step_of
 
 
-def test_it_is_exp_of_the_mean_over_all_tokens() -> None:
-    """Not the mean of exps: ranks with different losses have one perplexity."""
+def test_perplexity_is_exp_of_the_mean_over_all_tokens() -> None:
+    """It is not the mean of exps: ranks with different losses have one perplexity."""
     first = step_of([0.0], [1.0], {"cross_entropy": [math.log(2.0)]})
     second = step_of([0.0], [3.0], {"cross_entropy": [3 * math.log(32.0)]})
     assert measure(Perplexity(), first, second) == {"perplexity": pytest.approx(16.0)}
 
 
 def test_the_validation_loss_has_one_too() -> None:
-    """Where a step evaluates."""
+    """A step with an evaluation has the perplexity of its validation loss."""
     step = step_of([0.0], [1.0], {"cross_entropy": [0.0]}, validation_loss=math.log(5.0))
     assert measure(Perplexity(), step) == {"perplexity": 1.0, "validation_perplexity": pytest.approx(5.0)}
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), 1e6])
-def test_what_no_number_can_hold_is_none(total: float) -> None:
-    """A loss that diverged does not end the run."""
+def test_an_overflow_is_none(total: float) -> None:
+    """A diverged loss does not end the run."""
     assert measure(Perplexity(), step_of([0.0], [1.0], {"cross_entropy": [total]})) == {"perplexity": None}

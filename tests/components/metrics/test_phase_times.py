@@ -51,7 +51,7 @@ class GpuEvent:
 
 
 def metric(kind: str = "cpu") -> PhaseTimes:
-    """The metric of some phases."""
+    """Return the metric of some phases."""
     phases = Every({name: object.__new__(phase_class) for name, phase_class in PHASES.items()})
     made = PhaseTimes(device=Machine(torch.device(kind)), phases=phases)
     ticks: Iterator[float] = iter([sum(range(number)) * 1.0 for number in range(1, 99)])  # 1, 2, 3, ... between them
@@ -60,7 +60,7 @@ def metric(kind: str = "cpu") -> PhaseTimes:
 
 
 def run(made: PhaseTimes, step: Step) -> None:
-    """A step, as far as the phase that measures."""
+    """Run a step up to the measuring phase."""
     made.on_event(Event("step_started", step))
     for name in PHASES:
         made.on_event(Event("phase_started", step, name))
@@ -74,8 +74,8 @@ EXPECTED = {"data": 1, "forward_backward": 2, "sync": 4, "update": 6 + 8, "evalu
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_times_are_by_what_a_phase_declares_to_do(kind: str) -> None:
-    """Whatever it is called: data until it is loaded, sync for gradients, update for all that changes weights."""
+def test_times_are_grouped_by_declared_actions(kind: str) -> None:
+    """Names do not matter: data until it is loaded, sync for gradients, update for all changes of weights."""
     GpuEvent.made, GpuEvent.time = 0, 0.0
     made, step = metric(kind), Step(1, 9)
     scale = 1e-3 if kind == "cuda" else 1.0

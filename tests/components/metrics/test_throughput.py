@@ -15,7 +15,7 @@ def _at(now: float) -> Throughput:
     return throughput
 
 
-def test_tokens_by_second_leave_out_what_went_aside() -> None:
+def test_tokens_per_second_exclude_time_aside() -> None:
     """100 tokens in 12 seconds, with 2 seconds for evaluation, are 10 a second."""
     values = measure(_at(20.0), Step(1, 9, state={"tokens": 100.0}, started=8.0, excluded_seconds=2.0))
     assert values == {"tokens": 100, "tokens_per_second": 10.0}
@@ -23,7 +23,7 @@ def test_tokens_by_second_leave_out_what_went_aside() -> None:
 
 
 def test_tokens_add_up_over_a_resumed_run() -> None:
-    """State that another process saved is counted on from."""
+    """Counting continues from the state saved by another process."""
     first, second = _at(1.0), _at(1.0)
     measure(first, Step(1, 9, state={"tokens": 100.0}, started=0.0))
     measure(first, Step(2, 9, state={"tokens": 30.0}, started=0.0))
@@ -31,13 +31,13 @@ def test_tokens_add_up_over_a_resumed_run() -> None:
     assert measure(second, Step(3, 9, state={"tokens": 7.0}, started=0.0))["tokens"] == 137
 
 
-def test_a_clock_that_stands_still_is_no_error() -> None:
-    """A step that took no time has a speed, however large."""
+def test_a_clock_that_stands_still_raises_no_error() -> None:
+    """A step of zero seconds has a speed, however large."""
     assert measure(_at(1.0), Step(1, 9, state={"tokens": 1.0}, started=1.0))["tokens_per_second"] == pytest.approx(1e9)
 
 
-def test_tokens_that_a_device_sums_are_read_late() -> None:
-    """Measuring does not wait for them; a state that is saved before the step's values counts them too."""
+def test_token_counts_on_a_device_are_read_late() -> None:
+    """Measuring does not wait for them; a state saved before the step's values counts them too."""
     step, throughput = Step(1, 9, LateState({"tokens": torch.tensor(100.0)}), started=0.0), _at(5.0)
     throughput.update(step)
     assert not step.state.is_on_host

@@ -23,14 +23,14 @@ from support.metrics import combine
 
 @attrs.frozen
 class Counted:
-    """A model of 10 operations by token and weight, and 100 and 1000 by pair, without a window and with one of 2."""
+    """A model with 10 operations by token and weight, and 100 and 1000 by pair, without a window and with one of 2."""
 
     def forward_flops(self) -> ForwardFlops:
         return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})
 
 
 def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Utilization:
-    """The metric of a module whose second weight is frozen."""
+    """Return the metric of a module whose second weight is frozen."""
     module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).requires_grad_(False)})
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 0, False, False), module)])
     precision = fake(Precision, compute=torch.bfloat16)
@@ -74,8 +74,8 @@ def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
     assert metric.update(Step(1, 1)) == {}
 
 
-def test_there_is_nothing_on_a_cpu_without_a_peak(one_rank: Any) -> None:
-    """Nor with two models, or none that counts."""
+def test_a_cpu_without_a_peak_has_no_utilization(one_rank: Any) -> None:
+    """There is none with two models either, or without a model that counts FLOPs."""
     for metric in (
         make_metric(one_rank),
         make_metric(one_rank, models=2, peak_tflops=1.0),
@@ -86,7 +86,7 @@ def test_there_is_nothing_on_a_cpu_without_a_peak(one_rank: Any) -> None:
 
 
 def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) -> None:
-    """989.4 TFLOP/s in bfloat16 on an H100; a GPU that the table lacks has TFLOP/s alone."""
+    """989.4 TFLOP/s in bfloat16 on an H100; a GPU missing from the table has TFLOP/s alone."""
     for name, peak in (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA Unheard Of", None)):
         metric = make_metric(one_rank, "cuda")
         with mock.patch.object(torch.cuda, "get_device_name", return_value=name):

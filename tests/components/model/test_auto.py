@@ -1,4 +1,4 @@
-"""Models of whichever family a folder has."""
+"""Models of any family, chosen by the folder."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ TEXT = 'corpus.paths=["*.txt"]'
 
 
 def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
-    """A small model of a family."""
+    """Return a small model of a family."""
     sizes = {key: size for key, size in (SPARSE_SIZES | {"num_key_value_heads": 4}).items() if key in kind.family.keys}
     return small(kind, **sizes)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_path: Path) -> None:
-    """Family, sizes, names and initial values are those of the family's own component with the same sizes."""
+def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: Path) -> None:
+    """Family, sizes, names and initial values equal the family's own component's with the same sizes."""
     model = made(FAMILIES[model_type])
     write_folder(tmp_path / "base", model, OneStage(whole(model)))
     auto = AutoModel(kernels=cpu_kernels(), path=tmp_path / "base")
@@ -63,8 +63,8 @@ def test_a_folder_becomes_the_model_that_it_was_made_of(model_type: str, tmp_pat
         ({"model_type": "llama", "hidden_act": "gelu"}, "says hidden_act"),
     ],
 )
-def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Path) -> None:
-    """One sentence says what the folder has, and what can be built."""
+def test_a_folder_of_an_unknown_model_is_refused(config: Any, text: str, tmp_path: Path) -> None:
+    """The message quotes the config, and for an unknown model type lists the known ones."""
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=text):
@@ -72,7 +72,7 @@ def test_what_is_no_known_model_is_refused(config: Any, text: str, tmp_path: Pat
 
 
 def lacking(*words: str) -> list[str]:
-    """The problems and warnings of fine-tuning, those of the machine included."""
+    """Return fine-tuning's problems and warnings, including the machine's."""
     recipe = Recipe.load("finetune", f'corpus.paths=["{Path(__file__)}"]', *words)
     try:
         return [str(problem) for problem in recipe.check()]
@@ -88,15 +88,17 @@ def lacking(*words: str) -> list[str]:
         ("/no/where", "write one with a config.json (DL403)"),
     ],
 )
-def test_a_folder_that_is_not_there_is_to_be_downloaded(path: str, instead: str) -> None:
-    """Nothing is downloaded by a recipe: a model's name on the hub is answered with the command that does it."""
+def test_a_missing_folder_is_not_downloaded(path: str, instead: str) -> None:
+    """If a recipe has a model's name on the hub, the problem gives the command that downloads it."""
     [problem] = [text for text in lacking(f"vars.base={path}") if "[model]" in text]
     assert problem.startswith("command line: [model] path: ")
     assert f"there is no folder {path}; " in problem and instead in problem
 
 
 def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
-    """Before anything is loaded: names and shapes of all tensors, the tokenizer's ids, and narrower dtypes."""
+    """
+    Names and shapes of all tensors, the tokenizer's ids, and narrower dtypes are checked before anything is loaded.
+    """
     folder = tmp_path / "base"
     model = small(FAMILIES["llama"])
     write_folder(folder, model, OneStage(whole(model)))
@@ -120,8 +122,8 @@ def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     assert "missing model.layers.0.mlp.up_proj.weight; wrong shape model.norm.weight (5,) for (24,)" in problem
 
 
-def test_a_run_folder_or_a_file_in_place_of_an_export_is_named(tmp_path: Path) -> None:
-    """What to write instead is the folder with the weights, and never random ones."""
+def test_a_run_folder_or_a_file_is_not_an_export(tmp_path: Path) -> None:
+    """The problem asks for the folder with the weights, and the model never starts with random ones."""
     (tmp_path / "recipe.lock.toml").touch()
     (tmp_path / "config.json").touch()
     for given, text, instead in (

@@ -1,4 +1,4 @@
-"""dots.llm1 against transformers."""
+"""dots.llm1 compared with transformers."""
 
 import json
 from pathlib import Path
@@ -34,19 +34,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_those_of_transformers(kind: str) -> None:
-    """Logits, losses and gradients, with a bias that is not 0."""
+def test_numbers_equal_those_of_transformers(kind: str) -> None:
+    """Logits, losses and gradients equal transformers', with a nonzero bias."""
     assert_equal_to_transformers(small(Dots1, **SIZES | KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    """In both directions, the router's bias included."""
+def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
+    """transformers and drawloom read each other's folders, including the router's bias."""
     assert_files_go_both_ways(small(Dots1, **SIZES | KINDS[kind]), tmp_path)
 
 
 def test_the_bias_is_exported_in_float32(tmp_path: Path) -> None:
-    """Of a narrow export, too, as transformers keeps it: steps of the bias are lost in bfloat16."""
+    """A narrow export has a float32 bias like transformers', since bfloat16 would lose the bias's steps."""
     model = small(Dots1, **SIZES)
     module = whole(model)
     write_folder(tmp_path / "narrow", model, OneStage(module), dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ def test_the_bias_is_exported_in_float32(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(given: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """In settings and in a config.json alike."""
+    """Settings and config.json are checked alike."""
     with pytest.raises(UserError, match=named):
         _ = small(Dots1, **SIZES | given).architecture
     config = small(Dots1, **SIZES).hugging_face_config() | given

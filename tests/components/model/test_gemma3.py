@@ -15,7 +15,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
-    assert_operations_are_those_that_torch_counts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 
@@ -49,7 +49,7 @@ def gemma(kind: str) -> Gemma3:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients."""
+    """Logits, packed documents' losses and gradients equal transformers'."""
     assert_equal_to_transformers(gemma(kind))
 
 
@@ -65,13 +65,13 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     assert_generated_as_whole_texts(gemma(kind))
 
 
-def test_operations_are_those_that_torch_counts() -> None:
-    """Floating-point operations of matrix products and attention."""
-    assert_operations_are_those_that_torch_counts(gemma("windows and full attention"))
+def test_operations_equal_the_count_of_torch() -> None:
+    """FLOPs of matrix products and attention equal torch's count."""
+    assert_operations_equal_the_count_of_torch(gemma("windows and full attention"))
 
 
 def test_lora_adapts_all_projections() -> None:
-    """LoRA finds the layers by the names of transformers."""
+    """LoRA finds the layers by their names in transformers."""
     assert_all_projections_are_adapted(gemma("defaults"))
 
 
@@ -82,7 +82,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def test_an_older_config_has_its_layer_types_from_a_pattern(tmp_path: Path) -> None:
-    """Configs of transformers 4 have sliding_window_pattern and rope_local_base_freq instead of tables."""
+    """Configs from transformers 4 have sliding_window_pattern and rope_local_base_freq instead of tables."""
     old = {"layer_types": "-", "rope_parameters": "-", "sliding_window_pattern": 2}
     config = read_config(GEMMA3, write(tmp_path, rope_theta=300.0, rope_local_base_freq=20.0, **old))
     assert [config.window_of(layer) for layer in (0, 1)] == [4096, None]
@@ -104,6 +104,6 @@ def test_an_older_config_has_its_layer_types_from_a_pattern(tmp_path: Path) -> N
     ],
 )
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    """A config that would be built as something near it is refused with its key."""
+    """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
         read_config(GEMMA3, write(tmp_path, **changes))

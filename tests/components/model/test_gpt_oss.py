@@ -19,6 +19,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 from support.qwen3 import SIZES, whole
@@ -52,7 +53,7 @@ def gpt_oss(kind: str, **changes: Any) -> GptOss:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients, those of sinks and biases among them."""
+    """Logits, packed documents' losses and gradients, also for sinks and biases, equal transformers'."""
     assert_equal_to_transformers(gpt_oss(kind))
 
 
@@ -64,12 +65,15 @@ def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_a_text_have_its_logits(kind: str) -> None:
-    """Generation token by token equals the whole text, and LoRA finds all projections."""
+    """Generation token by token equals the whole text, operations are counted, and LoRA finds all projections."""
     assert_generated_as_whole_texts(gpt_oss(kind))
+    choices = KINDS[kind]["num_experts_per_tok"]
+    # Two layers' choices, gate and up with 12 channels each, and down, over 22 tokens.
+    assert_operations_equal_the_count_of_torch(gpt_oss(kind), 22 * 2 * choices * 2 * 3 * 24 * 12)
     assert_all_projections_are_adapted(gpt_oss(kind))
 
 
-def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_read_like_transformers(tmp_path: Path) -> None:
     """Blocks and scales become the bfloat16 weights of transformers' conversion."""
     model = gpt_oss("defaults", hidden_size=32, intermediate_size=32)
     write_folder(tmp_path / "packed", model, OneStage(whole(model)))

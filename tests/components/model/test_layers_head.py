@@ -1,4 +1,4 @@
-"""The head as losses use it."""
+"""The head, as losses use it."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def squared_distance(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits - F.one_hot(targets.clamp(min=0), logits.shape[-1])).square().sum(-1)
 
 
-def test_mean_logits_are_the_mean_of_the_logits() -> None:
-    """Mean and gradients, in float64, are those of all logits; of bfloat16 it is a float32."""
+def test_mean_logits_equal_the_mean_of_all_logits() -> None:
+    """In float64, mean and gradients equal those of all logits; the mean of bfloat16 logits is float32."""
     case = sample()
     actual, expected = case.head().mean_logits(case.hidden), case.logits().mean(-1)
     torch.testing.assert_close(actual, expected)
@@ -29,8 +29,8 @@ def test_mean_logits_are_the_mean_of_the_logits() -> None:
     assert half.head().mean_logits(half.hidden).dtype == torch.float32
 
 
-def test_chunks_of_logits_give_what_all_logits_give() -> None:
-    """However few bytes a chunk may take, results and gradients of a function of logits are those of all at once."""
+def test_chunks_of_logits_equal_all_logits_at_once() -> None:
+    """With any bound on a chunk's bytes, a function of logits has the same results and gradients."""
     case = sample()
     inputs = case.hidden, case.weight
     expected = squared_distance(case.logits().flatten(0, 1), case.batch.targets.flatten()).view(3, 5)
@@ -45,8 +45,8 @@ def test_chunks_of_logits_give_what_all_logits_give() -> None:
     torch.testing.assert_close(alone, expected.detach())
 
 
-def test_chunks_never_hold_more_logits_than_their_bound() -> None:
-    """Neither pass makes a tensor with more elements than `max_bytes` of float32, but for inputs and gradients."""
+def test_chunks_never_exceed_their_bound() -> None:
+    """Except for inputs and gradients, neither pass makes a tensor larger than `max_bytes` of float32."""
     hidden, weight = torch.randn(4, 64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
     case = sample(torch.float32)
     head = type(case.head())(weight, 1000, case.head().kernels)
@@ -57,7 +57,7 @@ def test_chunks_never_hold_more_logits_than_their_bound() -> None:
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches every operation's results."""
+    """A watch on the results of all operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,8 +70,10 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def test_chunks_of_logits_can_be_deferred_or_not() -> None:
-    """Within a deferral, as under zero-bubble schedules, gradients are complete once what waits is added."""
+def test_gradients_of_chunks_can_be_deferred() -> None:
+    """
+    With deferred weight gradients, as in zero-bubble schedules, gradients are complete once the deferred part is added.
+    """
     case = sample()
     inputs = case.hidden, case.weight
     expected = torch.autograd.grad(

@@ -28,19 +28,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_those_of_transformers(kind: str) -> None:
-    """Logits, losses and gradients."""
+def test_numbers_equal_those_of_transformers(kind: str) -> None:
+    """Logits, losses and gradients equal transformers'."""
     assert_equal_to_transformers(small(Llama, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    """In both directions."""
+def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
+    """transformers and drawloom read each other's folders."""
     assert_files_go_both_ways(small(Llama, **KINDS[kind]), tmp_path)
 
 
 def test_an_old_config_has_transformers_defaults(tmp_path: Path) -> None:
-    """Before Llama 3 files left out what they had the default of: heads' sizes, base of positions, eps."""
+    """Files older than Llama 3 leave out keys with their default value: head size, rotary base, eps."""
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 29, **sizes}))
     config = read_config(LLAMA, tmp_path)

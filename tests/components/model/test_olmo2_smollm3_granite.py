@@ -19,7 +19,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
-    assert_operations_are_those_that_torch_counts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 
@@ -69,7 +69,7 @@ def model_of(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients."""
+    """Logits, packed documents' losses and gradients equal transformers'."""
     assert_equal_to_transformers(model_of(kind))
 
 
@@ -84,7 +84,7 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     """Generation token by token equals the whole text, operations are counted, and LoRA finds all projections."""
     model = model_of(kind)
     assert_generated_as_whole_texts(model)
-    assert_operations_are_those_that_torch_counts(model)
+    assert_operations_equal_the_count_of_torch(model)
     assert_all_projections_are_adapted(model)
 
 
@@ -122,6 +122,6 @@ def test_olmo3_scales_only_full_attention(tmp_path: Path) -> None:
 def test_other_configs_are_refused(
     family: type[DecoderBuilder], changes: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
-    """A config that would be built as something near it is refused with its key."""
+    """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
         read_config(family.family, write(tmp_path, family, **changes))

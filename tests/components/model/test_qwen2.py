@@ -17,26 +17,26 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_those_of_transformers(kind: str) -> None:
-    """Logits, losses and gradients."""
+def test_numbers_equal_those_of_transformers(kind: str) -> None:
+    """Logits, losses and gradients equal transformers'."""
     assert_equal_to_transformers(small(Qwen2, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    """In both directions."""
+def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
+    """transformers and drawloom read each other's folders."""
     assert_files_go_both_ways(small(Qwen2, **KINDS[kind]), tmp_path)
 
 
-def test_windows_are_of_the_last_layers_if_they_are_used() -> None:
-    """A window that is written down and not used is none."""
+def test_only_the_last_layers_have_windows_if_enabled() -> None:
+    """A window without `use_sliding_window` has no effect."""
     model = small(Qwen2, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert [model.architecture.window_of(layer) for layer in (0, 1)] == [None, 4]
     assert small(Qwen2, sliding_window=4, max_window_layers=1).architecture.window_of(1) is None
 
 
-def test_a_window_that_is_null_is_none_even_if_windows_are_used(tmp_path: Path) -> None:
-    """As to transformers; a missing one is of 4096 tokens."""
+def test_a_null_window_is_none_even_if_enabled(tmp_path: Path) -> None:
+    """As in transformers; a missing window is 4096 tokens."""
     from transformers import AutoConfig  # takes seconds
 
     config = small(Qwen2, use_sliding_window=True, max_window_layers=1).hugging_face_config()

@@ -1,4 +1,4 @@
-"""Rows of new tokens beside the table of embedding and head."""
+"""Rows for new tokens beside the table of embedding and head."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ class Ids:
 
 
 def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[DecoderBuilder, Any]:
-    """The model of a folder with new tokens, and its module with the folder's weights."""
+    """Return the model of a folder with new tokens, and its module with the folder's weights."""
     model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens).builder
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
     load_folder(folder, module, model.hugging_face_mapper().inverse())
@@ -36,7 +36,7 @@ def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[Decoder
 
 
 def base(folder: Path, tied: bool) -> dict[str, Any]:
-    """The tensors of a folder of a model with 29 ids."""
+    """Return the tensors in a folder whose model has 29 ids."""
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
     write_folder(folder, model, OneStage(whole(model)))
@@ -44,8 +44,8 @@ def base(folder: Path, tied: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_table_is_the_folders_and_new_rows_are_its_mean(tied: bool, tmp_path: Path) -> None:
-    """Ids beyond the folder's begin as the mean of its rows; all others, and rows that it has, are as they were."""
+def test_new_rows_start_as_the_mean_of_the_folders_rows(tied: bool, tmp_path: Path) -> None:
+    """Ids beyond the folder's rows start as their mean; all other rows are unchanged."""
     tensors = base(tmp_path / "base", tied)
     for tokens, first in ((31, 29), (30, 28), (27, 25)):  # all are beyond the table, one is, none is
         model, module = loaded(tmp_path / "base", Ids(tokens), tokens - first)
@@ -64,7 +64,7 @@ def test_the_table_is_the_folders_and_new_rows_are_its_mean(tied: bool, tmp_path
 def test_the_export_is_one_table_that_computes_the_same(
     tied: bool, tokens: int, new: NewTokens, tmp_path: Path
 ) -> None:
-    """transformers' logits of the export, and its gradients by row, are ours; a second load has the same rows."""
+    """The export has transformers' logits and our gradients by row; a second load has the same rows."""
     base(tmp_path / "base", tied)
     model, module = loaded(tmp_path / "base", Ids(tokens), new)
     layers = ("model.embed_tokens", *([] if tied else ["lm_head"]))
@@ -77,7 +77,7 @@ def test_the_export_is_one_table_that_computes_the_same(
     written = load_file(tmp_path / "export/model.safetensors")
     assert ("lm_head.weight" in written) != tied and written["model.embed_tokens.weight"].shape == (size, 24)
     plain = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export").builder
-    theirs = twin(plain, {name: torch.nn.Parameter(each) for name, each in written.items()})
+    theirs = twin(plain, {name: torch.nn.Parameter(tensor) for name, tensor in written.items()})
     ids, targets = torch.randint(size, (2, 2, 9))
     logits = logits_of(module, ids, one_document(2, 9))
     torch.testing.assert_close(logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
@@ -99,8 +99,8 @@ def test_the_export_is_one_table_that_computes_the_same(
             )
 
 
-def test_one_of_several_splits_is_trained_alone(tmp_path: Path) -> None:
-    """Without the others' gradients its own are those with them, of embedding and head."""
+def test_one_of_several_splits_can_be_trained_alone(tmp_path: Path) -> None:
+    """Its gradients do not depend on the gradients of other splits, in embedding and head."""
     base(tmp_path / "base", False)
     grads = []
     for alone in (False, True):
@@ -128,13 +128,13 @@ def test_one_of_several_splits_is_trained_alone(tmp_path: Path) -> None:
     ],
 )
 def test_names_and_numbers_of_splits_are_checked(value: Any, why: str) -> None:
-    """A name must be free in both layers, and a split have a row."""
+    """A name must be free in both layers, and a split must have a row."""
     assert why in str(fault_of_new_tokens(value))
     assert fault_of_new_tokens({"audio": 2, "image": 1}) is None and fault_of_new_tokens(0) is None
 
 
-def test_ids_that_have_no_rows_are_refused(tmp_path: Path) -> None:
-    """More ids than table and new tokens have, and a split that leaves nothing; tensors still have to fit."""
+def test_ids_without_rows_are_refused(tmp_path: Path) -> None:
+    """Ids beyond table and new tokens, and a split that uses all rows, are refused; tensors still have to fit."""
     tensors = base(tmp_path / "base", True)
     with pytest.raises(UserError, match="has 33 ids, but the model's vocabulary only 29; write new_tokens = 4 for"):
         loaded(tmp_path / "base", Ids(33), 3)
@@ -147,7 +147,7 @@ def test_ids_that_have_no_rows_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensor_ranks_are_refused(tmp_path: Path) -> None:
-    """Before a run starts: they would share the rows out."""
+    """Tensor-parallel ranks are refused before a run starts, because they would split the rows."""
     base(tmp_path / "base", True)
     words = (f"vars.base={tmp_path / 'base'}", "model.new_tokens=2", "mesh.tensor=2")
     problems = [str(problem) for problem in Recipe.load("finetune", *words).graph.problems]

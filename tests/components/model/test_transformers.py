@@ -1,5 +1,6 @@
-"""Models of transformers without a family of their own, against transformers itself."""
+"""Models of transformers without a family in drawloom, compared with transformers itself."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +9,39 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from benchmarks import transformers_types
+from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.fallback.build import build_model
 from drawloom.components.model.fallback.checks import self_check
 from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.shrink import shrink
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
+from drawloom.components.parallel.master_weights import compute_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange
+from drawloom.components.stages.model_precision import precision_of
 from drawloom.components.weights.adapted import fill_adapters, inject
 from drawloom.components.weights.load import convert, load_folder, persistent_tensors
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
-from drawloom.graph.types.port_match import find_mismatches
+from drawloom.graph.testing import check_port
 from support.adapted import fill_from_seed, lora
 from support.families import CLOSE, gradients
 from support.qwen3 import cpu_kernels, logits_of, losses_of, one_document, pack_documents
 
 LENGTHS = [[9, 10], [19]]
+HEAD_DIM = {"hunyuan_v1_dense": {"head_dim": 16}}
+"""Keys that transformers' default config lacks."""
 
 
 def small_config(model_type: str, **changes: Any) -> Any:
     """Return a small config of a type in transformers."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.for_model(model_type, **changes)
-    return type(config).from_dict(shrink(config.to_dict()) | {"vocab_size": 29})
+    config = shrink(AutoConfig.for_model(model_type, **changes))
+    dropout = {key: 0.0 for key in config.to_dict() if key.endswith(("dropout", "pdrop"))}
+    # In transformers, a padding token's embedding has no gradient.
+    return type(config).from_dict(config.to_dict() | dropout | {"vocab_size": 29, "pad_token_id": None})
 
 
 def saved(folder: Path, model_type: str, **changes: Any) -> tuple[Transformers, Any]:
@@ -53,9 +62,9 @@ def loaded(model: Transformers) -> Any:
     return module
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "olmo2", "glm4_moe", "gpt_oss", "starcoder2"])
+@pytest.mark.parametrize("model_type", ["phi", "gpt2", "gemma2", "glm4_moe", "gpt_oss", "starcoder2"])
 def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Losses of packed documents, and the gradient of every parameter, equal those of each document alone."""
+    """Packed documents' losses, and the gradient of every parameter, equal those of each document alone."""
     model, reference = saved(tmp_path, model_type)
     model.check_machine()
     module = loaded(model)
@@ -77,7 +86,7 @@ def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_p
 
 @pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
 def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, tmp_path: Path) -> None:
-    """Parameters equal those in transformers, and an export has the folder's tensors, bit for bit."""
+    """Parameters equal transformers', and an export has the folder's tensors, bit for bit."""
     model, reference = saved(tmp_path, model_type)
     tensors = persistent_tensors(loaded(model))
     for name, tensor in tensors.items():
@@ -89,13 +98,24 @@ def test_weights_are_read_and_written_under_the_names_on_disk(model_type: str, t
 
 @pytest.mark.parametrize(
     ("model_type", "check"),
-    [("gpt2", "layers"), ("stablelm", "keyword"), ("qwen3_next", "packing"), ("gemma2", "head")],
+    [("bart", "layers"), ("gptj", "keyword"), ("qwen3_next", "packing"), ("ctrl", "head")],
 )
-def test_a_type_that_computes_something_else_is_refused(model_type: str, check: str) -> None:
-    """The failed check is named: parts, the keyword for attention, packed documents, or the head."""
+def test_a_type_with_other_computations_is_refused(model_type: str, check: str) -> None:
+    """The error names the failed check: parts, the keyword for attention, packed documents, or the head."""
     with pytest.raises(SelfCheckError) as caught:
         self_check(small_config(model_type))
     assert caught.value.check == check
+
+
+def test_the_scan_has_a_result_for_every_type_and_is_in_the_documentation() -> None:
+    """Verdicts found in processes equal those in the table of types, which has at least 80 types that pass."""
+    rows = re.findall(r"^\| ([a-z, ]+) \| \d+: .* \| (.*) \|$", transformers_types.PAGE.read_text("utf-8"), re.M)
+    documented = {name.strip("`"): result for result, names in rows for name in names.split(", ")}
+    assert sorted(documented) == transformers_types.causal_types()
+    assert sum(result.startswith("passes") for result in documented.values()) >= 80
+    types = ["arcee", "nanochat", "bloom", "bert", "t5gemma"]
+    found = {name: verdict.result for name, verdict in transformers_types.scan(types)}
+    assert found.pop("t5gemma") == "build" and found == {name: documented[name] for name in found}
 
 
 def test_a_refusal_names_folder_type_and_check(tmp_path: Path) -> None:
@@ -106,23 +126,24 @@ def test_a_refusal_names_folder_type_and_check(tmp_path: Path) -> None:
         model.check_machine()
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "glm4_moe"])
-def test_two_stages_compute_what_one_does(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "glm4_moe"])
+def test_two_stages_equal_the_whole_model(model_type: str, tmp_path: Path) -> None:
     """Two spans have the whole model's parameters under the same names, and its logits."""
     model, _ = saved(tmp_path, model_type)
     whole, layers = loaded(model), model.num_hidden_layers
     first, last = model.build(LayerRange(0, 1, True, False)), model.build(LayerRange(1, layers, False, True))
     for stage in (first, last):
         load_folder(tmp_path, stage, model.hugging_face_mapper().inverse())
-    names = [name for stage in (first, last) for name, _ in stage.named_parameters()]
-    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    names = [{name for name, _ in module.named_parameters()} for module in (first, last, whole)]
+    shared_names = {f"{whole.parts.embedding}.weight"} if whole.parts.tied else set()
+    assert names[0] | names[1] == names[2] and names[0] & names[1] == shared_names
     assert [len(model.blocks(stage)) for stage in (first, last)] == [1, layers - 1]
     tokens, shared = torch.randint(model.vocab_size, (2, 19)), pack_documents(LENGTHS)
     torch.testing.assert_close(logits_of(last, first(tokens, shared), shared), logits_of(whole, tokens, shared))
 
 
 def test_a_model_with_work_outside_of_layers_has_one_stage_only(tmp_path: Path) -> None:
-    """A factor of embeddings would be applied by every stage."""
+    """Every stage would apply the factor of embeddings."""
     small_config("granite", embedding_multiplier=3.0).save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
     model.check_machine()
@@ -130,7 +151,7 @@ def test_a_model_with_work_outside_of_layers_has_one_stage_only(tmp_path: Path) 
         model.build(LayerRange(0, 1, embedding=True, head=False))
 
 
-def test_linear_layers_are_drawlooms_and_take_adapters(tmp_path: Path) -> None:
+def test_linear_layers_defer_gradients_and_take_adapters(tmp_path: Path) -> None:
     """Linear layers can defer weight gradients, and LoRA finds them by their names in transformers."""
     model, _ = saved(tmp_path, "phi3")
     module = loaded(model)
@@ -145,11 +166,55 @@ def test_linear_layers_are_drawlooms_and_take_adapters(tmp_path: Path) -> None:
     assert trained == {"lora_A", "lora_B"}
 
 
-def test_random_weights_start_where_those_of_transformers_do(tmp_path: Path) -> None:
+def test_parameters_that_transformers_keeps_in_float32_are_not_cast(tmp_path: Path) -> None:
+    """A router's weight and bias stay in float32 while layers compute in bfloat16, as in transformers."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    saved(tmp_path, "ernie4_5_moe")
+    kinds: Any = AutoModelForCausalLM
+    reference = dict(kinds.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
+    precision = precision_of(DtypePolicy(compute="bfloat16"), Transformers(kernels=cpu_kernels(), path=tmp_path))
+    assert len(precision.uncast) == 2
+    assert {name: compute_dtype(name, precision) for name in reference} == {
+        name: parameter.dtype for name, parameter in reference.items()
+    }
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "phi"])
+def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Path) -> None:
+    """Among others, slices start like the whole, losses are the head's, and a text in parts is the whole text."""
+    saved(tmp_path, model_type)
+    check_port(lambda: Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False), LanguageModel)
+
+
+def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:
+    """LoRA of GPT-2's `wte` would change its head, too, in the merged export; it matches nothing."""
+    model, _ = saved(tmp_path, "gpt2")
+    assert inject([lora("wte")], loaded(model)) == set()
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "starcoder2", "qwen2_moe"])
+def test_norms_with_float32_weights_keep_the_dtype_of_layers(model_type: str, tmp_path: Path) -> None:
+    """With `uncast` norms, layers compute in bfloat16, as exactly as without, and parameters get gradients."""
+    model, _ = saved(tmp_path, model_type, **HEAD_DIM.get(model_type, {}))
+    module, tokens, shared = loaded(model), torch.arange(19)[None], one_document(1, 19)
+    expected = logits_of(module, tokens, shared)
+    for name, parameter in module.named_parameters():
+        if not name.endswith("norm.weight"):
+            parameter.data = parameter.data.bfloat16()
+    logits = logits_of(module, tokens, shared)
+    rounded = logits_of(loaded(model).bfloat16(), tokens, shared)
+    assert logits.dtype == torch.bfloat16
+    assert bool((logits - expected).norm() < 1.2 * (rounded - expected).norm())
+    logits.square().sum().backward()
+    missing = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    assert all(".experts." in name for name in missing)
+
+
+def test_random_weights_start_like_transformers(tmp_path: Path) -> None:
     """Norms are 1, biases 0 and matrices normal, and a slice has the values of the whole."""
     small_config("starcoder2").save_pretrained(tmp_path)
     model = Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False)
-    assert not find_mismatches(Transformers, LanguageModel)
     values = {}
     for name, parameter in loaded_names(model):
         values[name] = torch.empty(parameter.shape)
@@ -166,7 +231,7 @@ def loaded_names(model: Transformers) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_native_family_is_recommended(tmp_path: Path) -> None:
-    """A folder of a family of drawloom gets a warning with the faster component."""
+    """If drawloom has the folder's family, a warning recommends the faster component."""
     config = small_config("llama")
     config.vocab_size = 300
     config.save_pretrained(tmp_path)

@@ -17,7 +17,7 @@ from support.weights import Weights
     ("kind", "torch_kind", "betas"),
     [(Adam, torch.optim.Adam, (0.9, 0.999)), (AdamW, torch.optim.AdamW, (0.9, 0.95))],
 )
-def test_steps_are_those_of_torch(kind: Any, torch_kind: Any, betas: tuple[float, float], variant: Any) -> None:
+def test_steps_equal_those_of_torch(kind: Any, torch_kind: Any, betas: tuple[float, float], variant: Any) -> None:
     """Weights are bitwise equal to torch's with the same options; the vector does not decay."""
     ours, theirs = Weights(), Weights()
     optimizer = kind(parameters=ours, mesh=SingleRankMesh(), lr=0.1, weight_decay=0.5, **variant)

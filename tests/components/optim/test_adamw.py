@@ -13,13 +13,13 @@ from support.weights import Weights
 
 
 def open_optimizer(weights: Weights, **settings: float) -> AdamW:
-    """An open optimizer."""
+    """Return an open optimizer."""
     optimizer = AdamW(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})  # type: ignore[arg-type]
     optimizer.open()
     return optimizer
 
 
-def test_steps_are_those_of_the_paper() -> None:
+def test_steps_equal_those_of_the_paper() -> None:
     """Two steps equal algorithm 2 of the paper, written out in float64; the vector does not decay."""
     weights = Weights()
     expected = {name: p.detach().double() for name, p in weights.named_parameters()}
@@ -68,7 +68,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 
 
 def test_lr_is_the_base_times_lr_factor() -> None:
-    """The learning rate that was used is in the step's outputs."""
+    """The learning rate in use is in the step's outputs."""
     weights = Weights()
     weights.give_gradients(1)
     step = Step(1, 1, {"lr_factor": 0.25})
@@ -77,6 +77,6 @@ def test_lr_is_the_base_times_lr_factor() -> None:
 
 
 def test_state_of_other_parameters_is_refused() -> None:
-    """State with a missing or an unknown parameter is an error that names it."""
+    """A missing or unknown parameter in the state is an error naming it."""
     with pytest.raises(KeyError, match="vector"):
         open_optimizer(Weights()).load_state_dict({"matrix": {}})

@@ -25,7 +25,7 @@ def weights(dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def groups(parts: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return groups that differ in all their settings."""
+    """Return groups with different values of all settings."""
     return [
         {"params": list(parts[:2]), "weight_decay": 0.5},
         {"params": list(parts[2:]), "weight_decay": 0.0, "lr": 0.02, "betas": (0.8, 0.99)},
@@ -70,7 +70,7 @@ def weight_and_moments(optimizer: torch.optim.Optimizer, part: nn.Parameter) -> 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"amsgrad": True, "maximize": True}])
 @pytest.mark.parametrize("of_gradients", [WIDE, NARROW])
-def test_float32_weights_are_those_of_torch_in_float64(of_gradients: torch.dtype, options: dict[str, bool]) -> None:
+def test_float32_weights_equal_torch_in_float64(of_gradients: torch.dtype, options: dict[str, bool]) -> None:
     """Weights and moments after five steps are torch's in float64, to float32's rounding, by group."""
     ours = weights(WIDE)
     theirs = doubles(ours)
@@ -103,7 +103,7 @@ def test_bfloat16_is_rounded_to_the_nearest(of_gradients: torch.dtype) -> None:
 
 
 def test_state_moves_to_torch_and_back() -> None:
-    """Two optimizers that step by turns and load each other's state equal one, and continue its step count."""
+    """Two optimizers that step in turns and load each other's state equal one, and continue its step count."""
     ours, others, theirs = weights(WIDE), weights(WIDE), weights(WIDE)
     mine, other, their = triton(ours), torch_own(others), torch_own(theirs)
     for seed in range(6):
@@ -156,6 +156,6 @@ def test_a_step_that_the_device_skips_changes_nothing() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="is about weights on a CPU")
-def test_a_cpu_has_torchs_own() -> None:
-    """Weights that the kernel does not suit are trained by torch's fused optimizer."""
+def test_cpu_uses_torch_fused_adamw() -> None:
+    """Weights unsuitable for the kernel are trained by torch's fused optimizer."""
     assert type(adamw(groups(weights(WIDE)), **SETTINGS)) is torch.optim.AdamW

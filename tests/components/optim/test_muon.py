@@ -26,7 +26,7 @@ MATRICES = ("layers.0.up", "layers.0.down", "layers.1.up")
 
 
 def open_optimizer(weights: Weights, **settings: Any) -> Muon:
-    """An optimizer with the rate 0.1."""
+    """Return an optimizer with the rate 0.1."""
     optimizer = Muon(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, **settings})
     optimizer.open()
     return optimizer
@@ -39,7 +39,7 @@ def of_torch(parameters: Any, how: dict[str, Any]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("how", [{}, {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5, "ns_steps": 3}])
-def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
+def test_steps_equal_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> None:
     """Layers' matrices are bitwise equal to torch.optim.Muon's, all others but stacks to torch.optim.AdamW's."""
     ours, theirs = Weights(SHAPES, dtype), Weights(SHAPES, dtype)
     optimizer = open_optimizer(
@@ -63,7 +63,7 @@ def test_steps_are_those_of_torch(how: dict[str, Any], dtype: torch.dtype) -> No
 
 
 def test_maximizing_is_minimizing_the_negative() -> None:
-    """Steps up the gradients are steps down their negatives, of matrices and of all others."""
+    """Steps up the gradients are steps down their negatives, for matrices and for all others."""
     up, down = Weights(SHAPES), Weights(SHAPES)
     climbing, falling = open_optimizer(up, maximize=True), open_optimizer(down)
     for number in (1, 2, 3):
@@ -113,14 +113,14 @@ def test_a_step_after_loading_is_the_one_that_was_interrupted() -> None:
     assert_equal(first.state_dict(), second.state_dict())
 
 
-def test_a_name_of_no_matrix_is_refused() -> None:
+def test_targets_without_a_matrix_are_refused() -> None:
     """A pattern in `targets` that matches only vectors, or no parameter, is an error."""
     with pytest.raises(UserError, match=r"targets of the optimizer: the pattern '\*norm' matches no trained matrix"):
         open_optimizer(Weights(SHAPES, torch.float64), targets=["*.up", "*norm"])
 
 
 @pytest.mark.parametrize("how", [{}, {"ns_steps": 2, "targets": ["*.up"]}])
-def test_operations_of_an_update_are_those_that_torch_counts(how: dict[str, Any]) -> None:
+def test_operations_of_an_update_equal_the_count_of_torch(how: dict[str, Any]) -> None:
     """Products in a step are counted, for matrices in either orientation and stacks; without `open`."""
     weights = Weights(SHAPES)
     weights.give_gradients(0)

@@ -1,4 +1,4 @@
-"""Parameter groups of optimizers, by patterns of names."""
+"""Optimizers' parameter groups, by name patterns."""
 
 import copy
 import re
@@ -37,7 +37,7 @@ class OneJob:
 
 
 def open_optimizer(kind: Any, weights: Weights, **settings: Any) -> Any:
-    """An optimizer."""
+    """Return an optimizer."""
     if kind is StochasticAdamW:
         settings |= {"job": OneJob(), "device": ComputeDevice(kind="cpu")}
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), **{"lr": 0.1, "weight_decay": 0.3, **settings})
@@ -59,7 +59,7 @@ GROUPS = [
 ]
 
 
-def test_steps_are_those_of_torch_with_such_groups() -> None:
+def test_steps_equal_those_of_torch_with_such_groups() -> None:
     """Weights after steps, one skipped, are bitwise equal to torch's with groups written out by name."""
     ours, theirs = Weights(SHAPES), Weights(SHAPES)
     steps(open_optimizer(AdamW, ours, groups=GROUPS), ours, 1, 2, 3, 4)
@@ -162,8 +162,8 @@ def test_check_knows_the_names_that_a_run_trains(name: str) -> None:
         model = run["model"]
         with torch.device("meta"):
             whole = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-    names = [each for each, _ in whole.named_parameters()]
-    values = {"optimizer": {"groups": [{"targets": [each]} for each in [*names, "lm_head.bias"]]}}
+    names = [name for name, _ in whole.named_parameters()]
+    values = {"optimizer": {"groups": [{"targets": [name]} for name in [*names, "lm_head.bias"]]}}
     [warning] = texts(recipe.with_values(values))
     assert "the pattern 'lm_head.bias' matches no trained parameter" in warning
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drawloom.components.optim.sgd import SGD
+from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
@@ -25,6 +26,9 @@ class Weight:
 
     def slices(self) -> dict[str, Any]:
         return dict.fromkeys(name for name, _ in self.named_parameters())
+
+    def roles(self) -> dict[str, Role]:
+        return {name: default_role(name, part) for name, part in self.named_parameters()}
 
 
 def test_momentum_adds_up_gradients() -> None:
@@ -47,7 +51,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_are_those_of_torch(variant: dict[str, Any]) -> None:
+def test_steps_equal_those_of_torch(variant: dict[str, Any]) -> None:
     """With dampening, Nesterov momentum and maximization, weights are bitwise equal to torch.optim.SGD's."""
     ours, theirs = Weight(), Weight()
     sgd = SGD(parameters=ours, mesh=SingleRankMesh(), lr=0.1, weight_decay=0.2, **variant)

@@ -32,13 +32,13 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Places]] = {
 
 
 def matrices() -> dict[str, Tensor]:
-    """The whole matrices, float64."""
+    """Return the whole matrices, float64."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).double() for name, (shape, _) in LAYOUTS.items()}
 
 
 def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
-    """Return this rank's slices of the results, and its numbers of orthogonalized elements."""
+    """Return this rank's slices of the results, and its number of orthogonalized elements."""
     elements: list[int] = []
 
     def count_and_orthogonalize(matrices: Tensor, ns_steps: int) -> Tensor:
@@ -59,7 +59,7 @@ def _orthogonalize_shared() -> tuple[dict[str, Tensor], list[int]]:
         processes.close()
 
 
-def test_slices_are_those_of_whole_matrices_which_are_computed_once() -> None:
+def test_slices_equal_whole_matrices_computed_once() -> None:
     """With any slices, results are bitwise equal to one process's; ranks divide the work, without repetition."""
     ranks: list[Any] = run_ranks(_orthogonalize_shared, RANKS)
     wholes = matrices()

@@ -12,10 +12,12 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
+import drawloom
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW, slice_rows
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import gradient_of
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
@@ -26,7 +28,7 @@ SHAPES = {"matrix": (4, 6), "vector": (6,)}
 
 
 def narrow_weights(*names: str) -> Weights:
-    """A matrix and a vector of bfloat16 to train, or one of them."""
+    """Return a bfloat16 matrix and vector to train, or one of them."""
     return Weights({name: SHAPES[name] for name in names or SHAPES}, torch.bfloat16, DEVICE)
 
 
@@ -38,7 +40,7 @@ class OneJob:
 
 
 def open_optimizer(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:
-    """An open optimizer."""
+    """Return an open optimizer."""
     kind: Any = DEVICE.type
     device: Any = ComputeDevice(kind=kind)
     settings = {"lr": 0.01, **settings}
@@ -63,8 +65,8 @@ def same(one: Weights, other: Weights) -> bool:
 
 
 @pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
-def test_memory_is_that_of_both_means(state_dtype: str, size: int) -> None:
-    """In their own dtype, for 24 elements of the matrix and 6 of the vector."""
+def test_memory_covers_both_means(state_dtype: str, size: int) -> None:
+    """They have their own dtype, and 24 elements for the matrix and 6 for the vector."""
     assert open_optimizer(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {
         "optimizer_state": 2 * size * (24 + 6)
     }
@@ -160,7 +162,7 @@ def test_a_skipped_step_only_clears_the_gradients() -> None:
 
 
 def test_lr_is_the_base_times_lr_factor() -> None:
-    """The learning rate that was used is in the step's outputs."""
+    """The learning rate in use is in the step's outputs."""
     step = Step(1, 1, {"lr_factor": 0.25})
     open_optimizer(narrow_weights(), lr=0.1).run_phase(step)
     assert step.state["lr"] == pytest.approx(0.025)
@@ -186,8 +188,8 @@ def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @given(st.data())
-def test_rows_of_a_slice_are_where_it_is_in_the_whole(data: st.DataObject) -> None:
-    """A box of a tensor has the indices of its rows; one whose rows are not equally far apart is refused."""
+def test_rows_of_a_slice_have_their_index_in_the_whole(data: st.DataObject) -> None:
+    """A tensor's box has the indices of its rows; one whose rows are not equally far apart is refused."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     offsets = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     size = tuple(data.draw(st.integers(1, length - at)) for length, at in zip(shape, offsets, strict=True))
@@ -201,3 +203,75 @@ def test_rows_of_a_slice_are_where_it_is_in_the_whole(data: st.DataObject) -> No
         assert len({*begins.diff().tolist()}) > 1
     else:
         assert torch.equal(first + elements // width * stride + elements % width, expected)
+
+
+def test_means_of_8_bits_train_like_float32_ones_and_take_a_quarter() -> None:
+    """After 20 steps weights differ by less than a tenth of their change, and vectors keep float32 means."""
+    shapes = {"matrix": (8, 300), "vector": (6,)}
+    trained = {}
+    for state_dtype in ("float32", "uint8"):
+        weights = Weights(shapes, torch.bfloat16, DEVICE)
+        optimizer = open_optimizer(weights, state_dtype=state_dtype, split_master_weights=True, weight_decay=0.0)
+        before = weights.parameters["matrix"].detach().clone().float()
+        for number in range(1, 21):
+            weights.give_gradients(number % 3)
+            optimizer.run_phase(Step(number, 20))
+        trained[state_dtype] = weights.parameters["matrix"].detach().float() - before
+    assert (trained["uint8"] - trained["float32"]).norm() < 0.1 * trained["float32"].norm()
+    state = optimizer.state_dict()
+    assert state["vector"]["mean"].dtype == torch.float32 and state["matrix"]["mean"].dtype == torch.uint8
+    assert state["matrix.scales"]["mean"].shape == (8, 2)
+    codes, scales, remainders, vector = 2 * 2400, 2 * 4 * 16, 2 * 2406, 2 * 4 * 6
+    assert optimizer.memory_bytes() == {"optimizer_state": codes + scales + remainders + vector}
+
+
+def test_another_sharding_resumes_means_of_8_bits_exactly() -> None:
+    """Two shards of rows, loaded from the whole state's slices, take the steps of the whole, bit for bit."""
+    whole = Weights({"w": (6, 300)}, torch.bfloat16, DEVICE)
+    first = open_optimizer(whole, state_dtype="uint8", implementation="eager")
+    shards = [TensorSlice((6, 300), (start, 0), (3, 300)) for start in (0, 3)]
+    for number in range(1, 4):
+        if number == 3:
+            saved, start = copy.deepcopy(first.state_dict()), whole.parameters["w"].detach().clone()
+        whole.give_gradients(number)
+        last_grad = gradient_of(whole.parameters["w"]).clone()
+        first.run_phase(Step(number, 3))
+    for shard in shards:
+        part = Weights({"w": (3, 300)}, torch.bfloat16, DEVICE)
+        part.slices = lambda shard=shard: {"w": shard}  # type: ignore[method-assign,misc]
+        second = open_optimizer(part, state_dtype="uint8", implementation="eager")
+        state: dict[str, Any] = {}
+        for name, values in saved.items():
+            slices = second.state_slices()[name]
+            assert slices is not None
+            rows = {key: value[slices.index()] for key, value in values.items() if isinstance(value, torch.Tensor)}
+            state[name] = values | rows
+        second.load_state_dict(state)
+        with torch.no_grad():
+            part.parameters["w"].copy_(start[shard.index()])
+        part.parameters["w"].grad = last_grad[shard.index()]
+        second.run_phase(Step(3, 3))
+        assert torch.equal(part.parameters["w"], whole.parameters["w"][shard.index()])
+
+
+def test_columns_that_cut_a_block_of_8_bits_are_refused() -> None:
+    """The error names the parameter, its columns and the remedy."""
+    weights = Weights({"w": (4, 150)}, torch.bfloat16, DEVICE)
+    weights.slices = lambda: {"w": TensorSlice((4, 300), (0, 150), (4, 150))}  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"w has columns 150 to 300 on this rank.* blocks of 256; .*bfloat16"):
+        open_optimizer(weights, state_dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("optimizer.state_dtype=uint8", "optimizer.amsgrad=true"), "the largest mean of squares can't have 8 bits"),
+        (("optimizer.slot_bytes=100",), "nothing is streamed through slots"),
+        (("optimizer.split_master_weights=true", "precision.parameter=float32"), "weights in float32 are not split"),
+    ],
+)
+def test_settings_that_can_not_work_together_are_refused(words: tuple[str, ...], text: str) -> None:
+    """Each conflict is one problem of the recipe."""
+    common = ("optimizer.use=optim.stochastic_adamw", "optimizer.lr=0.01", "precision.parameter=bfloat16")
+    problems = drawloom.Recipe.load("first_run", *common, *words).graph.problems
+    assert [text in str(problem) for problem in problems] == [True]

@@ -24,7 +24,7 @@ from support.weights import Weights
 
 
 def weights_of(dtype: torch.dtype, gradient: torch.dtype) -> Weights:
-    """A matrix and a vector to train, with gradients in a dtype."""
+    """Return a matrix and a vector to train, with gradients in a dtype."""
     weights = Weights({"matrix": (4, 6), "vector": (6,)}, dtype, DEVICE)
     for _, parameter in weights.named_parameters():
         parameter.grad_dtype = gradient
@@ -48,13 +48,13 @@ class OneJob:
 
 
 def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:
-    """An optimizer on the device of the tests."""
+    """Return an optimizer on the device of the tests."""
     kind: Any = DEVICE.type
     return StochasticAdamW(parameters=parameters, job=OneJob(), device=ComputeDevice(kind=kind), **settings)
 
 
 class ByTriton(AdamW):
-    """An AdamW that always uses Triton, as on GPUs."""
+    """AdamW with Triton everywhere, as on GPUs."""
 
     def open(self) -> None:
         """Create the optimizer of the parameters."""

@@ -1,4 +1,4 @@
-"""Memory that optimizers say they need."""
+"""Memory reported by optimizers."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from support.weights import Weights
 
 
 def two_dtype_weights() -> Weights:
-    """A matrix in bfloat16 and a vector in float32."""
+    """Return a matrix in bfloat16 and a vector in float32."""
     matrix, vector = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4)
     return Weights.of({"matrix": nn.Parameter(matrix), "vector": nn.Parameter(vector)})
 

@@ -75,7 +75,7 @@ def test_loaded_state_is_on_the_device_of_the_parameter(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_loaded_state_is_a_copy(kind: str) -> None:
-    """A step after loading does not change the state that was loaded."""
+    """A step after loading does not change the loaded state."""
     weights, others = Weights(), Weights()
     first, second = _open_optimizer(kind, weights), _open_optimizer(kind, others)
     give_gradients(weights, "matrix", "vector")
@@ -102,7 +102,7 @@ def test_a_rank_without_parameters_steps_and_resumes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_parameter_without_gradients_has_an_entry(kind: str) -> None:
-    """A parameter that has had no gradient so far has an empty entry in the state."""
+    """A parameter without any gradient so far has an empty entry in the state."""
     weights, others = Weights(), Weights()
     optimizer, resumed = _open_optimizer(kind, weights), _open_optimizer(kind, others)
     give_gradients(weights, "matrix")

@@ -11,7 +11,7 @@ from drawloom.components.ports.distributed import Pending
 
 
 class Doubling(SingleProcess):
-    """Two ranks that have the same."""
+    """Two ranks with the same gradients."""
 
     size = 2
 

@@ -1,4 +1,4 @@
-"""Rows that ranks share out."""
+"""Rows partitioned over ranks (context parallelism)."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def _gather_rows() -> tuple[Any, Any]:
         processes.close()
 
 
-def test_gathered_rows_are_in_order_and_gradients_are_those_of_all_ranks() -> None:
+def test_gathered_rows_are_in_order_and_gradients_sum_over_ranks() -> None:
     """All ranks have the whole row; a token's gradient, on its own rank, is the sum over all ranks' uses."""
     (first, grad), (second, other) = run_ranks(_gather_rows, 2)
     assert first == second == list(range(8))

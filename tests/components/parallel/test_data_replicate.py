@@ -1,4 +1,4 @@
-"""Gradients that replicas sum while the last backward pass computes others; whole steps are in tests/meshes."""
+"""Gradients summed over replicas while the last backward pass computes others; whole steps are in tests/meshes."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 
 def store_of(module: Any, group: Twins, bucket_bytes: int, **precision: Any) -> ReplicatedStore:
-    """The module's parameters in a store, with its layers as blocks."""
+    """Return the module's parameters in a store, with its layers as blocks."""
     group.module = module
     how = DtypePolicy(**precision), group, bucket_bytes
     return ReplicatedStore.replicate([module], lambda _: [*module.layers], *how)
@@ -108,7 +108,7 @@ def test_blocks_are_sent_while_a_pass_for_the_weights_computes_others() -> None:
     assert [size for size, _ in group.calls[3:]] == [3, 4, 2]
 
 
-def test_a_weight_that_blocks_share_is_sent_once_it_is_whole() -> None:
+def test_a_weight_shared_by_blocks_is_sent_once_it_is_whole() -> None:
     """A weight shared by layers, or by a layer and the first module, is reduced once its gradient is complete."""
     module, plain, group = Stack(), Stack(), Twins()
     for model in (module, plain):

@@ -89,7 +89,7 @@ def _inspect_shards() -> list[dict[str, Any]]:
         return records
 
 
-def test_each_rank_keeps_its_slices_and_frees_what_it_gathers() -> None:
+def test_each_rank_keeps_its_slices_and_frees_gathered_weights() -> None:
     """Slices tile every parameter; a layer is freed after its forward unless the setting says no."""
     ranks = run_ranks(_inspect_shards, 2)
     alone = run_ranks(_inspect_shards, 1)[0][0]["sizes"]
@@ -240,7 +240,7 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("reshard", [False, True])
-def test_what_was_gathered_and_not_used_is_not_used_later(reshard: bool) -> None:
+def test_unused_gathered_weights_are_dropped(reshard: bool) -> None:
     """If an evaluation leaves out a gathered layer, the next step computes with the new weights."""
     for without, with_one in run_ranks(_logits_after_a_change, 2, reshard):
         assert without.equal(with_one)
@@ -255,7 +255,7 @@ def _dtypes_beside_adapters() -> dict[str, tuple[torch.dtype, bool]]:
         return {name: (part.dtype, part.requires_grad) for name, part in stage.named_parameters()}
 
 
-def test_frozen_weights_are_kept_as_layers_compute_with_them() -> None:
+def test_frozen_weights_are_kept_in_the_compute_dtype() -> None:
     """Slices and whole weights alike: no optimizer needs more precision; weights that are not cast keep their dtype."""
     [alone], sharded = (run_ranks(_dtypes_beside_adapters, ranks) for ranks in (1, 2))
     assert sharded == [alone, alone]

@@ -1,4 +1,4 @@
-"""Experts that ranks share out."""
+"""Experts partitioned over ranks."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Which linear layers of a model use float8, and what is refused."""
+"""The choice of linear layers for float8, and refused settings."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_projections_use_float8_and_nothing_else_does() -> None:
 
 
 def test_patterns_and_uncast_weights_exclude_layers() -> None:
-    """A pattern excludes the layers that it matches, and so does a weight that stays in the parameter dtype."""
+    """A layer is excluded by a matching pattern, and by a weight kept in the parameter dtype."""
     module = whole(Qwen3Dense, DENSE)
     every = set(float8_layers(module, float8()))
     few = set(float8_layers(module, float8(linear_in_compute=("model.layers.0.*",), uncast=("*.down_proj.weight",))))
@@ -83,10 +83,15 @@ FLOAT8 = "precision.linear='float8'"
         ((FLOAT8, "stages.compile=true"), ["torch.compile does not trace products in float8", "write compile = false"]),
         ((FLOAT8, "precision.compute='float32'"), ["compute in 'float32', and products in float8 round bfloat16"]),
         ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
+        ((FLOAT8, "precision.linear_weights='step'"), []),
+        (
+            (FLOAT8, "precision.linear_weights='step'", "mesh.data_shard=2", "batch.micro_size=8"),
+            ["shards are gathered for every use"],
+        ),
         (('precision.linear_in_compute=["*.q_proj"]',), ["nothing to exclude", "write linear = 'float8'"]),
     ],
 )
-def test_check_refuses_recipes_that_can_not_multiply_in_float8(words: tuple[str, ...], parts: list[str]) -> None:
+def test_check_refuses_recipes_that_cannot_multiply_in_float8(words: tuple[str, ...], parts: list[str]) -> None:
     """Each mistake is one problem with a remedy, and a recipe without mistakes has none."""
     found = problems(*words)
     assert len(found) == bool(parts), found

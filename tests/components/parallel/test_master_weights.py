@@ -1,4 +1,4 @@
-"""Master weights in one dtype, layers that compute in another, and gradients summed in a third."""
+"""Master weights in one dtype, layers computing in another, and gradients summed in a third."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ MIXED = DtypePolicy(compute="bfloat16")
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Two matrices and a norm, in float32."""
+    """Return two matrices and a norm, in float32."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(16, 32, bias=False), nn.LayerNorm(32, bias=False), nn.SiLU(), nn.Linear(32, 8, bias=False)
@@ -33,7 +33,7 @@ def inputs(count: int) -> list[Tensor]:
 
 
 def test_each_layer_computes_in_its_dtype() -> None:
-    """Hooks see bfloat16 weights and activations everywhere but in the layers that a pattern leaves as they are."""
+    """Hooks see bfloat16 weights and activations everywhere but in the layers excluded by a pattern."""
     module = network()
     store = ParameterStore.of([module], DtypePolicy(compute="bfloat16", uncast=("1.weight",)))
     seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
@@ -142,7 +142,7 @@ def test_tied_weights_stay_one() -> None:
     torch.testing.assert_close(gradient_of(store.masters["weight"]), torch.full((4, 4), 2.0))
 
 
-def test_50_steps_stay_with_those_of_autocast() -> None:
+def test_50_steps_stay_close_to_autocast() -> None:
     """Losses differ from torch.autocast's, with the same masters and data, by bfloat16 rounding at most."""
     ours, theirs = network(), network()
     store = ParameterStore.of([ours], MIXED)

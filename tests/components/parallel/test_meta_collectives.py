@@ -10,7 +10,7 @@ from drawloom.components.parallel.meta_collectives import collective, message_by
     ("kind", "shape", "parts"),
     [("all_gather", (8, 3), 0.75), ("reduce_scatter", (1, 3), 0.75), ("all_reduce", (2, 3), 1.5)],
 )
-def test_bytes_are_those_of_rings(kind: str, shape: tuple[int, ...], parts: float) -> None:
+def test_bytes_equal_those_of_rings(kind: str, shape: tuple[int, ...], parts: float) -> None:
     """Four ranks send three quarters of the larger tensor, and twice as much where all get the sum."""
     x = torch.empty(2, 3, device="meta")
     output = collective(x, shape, kind, "tensor", 4)  # type: ignore[arg-type]

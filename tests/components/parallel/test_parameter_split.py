@@ -1,4 +1,4 @@
-"""Parameters that are replaced by a rank's slice."""
+"""Parameters replaced by a rank's slice."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ class Rank(SingleProcess):
         self.rank, self.size = rank, size
 
 
-def test_a_slice_keeps_dtype_and_whether_it_is_trained() -> None:
+def test_a_slice_keeps_dtype_and_requires_grad() -> None:
     """A frozen bfloat16 parameter becomes a frozen one with the rank's size along the dimension."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(6, 4, dtype=torch.bfloat16).requires_grad_(False))

@@ -1,4 +1,4 @@
-"""Schedules, meshes and models that do not go together are found by `check`."""
+"""`check` finds schedules, meshes and models that do not fit together."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from support.schedules import schedule
 
 
 def problems(*words: str) -> list[Problem]:
-    """Return the problems that `check` reports in the first run with these values."""
+    """Return the problems reported by `check` in the first run with these values."""
     project = Project.of("drawloom")
     return project.graph(project.load("first_run", words=words)).errors
 
@@ -34,8 +34,8 @@ def test_microbatches_never_are_a_problem(name: str) -> None:
     assert problems(*words) == []
 
 
-def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:
-    """A table for other ranks than the mesh has is one problem, and so is a file that is none."""
+def test_a_table_for_other_ranks_is_refused(tmp_path: Path) -> None:
+    """A table for another number of ranks is one problem, and so is a file without a table."""
     path = tmp_path / "table.csv"
     path.write_text(write_csv(schedule("gpipe").program(2, 4)))
     words = ("schedule.use=pipeline.from_csv", f"schedule.path={path}")
@@ -47,8 +47,8 @@ def test_a_table_is_for_its_own_ranks(tmp_path: Path) -> None:
     assert (problem.node, problem.text) == ("schedule", f"{path} can't be read: No such file or directory")
 
 
-def test_settings_of_a_schedule_are_its_own_problem() -> None:
-    """A memory that holds no microbatch, and too few slices, are named at the schedule, and not at the mesh."""
+def test_a_schedule_reports_problems_of_its_settings() -> None:
+    """A memory limit below one microbatch, and too few slices, are problems of the schedule, not of the mesh."""
     words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.auto")
     for setting, text in (
         ("schedule.memory=0.5", "memory = 0.5: a microbatch's activations are 1 on a rank; write more"),

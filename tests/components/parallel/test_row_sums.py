@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.parallel.row_sums import RowSums, share_rows
+from drawloom.components.parallel.row_sums import RowSums, set_context_group
 from drawloom.components.parallel.tensor import TensorRanks
 
 ROWS, LENGTH, EXPERTS = 3, 6, 4
@@ -25,7 +25,7 @@ class Recorder(SingleProcess):
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 @pytest.mark.parametrize("tensors", [1, 2, 4])
-def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) -> None:
+def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) -> None:
     """
     Counts, weights and lengths belong to whole rows, however context and tensor ranks divide and pad their tokens.
     """
@@ -39,7 +39,7 @@ def test_what_all_ranks_have_adds_up_to_whole_rows(contexts: int, tensors: int) 
         rank_tokens = -(-len(mine) // tensors)
         for rank in range(tensors):
             module, peers = RowSums(), Recorder(context, contexts)
-            share_rows(module, peers)
+            set_context_group(module, peers)
             module.ranks = TensorRanks(Recorder(rank, tensors))
             tokens = mine[rank * rank_tokens : (rank + 1) * rank_tokens]
             real = len(tokens)

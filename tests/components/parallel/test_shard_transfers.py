@@ -1,6 +1,7 @@
 """Messages between ranks with shards."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, message_dtype
+from drawloom.kernels.float8_message import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
@@ -41,7 +43,7 @@ def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
-    """A rank's sums, after the steps in which torch calls the hook."""
+    """Return a rank's sums, after the steps in which torch calls the hook."""
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines torch.ops.fsdp
 
     shard_transfers.PACKED_BELOW_BYTES = small
@@ -64,8 +66,8 @@ def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
 def test_sums_are_rounded_once(small: int) -> None:
     """Ranks get their slices' float32 sums over all ranks, rounded to bfloat16, sent alone or packed."""
     all_ranks = [_gradients(rank) for rank in range(3)]
-    exact = [torch.stack([each.float() for each in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
-    assert any((each == 258.0).any() for each in exact)
+    exact = [torch.stack([part.float() for part in parts]).sum(0).bfloat16() for parts in zip(*all_ranks, strict=True)]
+    assert any((tensor == 258.0).any() for tensor in exact)
     for rank, sums in enumerate(run_ranks(_sum_gradients, 3, small, torch.bfloat16)):
         for mine, whole in zip(sums, exact, strict=True):
             expected = slice_of(whole, rank, 3).flatten()
@@ -88,9 +90,7 @@ def test_wide_gradients_are_summed(small: int) -> None:
     [({"parameter": "bfloat16"}, 0.0), ({"compute": "bfloat16", "uncast": []}, 1e-6)],
     ids=["bfloat16", "mixed"],
 )
-def test_shards_compute_what_whole_weights_do(
-    precision: dict[str, Any], close: float, small: int, by_block: bool
-) -> None:
+def test_shards_compute_like_whole_weights(precision: dict[str, Any], close: float, small: int, by_block: bool) -> None:
     """
     Logits are bitwise equal to one process's, and gradients to the float32 sums over the ranks' rows, rounded once in
     bfloat16. This holds for weights gathered by a program, by a forward, and block by block.
@@ -100,14 +100,45 @@ def test_shards_compute_what_whole_weights_do(
     assert_same(run_ranks(on_shards, 3, case, small, by_block), whole, atol=close, rtol=close)
 
 
-def test_only_what_torch_does_with_a_buffer_is_done_with_a_stand_in() -> None:
-    """Another operation, of another release of torch perhaps, ends the run and does not compute with nothing."""
+WIDE = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
+FLOAT8 = {"parameter": "bfloat16", "linear": "float8"}
+
+
+def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
+    """Return the results of a rank's steps, and the bytes of its messages with weights."""
+    sizes: list[int] = []
+
+    def counting(*arguments: Any) -> Tensor:
+        message = pack_weights(*arguments)
+        sizes.append(message.nbytes)
+        return message
+
+    with mock.patch.object(shard_transfers, "pack_weights", counting):
+        return on_shards(case, 0, by_block), sizes
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
+    """Layers in float8 compute the same logits from weights gathered in float8."""
+    [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
+    results = run_ranks(_count_messages, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
+    assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)
+    weights = 3 * 32 * 48 + 2 * (32 * 32 + 16 * 32)  # of a block
+    for outputs, sizes in results:
+        for (unprepared, (prepared, _)), expected in zip(outputs, whole, strict=True):
+            rank = next(number for number, (out, _) in enumerate(results) if out is outputs)
+            assert torch.equal(unprepared, expected[rank][0]) and torch.equal(prepared, expected[rank][0])
+        assert sizes and all(weights / 2 < size < 0.55 * weights + 200 for size in sizes)
+
+
+def test_a_stand_in_supports_only_the_operations_of_torch() -> None:
+    """An unexpected operation, perhaps of another torch release, ends the run instead of computing with nothing."""
     with pytest.raises(NotImplementedError, match=r"^aten::mul.Tensor of a stand-in for a buffer of FSDP2$"):
         StandIn.empty((3,), torch.bfloat16, torch.device("cpu")).mul(2)
 
 
-def test_what_is_summed_further_is_not_rounded_in_between() -> None:
-    """Gradients travel in 16 bits if the sum is all there is; with replicas, and wider gradients, in the wide dtype."""
+def test_partial_sums_are_not_rounded() -> None:
+    """Gradients travel in 16 bits if the sum is final; with replicas, and wider gradients, in the wide dtype."""
     pure, mixed = DtypePolicy(parameter="bfloat16"), DtypePolicy(compute="bfloat16")
     assert message_dtype(pure, replicas=False) == torch.bfloat16
     assert message_dtype(pure, replicas=True) == message_dtype(mixed, replicas=False) == torch.float32

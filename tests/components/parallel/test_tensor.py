@@ -1,4 +1,4 @@
-"""Ranks that share matrix products; whole models are compared in tests/meshes."""
+"""Matrix products partitioned over ranks (tensor parallelism); whole models are compared in tests/meshes."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def _exchange_rows() -> list[dict[str, Any]]:
         processes.close()
 
 
-def test_exchanges_and_their_gradients() -> None:
+def test_exchanges_have_correct_results_and_gradients() -> None:
     """
     Ranks get the results and input gradients: sums where ranks compute different things, parts where the same. The
     third token, and the third word of a vocabulary, are alone on the second, padded rank.
@@ -109,14 +109,14 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
         (Embedding(1, 2, cpu_kernels()), "can't partition dimension 0 of size 1 of weight"),
     ],
 )
-def test_what_does_not_divide_is_refused(layer: Any, message: str) -> None:
+def test_indivisible_sizes_are_refused(layer: Any, message: str) -> None:
     """The message has the ranks, the size and the name."""
     with pytest.raises(UserError, match=f"mesh.tensor = 2 ranks {message}"):
         split(layer, TensorRanks(Rank(0, 2)))
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
-    """Two ranks that split a layer's inputs add the bias once in their sum."""
+    """Two ranks with a layer's split inputs add the bias once in their sum."""
     torch.manual_seed(0)
     layer, x = Linear(4, 3, cpu_kernels(), True, "rowwise"), torch.randn(5, 4)
     expected, parts = layer(x), list[Tensor]()

@@ -12,7 +12,7 @@ from drawloom.graph.project import Recipe
 
 
 def run(phase: Budget, *counts: int, first: int = 1) -> int:
-    """Run steps with these counts of tokens, and return the step that ends the run, or 0."""
+    """Run steps with these counts of tokens, and return the last step of the run, or 0."""
     for index, count in enumerate(counts, first):
         step = Step(index, 99, {"tokens": torch.tensor(float(count))}, started=0.0)
         phase.run_phase(step)
@@ -22,7 +22,7 @@ def run(phase: Budget, *counts: int, first: int = 1) -> int:
 
 
 def test_a_run_ends_with_the_step_that_uses_its_tokens_up(one_rank: Any) -> None:
-    """Not one step later, in a resumed run neither; a larger budget lets the ended run go on."""
+    """A resumed run does not end a step later either; a larger budget lets the ended run go on."""
     counts = [100, 100, 50, 50, 100]
     assert run(Budget(mesh=one_rank, tokens=300), *counts) == 4
     first = Budget(mesh=one_rank, tokens=300)
@@ -37,7 +37,7 @@ def test_a_run_ends_with_the_step_that_uses_its_tokens_up(one_rank: Any) -> None
 
 
 def test_time_counts_over_all_processes_of_a_run(one_rank: Any) -> None:
-    """From a process's first step on, without the time between processes."""
+    """A process counts from its first step on; time between processes does not count."""
     times = iter([50.0, 100.0, 30.0, 80.0])
     first, second = Budget(mesh=one_rank, minutes=3), Budget(mesh=one_rank, minutes=3)
     first.clock = second.clock = lambda: next(times)

@@ -1,4 +1,4 @@
-"""Runs that have diverged."""
+"""The end of diverged runs."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ Pair = tuple[float, float]
 
 
 def train(phase: Divergence, *pairs: Pair, first: int = 1, total: int = 99, late: bool = False) -> int:
-    """Run steps with these losses and norms, and return the last one that the phase lets pass."""
+    """Run steps with these losses and norms, and return the last step accepted by the phase."""
     for index, (loss, norm) in enumerate(pairs, first):
         values = {"loss": torch.tensor(loss), "grad_norm": torch.tensor(norm)}
         step = Step(index, total, (LateState if late else StepState)(values))
@@ -44,7 +44,7 @@ def test_a_run_ends_after_lost_steps_in_a_row(kind: str) -> None:
         train(phase, LOST[kind], first=7)
 
 
-def test_the_message_says_what_to_do() -> None:
+def test_the_message_gives_remedies() -> None:
     """It names the loss and the norm, the remedies, and which checkpoints to remove."""
     with pytest.raises(UserError) as failure:
         train(Divergence(steps=2), (5.5, 1.0), (8.0, 1.0), (70.0, 30.0), (80.0, 40.0))
@@ -54,12 +54,12 @@ def test_the_message_says_what_to_do() -> None:
 
 
 def test_a_run_without_a_finite_loss_ends() -> None:
-    """Also if the first step has none to compare with."""
+    """The run also ends if its first step has no loss to compare with."""
     with pytest.raises(UserError, match=r"since step 1 .* the loss was never finite, and is nan at step 3"):
         train(Divergence(steps=3), *[LOST["not finite"]] * 3)
 
 
-def test_a_step_without_tokens_is_no_sign() -> None:
+def test_a_step_without_tokens_does_not_count_as_lost() -> None:
     """Its loss is not a number and its gradients are 0; neither does it end a row of lost steps."""
     phase = Divergence(steps=2)
     assert train(phase, (5.5, 1.0), *[(NAN, 0.0)] * 5, LOST["far above"], (NAN, 0.0)) == 8
@@ -79,7 +79,7 @@ def test_losses_up_to_twice_the_first_never_end_a_run(first: float, steps: list[
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_late_step_is_judged_before_the_next_changes_weights(late: bool) -> None:
-    """Where a device computes the loss the host reads it one step later, and at once for the last step of a run."""
+    """If a device computes the loss, the host reads it one step later, and at once for a run's last step."""
     phase = Divergence(steps=2)
     pairs = [(5.5, 1.0), LOST["not finite"], LOST["not finite"]]
     if late:

@@ -1,4 +1,4 @@
-"""Runs that end when their metric no longer improves."""
+"""The end of runs whose metric no longer improves."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from drawloom.components.ports.run import Step
 
 
 def train(phase: EarlyStopping, *values: float | None, first: int = 1) -> int:
-    """Run steps with these validation losses, None for none; return the step that ends the run, or 0."""
+    """Run steps with these validation losses, None for none; return the last step of the run, or 0."""
     for index, value in enumerate(values, first):
         step = Step(index, 99, {} if value is None else {"validation_loss": value})
         phase.run_phase(step)

@@ -27,7 +27,7 @@ def values(average: WeightAverage) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_averages_are_those_of_torch(late: bool) -> None:
+def test_averages_equal_those_of_torch(late: bool) -> None:
     """After every step they are bitwise equal to AveragedModel's; a step skipped by host or device does not count."""
     module = nn.Linear(3, 4)
     weights = Weights.of(dict(module.named_parameters()))

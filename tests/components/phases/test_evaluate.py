@@ -13,7 +13,7 @@ from support.steps import losses_of, values_of
 
 @attrs.define
 class Model:
-    """Validation data and an executor that returns fixed sums."""
+    """Validation data, and an executor with fixed sums."""
 
     total: float
     weight: float
@@ -32,7 +32,7 @@ class Model:
 
 
 def run_phase(model: Model, mesh: Any, every: Any, step: Step) -> Step:
-    """The step after the phase."""
+    """Return the step after the phase."""
     Evaluate(data=model, executor=model, mesh=mesh, every=every).run_phase(step)
     return step
 
@@ -59,7 +59,7 @@ def test_the_mean_per_token_is_written_at_the_cadence(every: Any, index: int, du
 def test_a_new_run_evaluates_before_its_first_step(
     settings: dict[str, Any], done: int, has_loss: bool, one_rank: Any
 ) -> None:
-    """Only its first step has the loss, and a run that resumes has none; `never` leaves this evaluation out, too."""
+    """Only its first step has the loss, and a resumed run has none; `never` leaves this evaluation out, too."""
     model = Model(6.0, 4.0)
     phase, steps = (
         Evaluate(data=model, executor=model, mesh=one_rank, **settings),

@@ -27,7 +27,7 @@ class Parts:
 
 
 def test_all_microbatches_of_the_step_are_trained_on() -> None:
-    """The executor sees the step's batches one by one, after an event says that the data is loaded."""
+    """The executor sees the step's batches one by one, after the event for loaded data."""
     step, events = Step(1, 1), list[Event]()
     ForwardBackward(data=Parts(), executor=Parts(), events=fake(Events, emit=events.append)).run_phase(step)
     assert step.state["losses"] == [4, 6] and len(step.state["batches"]) == 2

@@ -84,7 +84,7 @@ def test_opening_and_closing_collect() -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_closing_restores_automatic_collection(on: bool) -> None:
-    """Automatic collection that was off stays off."""
+    """If automatic collection was off, it stays off."""
     (gc.enable if on else gc.disable)()
     garbage = CollectGarbage()
     garbage.open()

@@ -35,7 +35,7 @@ def make_phase(data: Data | None = None, **settings: Any) -> LossSpikes:
 
 
 def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
-    """The last of steps with these losses."""
+    """Return the last of several steps with these losses."""
     for index, loss in enumerate(losses, first):
         step = (
             Step(index, 99, {"loss": loss})
@@ -47,7 +47,7 @@ def after(phase: LossSpikes, *losses: float, first: int = 1) -> Step:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_spikes_are_told_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_spikes_are_reported_once_the_host_knows_them(late: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A loss far above the window is a warning; a skipped step, a small rise and a lower loss are not."""
     phase = make_phase()
     steps: list[Step] = []
@@ -89,8 +89,8 @@ def test_a_spike_goes_back_and_past_the_rows_of_its_step() -> None:
         after(phase, 9.0, first=7)
 
 
-def test_equal_losses_make_no_spike_of_noise() -> None:
-    """Where losses do not differ, one that is higher by a little is none."""
+def test_noise_among_equal_losses_is_not_a_spike() -> None:
+    """If losses do not differ, a slightly higher one is no spike."""
     phase = make_phase(go_back=1)
     assert not after(phase, 2.0, 2.0, 2.0, 2.0, 2.0001).goes_back
     assert after(phase, 2.5).goes_back

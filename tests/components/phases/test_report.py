@@ -33,13 +33,13 @@ class Fixed:
 
 
 def report_of(mesh: Any, **parts: Any) -> Report:
-    """A report on one rank, on a CPU."""
+    """Return a report on one rank, on a CPU."""
     return Report(mesh=mesh, device=ComputeDevice(kind="cpu"), **parts)
 
 
 @attrs.define
 class Recorder:
-    """A tracker that records its calls."""
+    """A recorder of tracker calls."""
 
     calls: list[Any] = attrs.field(factory=list)
 
@@ -73,7 +73,7 @@ def test_an_evaluation_before_the_first_step_is_step_0(one_rank: Any, caplog: py
 
 
 def test_a_step_is_logged_as_one_line(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The whole line, at INFO, from the logger that the terminal shows."""
+    """The whole line is logged at INFO, to the logger shown in the terminal."""
     caplog.set_level(logging.INFO)
     values = {"loss": 2.34561, "grad_norm": 0.834, "lr": 0.003, "tokens": 7, "tokens_per_second": 12345.4}
     report_of(one_rank, metrics=[Fixed({**values, "memory": 512_400_000})]).run_phase(Step(12, 300))
@@ -81,7 +81,7 @@ def test_a_step_is_logged_as_one_line(one_rank: Any, caplog: pytest.LogCaptureFi
     assert caplog.record_tuples == [("drawloom.run", logging.INFO, line)]
 
 
-def test_a_line_has_only_what_was_measured() -> None:
+def test_a_line_has_only_measured_values() -> None:
     """Without metrics there is only the step; the validation loss follows the loss; unknown metrics are not shown."""
     step = Step(1, 2)
     assert step_line(step, {}) == "step 1/2"
@@ -212,7 +212,7 @@ class Drawn(Fixed):
 FLAT = Histogram(0.0, 1.0, (1.0, 1.0))
 
 
-def test_a_tracker_gets_what_it_declares(one_rank: Any) -> None:
+def test_a_tracker_gets_the_values_it_declares(one_rank: Any) -> None:
     """Properties once, before the first rewind; values by context; histograms. Another tracker gets plain values."""
     rich, plain = Rich(), Recorder()
     metrics = [Drawn({"loss": 1.0, "validation_loss": 2.0})]
@@ -243,14 +243,14 @@ def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
 
 @attrs.define
 class OnDisk(Recorder):
-    """A tracker that keeps a file."""
+    """A tracker with a file."""
 
     def flush(self) -> None:
         self.calls.append("flush")
 
 
-def test_trackers_that_keep_files_are_flushed(one_rank: Any) -> None:
-    """A tracker that declares `flush` is asked for it before a checkpoint, and another is not."""
+def test_trackers_with_files_are_flushed(one_rank: Any) -> None:
+    """Before a checkpoint, `flush` is called if a tracker declares it."""
     durable, plain = OnDisk(), Recorder()
     report_of(one_rank, trackers=[plain, durable], every="never").flush()
     assert (durable.calls, plain.calls) == (["flush"], [])

@@ -20,7 +20,7 @@ from support.steps import LateState, make_skipped_step
 
 @attrs.frozen
 class Other:
-    """A group with a rank that has had these tokens, besides this one."""
+    """A group with one other rank, whose tokens had these counts."""
 
     tokens: Tensor
     rank: int = 0
@@ -31,7 +31,7 @@ class Other:
 
 
 def routers(*biased: bool) -> list[Router]:
-    """Return routers with 4 experts that send a token to its greatest channel's expert."""
+    """Return routers with 4 experts: a token's expert is its greatest channel."""
     kernels = cpu_kernels()
     made = [Router(4, 4, 1, Routing(scoring_func="sigmoid", bias=has), kernels).double() for has in biased]
     for router in made:
@@ -40,13 +40,13 @@ def routers(*biased: bool) -> list[Router]:
 
 
 def bias_of(router: Router) -> list[float]:
-    """The biases of its experts."""
+    """Return the biases of its experts."""
     assert router.e_score_correction_bias is not None
     return router.e_score_correction_bias.tolist()
 
 
 def open_phase(local_routers: Sequence[Router], mesh: Any, adapters: Sequence[Any] = (), **settings: Any) -> RouterBias:
-    """The phase, opened."""
+    """Return the phase, opened."""
     phase = RouterBias(
         stages=FixedStages([nn.ModuleList(local_routers)], adapters), mesh=mesh, device=Machine(), **settings
     )
@@ -61,8 +61,8 @@ def send(routers: Sequence[Router], *counts: int) -> None:
         router(tokens, torch.ones(tokens.shape[:2]))
 
 
-def test_biases_move_by_the_sign_of_what_is_missing_over_all_microbatches(one_rank: Any) -> None:
-    """Up for less than the mean, down for more, not for the mean itself; each step counts anew."""
+def test_biases_move_by_the_sign_of_the_missing_load(one_rank: Any) -> None:
+    """They move up below the mean load of all microbatches, down above it, not at the mean; each step counts anew."""
     first, plain, last = all_routers = routers(True, False, True)
     phase = open_phase(all_routers, one_rank, update_rate=0.25)
     send(all_routers, 5, 1, 0, 0)
@@ -92,7 +92,7 @@ def test_tokens_of_other_ranks_count(mesh_of: Any) -> None:
 
 
 def test_a_skipped_step_changes_nothing_and_is_forgotten(one_rank: Any) -> None:
-    """Whether the host knows that it is skipped, or the device alone."""
+    """The host may know that the step is skipped, or the device alone."""
     [router] = all_routers = routers(True)
     phase = open_phase(all_routers, one_rank, update_rate=1.0)
     for step in (make_skipped_step(1, 9), Step(2, 9, LateState({"skip": torch.ones(())}))):
@@ -121,13 +121,13 @@ def test_equal_loads_come_from_unequal_scores(one_rank: Any) -> None:
 
 
 def test_a_model_without_such_routers_is_refused(one_rank: Any) -> None:
-    """Before the first step, in words."""
+    """The error comes before the first step."""
     with pytest.raises(UserError, match="no router of the model has a bias"):
         open_phase(routers(False), one_rank)
 
 
 def test_adapters_freeze_biases_with_their_routers(one_rank: Any) -> None:
-    """As an adapter for PEFT would lack them; a frozen router of a model without adapters keeps moving."""
+    """An adapter for PEFT would lack them; a frozen router in a model without adapters keeps moving."""
     for adapters, moved in (([FullTuning(targets=["mlp.gate"])], [0.0] * 4), ([], [-1.0, 1.0, 1.0, 1.0])):
         frozen, tuned = all_routers = routers(True, True)
         frozen.requires_grad_(False)

@@ -117,10 +117,8 @@ def open_executor(modules: Sequence[Scale], mesh: Any, split: bool = False) -> P
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("weights", [(3.0,), (2.0, 1.5), (2.0, 1.5, 0.5)])
-def test_gradients_and_losses_are_those_of_the_whole_model(
-    weights: tuple[float, ...], split: bool, one_rank: Any
-) -> None:
-    """However many stages a rank owns, losses and gradients are sums over the microbatches of the chained model."""
+def test_gradients_and_losses_equal_the_whole_model(weights: tuple[float, ...], split: bool, one_rank: Any) -> None:
+    """For any number of stages on a rank, losses and gradients are sums over the microbatches of the chained model."""
     modules = [Scale(weight) for weight in weights]
     total, weight = sum_losses(train(open_executor(modules, one_rank, split), batches(3))).tolist()
     squares = sum(float(batch.tokens.square().sum()) for batch in batches(3))
@@ -196,7 +194,7 @@ def parts() -> dict[int, list[list[dict[str, Any]]]]:
 
 @pytest.fixture(scope="module")
 def wholes() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The same steps in one process."""
+    """Return the same steps in one process."""
     steps_by_case: dict[tuple[Any, ...], dict[str, Any]] = {}
     for ranks, theirs in CASES.items():
         cases = sorted({("gpipe", *case[1:]) for case in theirs})
@@ -226,7 +224,7 @@ def test_replicas_of_a_pipeline_have_the_gradients_of_one_process(wholes: Any) -
 def test_ranks_have_the_gradients_and_losses_of_one_process(
     ranks: int, case_index: int, parts: Any, wholes: Any
 ) -> None:
-    """Whatever the schedule, the number of microbatches and their lengths: with tied and frozen weights, to 1e-12."""
+    """This holds for any schedule, number of microbatches and lengths, with tied and frozen weights, to 1e-12."""
     case = CASES[ranks][case_index]
     whole, mine = wholes[case[1:]], [steps[case_index] for steps in parts[ranks]]
     assert sum(part["loss"] for part in mine) == pytest.approx(whole["loss"], rel=1e-12), case

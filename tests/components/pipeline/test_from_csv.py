@@ -12,7 +12,7 @@ from support.schedules import schedule, texts
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A CSV file of DualPipeV for 4 ranks and 8 microbatches."""
+    """Return a CSV file of DualPipeV for 4 ranks and 8 microbatches."""
     (tmp_path / "dual.csv").write_text(write_csv(schedule("dual_pipe_v").program(4, 8)))
     return tmp_path / "dual.csv"
 
@@ -68,7 +68,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [b"root:x:0:0:secret\n", b"secret,0F0\n", b'"secret\n', b"\xff\xfesecret", b"0F0" * 10**6]
 )
-def test_no_message_shows_what_another_file_holds(tmp_path: Path, text: bytes) -> None:
+def test_no_message_quotes_another_file(tmp_path: Path, text: bytes) -> None:
     """A path may lead anywhere: a file that does not begin like a table is refused without its contents."""
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(UserError, match=r"it is not a table of actions such as 3F7$") as caught:

@@ -21,8 +21,8 @@ def cut_rows(mean: int) -> Tensor:
 
 
 @pytest.mark.parametrize("mean", [20, 200, 2000])
-def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
-    """Estimated pairs, with a window and without, and microbatches with two one-document rows match really cut rows."""
+def test_estimated_pairs_match_really_cut_rows(mean: int) -> None:
+    """They match with a window and without, and for microbatches with two one-document rows."""
     ids = cut_rows(mean)
     rows = Rows(2, LENGTH, mean)
     for window in (None, 16):
@@ -32,7 +32,7 @@ def test_rows_are_those_that_are_cut_from_documents(mean: int) -> None:
 
 
 def test_rows_of_one_document_have_all_pairs() -> None:
-    """Exactly, within a window, too; windows that are longer than a row don't matter."""
+    """The fraction is exact, within a window, too; windows longer than a row don't matter."""
     rows = Rows(3, 7)
     assert (rows.pairs(), rows.pairs(9), rows.pairs(2), rows.whole) == (28, 28, 13, 1)
     assert Rows(3, 7, document=1).pairs() == 7

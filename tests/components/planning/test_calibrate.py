@@ -12,7 +12,7 @@ from drawloom.graph import UserError
 CPU = torch.device("cpu")
 
 
-def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's cache folder has the measured rates, used in later plans; a damaged file is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -35,8 +35,8 @@ def test_what_is_measured_is_kept_for_later_plans(tmp_path: Path, monkeypatch: p
         at_hand()
 
 
-def test_a_gpu_that_is_not_known_is_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that the table knows is taken from there."""
+def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A known GPU has the figures of the table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")

@@ -1,4 +1,4 @@
-"""Plans that are compared with runs."""
+"""Plans compared with runs."""
 
 import re
 from itertools import count
@@ -15,8 +15,8 @@ from drawloom.graph import UserError
 from support.plans import RECIPE, on_a_gpu, plan_check
 
 
-def test_what_can_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
-    """The error has settings that would fit; a run may ask to try anyway."""
+def test_a_run_that_does_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
+    """The error suggests settings that would fit; a run may ask to try anyway."""
     with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 2.0 MB; what would fit: .* = "):
         plan_check(tmp_path, "cuda").open()
     with on_a_gpu(2_000_000):
@@ -41,7 +41,7 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
         plan_check(tmp_path, "cuda", recipe, 2).open()
 
 
-def test_the_end_says_what_was_planned_and_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_reports_planned_and_measured_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The report comes before the final tasks; the first steps and excluded seconds do not count."""
     caplog.set_level("INFO")
     node = plan_check(tmp_path, "cpu")
@@ -58,8 +58,8 @@ def test_the_end_says_what_was_planned_and_measured(tmp_path: Path, caplog: pyte
     assert said.strip() in caplog.text
 
 
-def test_a_comparison_says_by_how_much_the_plan_is_wrong() -> None:
-    """Of memory only where it was measured."""
+def test_a_comparison_reports_the_error_of_the_plan() -> None:
+    """Memory is compared only if it was measured."""
     planned = plan(RECIPE, device_model("cpu"))
     half = planned.peak_memory_bytes[0] // 2
     assert "(+100.0%); step" in comparison(planned, half, 1.0)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.checkpoint_interval import Interval, interval, save_seconds
+from drawloom.components.planning.checkpoint_interval import Interval, propose_interval, save_seconds
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import plan
 from support.plans import RECIPE
@@ -17,7 +17,7 @@ def test_no_other_number_of_steps_loses_less() -> None:
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
         planned = plan(recipe, device_model("h100"), ranks)
-        advised = interval(Nodes.of(recipe), planned, mtbf=3.6e6, cost=2.0)
+        advised = propose_interval(Nodes.of(recipe), planned, mtbf=3.6e6, cost=2.0)
         assert advised.between_failures == 3.6e6 / -(-ranks // 8)
         intervals[ranks] = advised.every * advised.step
         for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):

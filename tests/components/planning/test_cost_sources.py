@@ -42,8 +42,8 @@ def test_a_trace_gives_costs_for_any_stages() -> None:
     assert [traced.costs(2, 2).length("B", stage) for stage in range(4)] == [1, 1, 1.5, 1.5]
 
 
-def test_units_are_those_of_a_rank() -> None:
-    """Stages share them."""
+def test_stages_share_the_units_of_a_rank() -> None:
+    """The costs of a rank's units are divided among its stages."""
     assert Units(Costs(comm=1)).costs(4, 2) == Costs(0.5, 0.5, 0.5, comm=1)
 
 
@@ -67,9 +67,9 @@ def test_slices_of_a_plan_make_the_stages_of_another() -> None:
 
 def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
     """
-    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes for stages that recompute,
-    for all layers in a stage and for one in some, where the host is not the limit. A recipe that recomputes by itself
-    leaves nothing to choose.
+    Repeated work and kept bytes by layer, summed by stage, equal a plan's seconds and bytes with recomputation in all
+    or some layers of a stage, where the host is not the limit. A recipe with its own recomputation leaves nothing to
+    choose.
     """
     recipe = Recipe.load("first_run", "model.num_hidden_layers=6", "vars.length=2048", "batch.micro_size=4")
     planned = Planned(recipe, device_model("h100").without_host())
@@ -85,11 +85,11 @@ def test_recomputed_slices_of_a_plan_make_the_stages_of_another() -> None:
         plain = planned.plan(2, 1, PlacedSchedule((0, 1), (3, 3)))
         for stage, (policy, again) in enumerate(zip(policies, cuts, strict=True)):
             parts = settings["recompute"]["selective" if policy == "selective" else "blocks"]
-            more = sum(forward[each] * parts["again"][each] for each in again)
+            more = sum(forward[layer] * parts["again"][layer] for layer in again)
             took = cut.table.lengths[stage] - plain.table.lengths[stage]
             assert took[1:3] == pytest.approx(more, rel=0.05, abs=0.03 * plain.table.lengths[stage, 1]), policy
-            left = sum(activations[each] * (1 - parts["kept"][each]) for each in again)
-            kept = [each.costs[stage].passes["F"].total_kept_bytes for each in (plain, cut)]
+            left = sum(activations[layer] * (1 - parts["kept"][layer]) for layer in again)
+            kept = [estimate.costs[stage].passes["F"].total_kept_bytes for estimate in (plain, cut)]
             assert kept[0] - kept[1] == pytest.approx(left, rel=0.05, abs=0.02 * kept[0]), policy
             assert cut.costs[stage].passes["I"].total_kept_bytes == pytest.approx(
                 plain.costs[stage].passes["I"].total_kept_bytes, rel=0.05
@@ -114,8 +114,8 @@ def test_a_program_that_fits_by_slices_fits_in_its_plan() -> None:
     recipe, small, auto_plan = short_of_memory(0.55, 1, "vars.length=2048", "batch.micro_size=4")
     assert auto_plan.fits and {*auto_plan.program.recompute} - {"none"}
     policies = [{"stages": {"recompute": policy}} for policy in ("none", "selective", "blocks")]
-    others = [plan(recipe.with_values(each), small, 2) for each in policies]
-    assert auto_plan.time.seconds < min(each.time.seconds for each in others if each.fits)
+    others = [plan(recipe.with_values(policy), small, 2) for policy in policies]
+    assert auto_plan.time.seconds < min(other.time.seconds for other in others if other.fits)
 
 
 def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
@@ -126,7 +126,7 @@ def test_gradients_that_are_whole_in_a_step_leave_less_memory() -> None:
     assert auto_plan.fits and {*auto_plan.program.recompute} - {"none"}
 
 
-def test_units_count_what_is_recomputed() -> None:
+def test_units_count_recomputed_work() -> None:
     """A stage that recomputes all or one of its two blocks has a longer backward by their share in the forward."""
     costs = Units(Costs(comm=1)).costs(2, 1, None, ("blocks", 2))
     assert [[costs.length(op, stage) for op in "FBIW"] for stage in (0, 1)] == [[1, 3, 2, 1], [1, 2.5, 1.5, 1]]

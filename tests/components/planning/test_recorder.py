@@ -28,8 +28,8 @@ def recorder(attended: AttentionFractions | None = None) -> Recorder:
     return Recorder(DEVICE, lambda _: 100.0, attended or AttentionFractions())
 
 
-def test_what_lives_is_counted_until_it_is_freed() -> None:
-    """Results that share memory count once, parameters not at all, and freed memory only in the peak."""
+def test_memory_is_counted_until_it_is_freed() -> None:
+    """Results with shared memory count once, parameters not at all, and freed memory only in the peak."""
     weight = nn.Parameter(torch.empty(256, 256, device="meta"))
     with recorder() as recording:
         recording.begin()
@@ -43,8 +43,8 @@ def test_what_lives_is_counted_until_it_is_freed() -> None:
     assert (part.kept_bytes, part.peak_delta) == ({"kept": 2**18}, 2 * 2**18)
 
 
-def test_autograd_keeps_what_a_real_graph_would() -> None:
-    """The input of the product and of the nonlinearity, and after the backward pass nothing."""
+def test_autograd_keeps_the_tensors_of_a_real_graph() -> None:
+    """They are the inputs of the product and of the nonlinearity, and nothing after the backward pass."""
     weight = nn.Parameter(torch.empty(64, 64, device="meta"))
     weight.grad = torch.empty_like(weight)
     with recorder() as recording:
@@ -72,7 +72,7 @@ def test_an_operation_takes_as_long_as_its_slower_side() -> None:
 
 
 @pytest.mark.parametrize("least", [0.0, 0.1])
-def test_what_an_operation_holds_for_itself_is_in_the_peak(least: float) -> None:
+def test_the_peak_includes_workspaces_of_operations(least: float) -> None:
     """Cut cross entropy holds gradients of logits, sums in float32, and a copy of the weight if a filter sorts it."""
     tokens, width, words = 256, 64, 512
     hidden = torch.empty(tokens, width, device="meta", dtype=torch.bfloat16, requires_grad=True)

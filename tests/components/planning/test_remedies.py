@@ -6,7 +6,7 @@ import tomli
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.remedies import Remedy, remedies, remedies_text, remedy_data
+from drawloom.components.planning.remedies import Remedy, find_remedies, remedies_text, remedy_data
 
 RECIPE = Recipe.load(
     "first_run",
@@ -19,24 +19,26 @@ def remedies_at(part: float) -> list[Remedy]:
     """Return the remedies on two ranks of a device with this part of the recipe's memory."""
     roomy = plan(RECIPE, device_model("cpu"), 2)
     device = attrs.evolve(device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
-    return remedies(RECIPE, plan(RECIPE, device, 2))
+    return find_remedies(RECIPE, plan(RECIPE, device, 2))
 
 
-def test_each_line_is_a_setting_that_takes_what_it_says() -> None:
-    """As TOML over the recipe. All take less, the last one fits where several lines are needed, and it has these."""
+def test_each_line_is_a_setting_with_its_planned_memory() -> None:
+    """
+    A line is TOML over the recipe. All take less, the last one fits where several lines are needed, and it has these.
+    """
     *single, together = remedies_at(0.5)
     assert len(single) >= 4
     assert not any(remedy.plan.fits for remedy in single)
     assert together.plan.fits
-    assert len(together.lines) > 1
+    assert len(together.setting_lines) > 1
     peaks = [max(remedy.plan.peak_memory_bytes) for remedy in single]
     assert peaks == sorted(peaks, reverse=True)
     for remedy in (single[0], together):
-        overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.lines)))
+        overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.setting_lines)))
         again = plan(overlaid, remedy.plan.device, remedy.plan.ranks)
         assert again.peak_memory_bytes == remedy.plan.peak_memory_bytes
-        assert all(line in remedies_text([remedy]) for line in remedy.lines)
-    assert remedy_data(together)["toml"] == together.lines
+        assert all(line in remedies_text([remedy]) for line in remedy.setting_lines)
+    assert remedy_data(together)["toml"] == together.setting_lines
 
 
 def test_nothing_is_proposed_where_nothing_helps() -> None:

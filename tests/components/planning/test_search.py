@@ -37,13 +37,13 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
 
 
 def test_the_fastest_pipeline_is_tried_with_auto() -> None:
-    """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on that mesh."""
+    """Its overlay has the layers' costs, and gives the same plan; no other schedule is faster on this mesh."""
     words = ("model.num_hidden_layers=5", "model.vocab_size=5000", "vars.length=256", "stages.head_layer_cost=2")
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = device_model("cpu")
     every = search(recipe, device, 2)
-    overlays = [(tomli.loads(each.overlay), each.plan) for each in every]
-    [(overlay, planned)] = [each for each in overlays if each[0].get("schedule", {}).get("use", "").endswith(".auto")]
+    overlays = [(tomli.loads(candidate.overlay), candidate.plan) for candidate in every]
+    [(overlay, planned)] = [pair for pair in overlays if pair[0].get("schedule", {}).get("use", "").endswith(".auto")]
     assert len(overlay["schedule"]["slices"]) == 5
     again = plan(recipe.with_values(overlay), device, 2)
     assert again.time.seconds == planned.time.seconds
@@ -64,10 +64,11 @@ def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
     assert values["schedule"]["memory"] == alone.slices(2)["memory"] < 1e8
 
 
-def test_stages_that_auto_makes_too_large_are_left_out() -> None:
+def test_stages_too_large_under_auto_are_left_out() -> None:
     """
-    A pipeline that fits is found where the stages of `auto` would not fit. The head costs more than layers, so `auto`
-    gives most layers to the first stage with the embedding: in a hardly trained model, parameters fill a rank's memory.
+    The search finds a pipeline that fits, although the stages of `auto` would not. The head costs more than layers, so
+    `auto` gives most layers to the first stage with the embedding: in a hardly trained model, parameters fill a rank's
+    memory.
     """
     words = [
         *("precision.compute=bfloat16", "precision.parameter=bfloat16", "vars.length=16", "batch.global_size=2"),
@@ -104,7 +105,7 @@ def test_rows_are_divided_as_the_recipe_says() -> None:
 
 
 def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
-    """Also lists of lists, and several of one setting, whose short values stay."""
+    """This includes nested lists; short values of the same setting stay."""
     every = ", ".join(["0.125"] * 12)
     nested = ", ".join(["[1.0, 2.0, 1.0, 1.0]"] * 5)
     line = f"slices = [{nested}]; recompute = {{ selective = {{ again = [{every}], kept = 0.5 }}, x = [1, 2] }}"
@@ -112,8 +113,8 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
     assert _abbreviate(line) == shown
 
 
-def test_ranks_that_suit_no_mesh_are_told() -> None:
-    """Instead of an empty table; with the reason, if there is another one than the number of rows in a step."""
+def test_ranks_without_a_suitable_mesh_are_reported() -> None:
+    """The message replaces an empty table, with the reason unless it is the number of rows in a step."""
     assert "another number of ranks" in search_text(search(RECIPE, device_model("cpu"), 7))
     circular = {"schedule": "pipeline.schedules.circular", "executor": "pipeline.circular.executor"}
     recipe = RECIPE.with_values({name: {"use": use} for name, use in circular.items()})

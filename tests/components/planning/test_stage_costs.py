@@ -9,6 +9,7 @@ from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning import stage_costs
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.stage_costs import StageCosts, StageMeter
+from support.family_words import FAMILY_WORDS
 
 SMALL = ("model.hidden_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16")
 SPLIT = ("mesh.pipeline=2", "batch.micro_size=1", "schedule.use=pipeline.schedules.zero_bubble_1p")
@@ -20,6 +21,7 @@ CASES = {
     "one of two, the last recomputed": ("first_run", "2", 5, ()),
     "one of three, two kept at the end": ("first_run", "3", 6, ()),
     "experts": ("moe", "2", 4, ("model.num_experts=4", "model.moe_intermediate_size=32")),
+    **{family: ("first_run", "2", 4, words) for family, words in FAMILY_WORDS.items()},
     "in two parts": ("pipeline", "none", 8, SPLIT),
     "in two parts, one of two": ("pipeline", "2", 8, SPLIT),
     "in two parts, all": ("pipeline", "blocks", 6, SPLIT),
@@ -27,7 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stage_costs_what_a_recording_of_all_its_blocks_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_costs_as_much_as_a_recording_of_all_its_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Bytes, their peaks and seconds equal the whole stage's, pass by pass. An input pass that recomputes has a peak at
     most 2 % higher: it depends on the recomputed blocks.

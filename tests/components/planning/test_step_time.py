@@ -4,7 +4,7 @@ import pytest
 
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.step_time import ReplicaTimes, StepTime, cost_table, step_time
+from drawloom.components.planning.step_time import ReplicaTimes, StepTime, cost_table, estimate_step_time
 from drawloom.components.ports.program import Action, Program
 
 PROGRAM = Program.of(
@@ -22,7 +22,7 @@ NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, 0.0)
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
     """The second rank is busy for 14 s; it waits for the first forward and the last backward."""
-    planned_time = step_time(PROGRAM, cost_table(COSTS, [NOTHING] * 2, message=0.5), COSTS, [NOTHING] * 2)
+    planned_time = estimate_step_time(PROGRAM, cost_table(COSTS, [NOTHING] * 2, message=0.5), COSTS, [NOTHING] * 2)
     assert (planned_time.compute, planned_time.sending) == (14.0, 0.0)
     assert planned_time.bubble == pytest.approx(1 + 0.5 + 0.5 + 2)
 
@@ -37,17 +37,17 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
 
     def time_with_update(forward: float, backward: float) -> StepTime:
         costs = {0: StageCosts({"F": PassCost(1.0, host=forward), "B": PassCost(4.0, host=backward)}, 0)}
-        return step_time(program, cost_table(costs, update, message=0.0), costs, update)
+        return estimate_step_time(program, cost_table(costs, update, message=0.0), costs, update)
 
     assert (time_with_update(3.0, 1.0).compute, time_with_update(3.0, 1.0).seconds) == (10.0, 11.5)
     assert (time_with_update(3.0, 2.5).compute, time_with_update(3.0, 2.5).seconds) == (11.0, 11.5)
     assert (time_with_update(3.0, 3.0).compute, time_with_update(3.0, 3.0).seconds) == (12.0, 12.0)
 
 
-def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
+def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     """A pass that gathers parameters takes at least as long; gradient sums run beside the last backward pass."""
     exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
-    planned_time = step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
+    planned_time = estimate_step_time(PROGRAM, cost_table(COSTS, exchanges, message=0.0), COSTS, exchanges)
     assert planned_time.compute == 2 * 3.0 + 2 * 4.5
     assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, 1.0, 0.5)
     assert planned_time.seconds == planned_time.compute + planned_time.bubble + 3.5
@@ -56,7 +56,7 @@ def test_exchanges_are_hidden_by_passes_as_far_as_these_are_longer() -> None:
 def test_forward_passes_of_a_reference_come_before() -> None:
     """Through both ranks, with messages; they are a part of the step."""
     table = cost_table(COSTS, [NOTHING] * 2, message=0.5)
-    alone, both = (step_time(PROGRAM, table, COSTS, [NOTHING] * 2, reference) for reference in (False, True))
+    alone, both = (estimate_step_time(PROGRAM, table, COSTS, [NOTHING] * 2, reference) for reference in (False, True))
     forward = table.lengths[:, 0]
     assert both.reference == pytest.approx(forward[0] + 0.5 + 2 * forward[1])
     assert both.seconds == pytest.approx(alone.seconds + both.reference)
@@ -64,5 +64,5 @@ def test_forward_passes_of_a_reference_come_before() -> None:
 
 
 def test_the_parts_have_names() -> None:
-    """For JSON."""
+    """The names are for JSON."""
     assert StepTime(1, 2, 3, 4, 5, 6, 7).as_data()["sync"] == 6

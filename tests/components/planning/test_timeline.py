@@ -7,14 +7,14 @@ from drawloom.components.ports.program import Action, Program
 
 
 def program(*names: str) -> Program:
-    """One rank's program of actions such as F0."""
+    """Return one rank's program of actions such as F0."""
     return Program.of([[Action(0, name[0], int(name[1:])) for name in names]])  # type: ignore[arg-type]
 
 
 WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B": PassCost(peak_delta=3)}, 0)}
 
 
-def test_a_peak_is_that_of_all_microbatches_in_flight() -> None:
+def test_a_peak_covers_all_microbatches_in_flight() -> None:
     """Gradients, present from the first backward pass on, count too."""
     peak = peak_of(program("F0", "F1", "B0", "F2", "B1", "B2"), 0, WHOLE, {0: 100})
     assert (peak.bytes, peak.action) == (100 + 20 + 3, "0B1")
@@ -27,8 +27,8 @@ def test_gradients_take_the_place_of_activations_in_the_first_backward_pass() ->
     assert peak_of(program("F0", "B0"), 0, WHOLE, {0: 80}).bytes == 80
 
 
-def test_what_waits_for_its_weight_gradients_is_held() -> None:
-    """After I less than before, until W."""
+def test_activations_wait_for_their_weight_gradients() -> None:
+    """Less than before is kept after I, until W."""
     split = {
         "F": PassCost(peak_delta=10, kept_bytes={"x": 10}),
         "I": PassCost(peak_delta=1, kept_bytes={"y": 4}),
@@ -37,3 +37,13 @@ def test_what_waits_for_its_weight_gradients_is_held() -> None:
     costs = {0: StageCosts(split, 0)}
     peak = peak_of(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
     assert (peak.bytes, peak.action) == (4 + 10 + 1, "0I1")
+
+
+def test_offloaded_activations_count_near_their_passes_only() -> None:
+    """They are counted from F to the next action and from the action before B, not while they wait."""
+    line = program("F0", "F1", "F2", "F3", "F4", "B0", "B1", "B2", "B3", "B4")
+    resident, offloaded = (peak_of(line, 0, WHOLE, {0: 0}, stages) for stages in (frozenset[int](), frozenset({0})))
+    assert (resident.bytes, resident.action) == (50 + 3, "0B0")
+    # During B0, microbatch 0 is back, 1 returns, and 4 leaves; 2 and 3 are away.
+    assert (offloaded.bytes, offloaded.action) == (30 + 3, "0B0")
+    assert offloaded.kinds == {"x": 30, "temporary": 3}

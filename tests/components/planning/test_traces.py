@@ -23,7 +23,7 @@ RANKS = (
 def write(
     folder: Path, rank: int, spans: Mapping[str, tuple[float, float]], more: Sequence[dict[str, object]] = ()
 ) -> None:
-    """A trace as torch writes it, of spans in microseconds; spaces behind a name tell equal ones apart."""
+    """Write a trace in torch's format, with spans in microseconds; spaces behind a name distinguish equal names."""
     (folder / "traces").mkdir(exist_ok=True)
     events = [
         {"ph": "X", "cat": "user_annotation", "name": name.strip(), "ts": start - rank * 1e6, "dur": end - start}
@@ -86,8 +86,8 @@ def test_a_trace_that_some_ranks_have_not_written_is_passed_over(tmp_path: Path)
         read_traced_step(tmp_path, PROGRAM)
 
 
-def test_what_is_no_trace_of_the_program_is_told(tmp_path: Path) -> None:
-    """No folder, another recipe, a broken file: one sentence each."""
+def test_an_unsuitable_trace_is_refused(tmp_path: Path) -> None:
+    """A missing folder, another recipe and a broken file have one sentence each."""
     with pytest.raises(UserError, match="has no traces; let its recipe"):
         read_traced_step(tmp_path, PROGRAM)
     for rank, spans in enumerate(RANKS):

@@ -29,7 +29,7 @@ def test_whole_rows_are_of_one_document(ids: list[list[int]], whole: bool) -> No
 
 
 def test_a_batch_without_weights_has_neither_targets_nor_tokens() -> None:
-    """A rank that evaluates more microbatches than it has rows for adds nothing to loss, weight and token count."""
+    """A rank without rows in an evaluation adds nothing to loss, weight and token count."""
     ids = torch.ones(2, 3, dtype=torch.int64)
     idle = TokenBatch(ids, ids, ids, ids, ids.float()).without_weights()
     assert not idle.weights.any() and (idle.targets == IGNORE_INDEX).all() and idle.token_count == 0

@@ -10,7 +10,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size
 
 
 @given(LENGTHS, st.none() | st.integers(1, 5))
-def test_pairs_are_those_of_the_mask(lengths: list[list[int]], window: int | None) -> None:
+def test_pairs_equal_those_of_the_mask(lengths: list[list[int]], window: int | None) -> None:
     """Pairs counted one by one: a token and earlier tokens in the same document and window."""
     length = max((sum(row) for row in lengths), default=0)
     rows = [[n for n, size in enumerate(row) for _ in range(size)] for row in lengths]

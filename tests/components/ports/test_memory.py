@@ -9,7 +9,7 @@ from drawloom.components.ports.memory import MemoryKind, memory_by_kind
 
 @attrs.frozen
 class User:
-    """Something that holds so many bytes."""
+    """A user of this many bytes."""
 
     held: Mapping[MemoryKind, int]
 

@@ -14,7 +14,7 @@ RANK_PROGRAMS: list[RankProgram] = [
 
 
 @pytest.mark.parametrize("policies", [("blocks",), ("none", "all"), ("none", 0)])
-def test_policies_that_are_none_or_not_as_many_as_stages_are_refused(policies: tuple[Any, ...]) -> None:
+def test_every_stage_needs_a_known_policy(policies: tuple[Any, ...]) -> None:
     """A program has a recomputation policy for all its stages, or for none."""
     lines = [[Action(stage, op, 0) for op in "FB"] for stage in range(2)]  # type: ignore[arg-type]
     assert Program.of(lines, recompute=("blocks", 2)).recompute == ("blocks", 2)
@@ -31,7 +31,7 @@ def test_rank_programs_round_trip() -> None:
     assert program.rank.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
-def test_labels_are_those_of_torch() -> None:
+def test_labels_equal_those_of_torch() -> None:
     """Actions are written stage, op, microbatch; parts of an overlap are separated by a bar."""
     assert [str(item) for item in RANK_PROGRAMS[0]] == ["0F0", "0F1|3B0", "3I1", "3W1"]
     assert str(Action(3, "SEND_F", 7, peer=1)) == "3SEND_F7"
@@ -73,8 +73,8 @@ def test_a_rank_program_may_be_empty() -> None:
     assert program.select(np.array([False])).rank_program(1) == []
 
 
-def test_what_is_recomputed_stays_with_a_part_of_a_program() -> None:
-    """It is given by stage; without, the stages say it."""
+def test_parts_of_a_program_keep_its_recomputation() -> None:
+    """It is listed by stage; without it, the stages' own policy applies."""
     program = Program.of(RANK_PROGRAMS, recompute=("none", 2, "blocks", "selective"))
     assert program.select(program.op == 0).recompute == ("none", 2, "blocks", "selective")
     assert Program.of(RANK_PROGRAMS).recompute == ()

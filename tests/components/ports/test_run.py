@@ -1,4 +1,4 @@
-"""Steps: cadences, numbers that the host learns late, and skipped updates."""
+"""Steps: cadences, numbers known to the host late, and skipped updates."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from support.steps import LateState, late
     ("cadence", "steps"),
     [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7]), ("last", [7]), ("never", [])],
 )
-def test_steps_of_a_cadence(cadence: Cadence, steps: list[int]) -> None:
+def test_a_cadence_selects_steps(cadence: Cadence, steps: list[int]) -> None:
     """A number selects its multiples and the last step, `last` only the last step, `never` none."""
     assert [index for index in range(1, 8) if due(cadence, Step(index, 7))] == steps
 
@@ -41,7 +41,7 @@ def test_late_numbers_are_waited_for_once_by_a_reader(reading: Callable[[Step], 
 
 
 def test_conditions_of_several_phases_skip_a_step() -> None:
-    """A step is skipped if any condition is true; a reason that does not apply is passed over."""
+    """A step is skipped if any condition is true; a reason with a false condition is ignored."""
     step = Step(1, 2)
     step.skip_if(torch.tensor(False), lambda: "")
     assert (float(step.state["skip"]), step.skip_reason) == (0.0, "")

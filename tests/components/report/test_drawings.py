@@ -4,8 +4,8 @@ from drawloom.components.pipeline.schedules.one_f_one_b import OneFOneB
 from drawloom.components.report.drawings import draw_schedule
 
 
-def test_a_schedule_is_drawn_if_it_has_something_to_show() -> None:
-    """A single rank has no schedule, and a picture that would fill the page is left out."""
+def test_only_useful_schedules_are_drawn() -> None:
+    """A single rank has no schedule, and a picture too large for a page is left out."""
     assert "one_f_one_b: 2 ranks" in draw_schedule("pipeline.schedules.one_f_one_b", OneFOneB(), 2, 4)
     assert draw_schedule("one_f_one_b", OneFOneB(), 1, 4) == ""
     assert draw_schedule("one_f_one_b", OneFOneB(), 64, 1024) == ""

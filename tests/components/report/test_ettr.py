@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from drawloom.components.report.ettr import Ettr, ettr
+from drawloom.components.report.ettr import Ettr, compute_ettr
 from drawloom.components.report.events import read_log
 from drawloom.components.report.metrics import read_metrics
 
 
 def ettr_of(folder: Path) -> Ettr | None:
     """Return a run folder's ETTR."""
-    return ettr(read_log(folder), read_metrics(folder))
+    return compute_ettr(read_log(folder), read_metrics(folder))
 
 
 def write(folder: Path, steps: int, log: list[tuple[int, str]]) -> Path:

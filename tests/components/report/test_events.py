@@ -4,7 +4,7 @@ from drawloom.components.report.events import MAX_EVENTS, parse_log
 
 
 def line(text: str, level: str = "INFO", logger: str = "drawloom.run", second: int = 0) -> str:
-    """A line of a log."""
+    """Return a line of a log."""
     return f"2026-01-01 00:00:{second:02d},000 {level} {logger}: {text}"
 
 
@@ -26,7 +26,7 @@ def test_a_process_without_an_end_was_killed() -> None:
     assert (log.lost, log.first[-2:], log.last[-2:]) == (5, "00", "00")
 
 
-def test_what_stops_a_run_is_an_event() -> None:
+def test_stops_and_changes_of_a_run_are_events() -> None:
     """The page has the log's signals, failures, skipped steps, warnings and recipe changes."""
     log = parse_log(
         [

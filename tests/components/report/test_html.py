@@ -12,13 +12,13 @@ from support.folders import Folder
 
 
 def report(folder: Path, mesh: Any, draw: Any = lambda step: "<svg></svg>") -> HtmlReport:
-    """A report of a run without a schedule."""
+    """Return a report of a run without a schedule."""
     recipe = ResolvedRecipe("format = 1\n", "hash", draw=draw)
     return HtmlReport(folder=Folder(folder), mesh=mesh, recipe=recipe, schedules=Every(), batching=Every())
 
 
-def test_a_report_is_finished_for_its_step_alone(tmp_path: Path, one_rank: Any) -> None:
-    """A run that is continued to more steps writes it again."""
+def test_a_report_is_written_again_for_a_later_step(tmp_path: Path, one_rank: Any) -> None:
+    """A run continued to more steps writes it again."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n', "utf-8")
     task = report(tmp_path, one_rank)
     assert not task.is_finished(3)
@@ -28,7 +28,7 @@ def test_a_report_is_finished_for_its_step_alone(tmp_path: Path, one_rank: Any) 
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever is wrong with the folder or the drawing, the run is not ended by it."""
+    """No fault of the folder or the drawing ends the run."""
     with caplog.at_level(logging.WARNING, "drawloom.run"):
         (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
         report(tmp_path, one_rank).finish(3)

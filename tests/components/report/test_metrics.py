@@ -15,11 +15,11 @@ def metrics_of(*rows: dict[str, Any]) -> Metrics:
     """Metrics of these rows."""
     metrics = Metrics()
     for row in rows:
-        metrics.put(row)
+        metrics.add_row(row)
     return metrics
 
 
-def test_a_short_series_is_kept_as_it_is() -> None:
+def test_a_short_series_is_kept_unchanged() -> None:
     """Every point has its step and its value, and no band."""
     curve = metrics_of(*({"step": step, "loss": 1 / step} for step in range(1, 241))).curves()["loss"]
     assert curve.x == list(range(1, 241)) and not curve.low and not curve.high
@@ -68,8 +68,8 @@ def test_an_evaluation_before_training_is_at_step_0() -> None:
     assert metrics.axes() == {"step": [0, 1], "tokens": [0, 100], "seconds": [0, 2]}
 
 
-def test_rows_of_a_stranger_do_no_harm(tmp_path: Path) -> None:
-    """Numbers that JSON or a float can't hold, other types, repeated steps and cut lines are left out."""
+def test_rows_of_a_stranger_are_filtered(tmp_path: Path) -> None:
+    """Numbers too large for JSON or a float, other types, repeated steps and cut lines are left out."""
     loss = [1.0, 10**400, None, True, "<b>", [1], -1e301]
     lines = [json.dumps({"step": step, "loss": value}) for step, value in enumerate(loss, 1)]
     lines += [
@@ -83,7 +83,7 @@ def test_rows_of_a_stranger_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    """A run folder that a stranger sent can't have the report show another file."""
+    """A report of a stranger's run folder cannot show another file."""
     (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match="symbolic link"):
         read_metrics(tmp_path)

@@ -18,13 +18,13 @@ def test_recipes_are_compared_key_by_key() -> None:
     assert differences([other, "= no TOML"]) == [("run.use", ['"run.job"', ""]), ("run.name", ['"b"', ""])]
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path: Path) -> None:
     """Folders of the same name are called by their paths, others by their names."""
     folders = [tmp_path / "a/mine", tmp_path / "b/mine", tmp_path / "other"]
     assert names_of(folders) == [str(folders[0]), str(folders[1]), "other"]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     """The message has a remedy."""
     with pytest.raises(UserError, match="is not a run folder; give one, such as"):
         check_is_run(tmp_path)

@@ -43,7 +43,7 @@ OWN_PROCESS = -1
 def test_a_run_has_the_state_of_its_newest_process(
     tmp_path: Path, log: str, process: int, host: str, state: str
 ) -> None:
-    """A process that logged no end runs as long as it exists; a process of another host is believed to run."""
+    """A process without a logged end runs as long as it exists; a process of another host is believed to run."""
     write_run(tmp_path / "a", log=log)
     hold(tmp_path / "a", os.getpid() if process == OWN_PROCESS else process, host)
     [row] = read_rows(tmp_path)
@@ -73,7 +73,7 @@ def test_a_row_has_numbers_and_differing_settings(tmp_path: Path) -> None:
 
 
 def test_rows_are_sorted_by_number_with_missing_values_last(tmp_path: Path) -> None:
-    """Also a setting is compared as a number; an unknown column is an error that lists all."""
+    """Settings are compared as numbers, too; an unknown column is an error with a list of all."""
     for name, lr, losses in (("a", 1e-3, (2.0,)), ("b", 3e-4, ()), ("c", 1e-2, (1.0,))):
         write_run(tmp_path / name, lr=lr, losses=losses)
     rows = read_rows(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.run.batch import GlobalBatch, RampStage, uneven
+from drawloom.components.run.batch import GlobalBatch, RampStage, explain_uneven_step
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 
@@ -20,11 +20,19 @@ sizes = st.integers(1, 4)
 
 
 def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, shard: int) -> list[GlobalBatch]:
-    """The batch node of every data-parallel rank, in order."""
+    """Return the batch node of every data-parallel rank, in order."""
     sizes = {"data_replicate": replicate, "data_shard": shard, "pipeline": 2}
     places = [(outer, inner) for outer in range(replicate) for inner in range(shard)]
     meshes = [mesh_of(sizes, {"data_replicate": outer, "data_shard": inner}) for outer, inner in places]
     return [GlobalBatch(mesh=mesh, global_size=global_size, micro_size=micro_size) for mesh in meshes]
+
+
+def test_replicas_fit_if_all_get_whole_microbatches(mesh_of: MeshOf) -> None:
+    """24 rows in microbatches of 2 fit 1, 2, 3 and 6 replicas of two shards; a ramp must fit, too."""
+    batch = ranks(mesh_of, 24, 2, 1, 2)[0]
+    assert [count for count in range(1, 13) if batch.fits_replicas(count)] == [1, 2, 3, 6]
+    batch.ramp = [RampStage(size=8, until_step=2)]
+    assert [count for count in range(1, 13) if batch.fits_replicas(count)] == [1, 2]
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 5))
@@ -81,16 +89,16 @@ def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) ->
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))
 def test_every_number_in_the_remedy_works(global_size: int, micro_size: int, replicas: int) -> None:
-    """Every size that the error message suggests is accepted."""
-    fault = uneven(global_size, micro_size, replicas)
+    """Every size in the error message is accepted."""
+    fault = explain_uneven_step(global_size, micro_size, replicas)
     if fault is None:
         assert global_size % (micro_size * replicas) == 0
         return
     remedy, _, other = fault[1].partition(", or micro_size = ")
     for number in re.findall(r"\d+", remedy):
-        assert uneven(int(number), micro_size, replicas) is None
+        assert explain_uneven_step(int(number), micro_size, replicas) is None
     assert re.findall(r"\d+", remedy)
-    assert not other or uneven(global_size, int(other), replicas) is None
+    assert not other or explain_uneven_step(global_size, int(other), replicas) is None
 
 
 def test_uneven_step_is_refused_when_the_mesh_is_known(mesh_of: MeshOf) -> None:
@@ -124,7 +132,7 @@ def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: RampS
     return list(GlobalBatch.constraints(node))
 
 
-def test_check_reports_sizes_that_fit_no_world_size() -> None:
+def test_check_reports_sizes_without_a_matching_world_size() -> None:
     """Microbatches and shards that do not divide a step are reported before the world size is known."""
     assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
     assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
@@ -141,7 +149,7 @@ def test_check_reports_sizes_that_do_not_fit_the_written_mesh() -> None:
     assert len(faults(8, 2, {"data_replicate": 3, "data_shard": 1})) == 1
 
 
-def test_a_mesh_without_these_settings_is_no_problem() -> None:
+def test_a_mesh_without_these_settings_is_not_checked() -> None:
     """A mesh component with other settings is not checked."""
     assert faults(8, 2, {}) == []
 

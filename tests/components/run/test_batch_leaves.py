@@ -13,7 +13,7 @@ def problems(*words: str) -> list[str]:
     return [f"{problem.node}: {problem.text}; {problem.hint}" for problem in recipe.graph.errors]
 
 
-def test_a_loss_is_refused_if_the_data_do_not_write_what_it_reads() -> None:
+def test_a_loss_is_refused_if_the_data_lack_its_leaves() -> None:
     """The problem names the loss, the missing leaves, the data and its leaves."""
     [problem] = problems()
     assert problem == (
@@ -22,8 +22,8 @@ def test_a_loss_is_refused_if_the_data_do_not_write_what_it_reads() -> None:
     )
 
 
-def test_a_metric_is_refused_as_a_loss_is() -> None:
-    """Whatever reads leaves is compared, wherever it is in the recipe."""
+def test_a_metric_is_refused_like_a_loss() -> None:
+    """Every reader of leaves is compared, anywhere in the recipe."""
     [loss, metric] = sorted(problems("metrics.bits.use=metrics.bits_per_byte"))
     assert loss.startswith("loss: ") and "[metrics.bits] reads the leaf targets of batches" in metric
 

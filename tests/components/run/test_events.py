@@ -12,7 +12,7 @@ from drawloom.graph import Every
 
 @attrs.define
 class Recorder:
-    """A listener that records its events."""
+    """A recorder of events."""
 
     kinds: list[str] = attrs.field(factory=list)
 
@@ -41,7 +41,7 @@ def test_every_listener_gets_every_event() -> None:
     assert [listener.kinds for listener in listeners.values()] == [["run_started", "run_ended"]] * 2
 
 
-def test_a_listener_is_sent_only_what_it_observes() -> None:
+def test_a_listener_gets_only_the_events_it_observes() -> None:
     """A listener gets only the event kinds named by its class."""
 
     class Observer(Recorder):

@@ -57,8 +57,8 @@ def test_other_changes_are_refused_and_all_listed(tmp_path: Path) -> None:
     assert _lock(tmp_path) == "old"
 
 
-def test_changes_that_can_not_be_accepted_are_not_offered(tmp_path: Path) -> None:
-    """Where the saved state does not fit, --accept-changes would only fail later."""
+def test_changes_that_cannot_be_accepted_are_not_offered(tmp_path: Path) -> None:
+    """If the saved state does not fit, --accept-changes would only fail later."""
     claim_recipe(tmp_path, _recipe("old"))
     with pytest.raises(UserError) as caught:
         claim_recipe(tmp_path, _recipe("new", RecipeChange("model", "hidden_size", "16", "32", "incompatible")))

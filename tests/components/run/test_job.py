@@ -47,8 +47,8 @@ def test_a_moved_run_folder_is_the_folder_of_its_run(tmp_path: Path, monkeypatch
     assert NamedRun.in_folder({"name": "b", "folder": "old"}, ["name"], "moved/a") == {"folder": "runs/b"}
 
 
-def test_a_run_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    """By the setting that names it; a folder, or nothing yet, is fine."""
+def test_a_file_in_place_of_a_run_folder_is_refused(tmp_path: Path) -> None:
+    """The problem is at the setting for it; a folder, or nothing yet, is fine."""
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^folder: .*file is a file; write the path of a folder"):
         NamedRun(name="x", folder=tmp_path / "file").open()

@@ -28,7 +28,7 @@ def _try(folder: Path) -> str:
 
 
 def _outlive_a_killed_holder(folder: Path) -> tuple[bool, str]:
-    """Fork a holder that forks a worker, kill the holder, and try the lock while the worker lives."""
+    """Fork a holder with a worker, kill the holder, and try the lock while the worker lives."""
     reading, writing = os.pipe()
     holder = os.fork()
     if holder == 0:
@@ -66,8 +66,8 @@ def test_removing_the_lock_file_lets_no_second_run_in(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_file_system_that_locks_files_only_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS refuses to lock a folder that is open for reading; the file's lock still refuses a second run."""
+def test_a_lock_needs_only_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS refuses to lock a folder open for reading; the file's lock still refuses a second run."""
     flock = fcntl.flock
 
     def lock_or_fail(descriptor: int, operation: int) -> None:
@@ -150,7 +150,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_full_disk_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a descriptor names no file by itself; the folder is free again."""
 
     def pwrite(*_: Any) -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.run.randomness import ProcessRandomness, generators, set_generators
+from drawloom.components.run.randomness import ProcessRandomness, generator_states, set_generator_states
 
 
 @pytest.fixture(autouse=True)
 def own_generators() -> Iterator[None]:
     """Restore the generators after the test."""
-    before = generators()
+    before = generator_states()
     yield
-    set_generators(before)
+    set_generator_states(before)
 
 
 @pytest.fixture
@@ -78,9 +78,9 @@ def test_generators_depend_on_seed_and_rank(open_randomness: Callable[..., Proce
 
 def test_close_restores_the_generators(open_randomness: Callable[..., ProcessRandomness]) -> None:
     """A program's own draws are the same with and without a run in between."""
-    before = generators()
+    before = generator_states()
     expected = _draws()
-    set_generators(before)
+    set_generator_states(before)
     node = open_randomness()
     _draws()
     node.close()

@@ -21,7 +21,7 @@ def own_determinism() -> Iterator[None]:
 
 @pytest.fixture
 def node(job: Any, one_rank: Any) -> ProcessRandomness:
-    """A randomness node with deterministic = true."""
+    """Return a randomness node with deterministic = true."""
     return ProcessRandomness(job=job, mesh=one_rank, deterministic=True)
 
 
@@ -58,7 +58,7 @@ def test_by_default_the_settings_are_unchanged(job: Any, one_rank: Any) -> None:
 def test_an_operation_without_a_deterministic_implementation_is_a_user_error(
     node: ProcessRandomness, job: Any, one_rank: Any
 ) -> None:
-    """torch's RuntimeError becomes a message that names the setting; other errors are unchanged."""
+    """torch's RuntimeError becomes a message with the name of the setting; other errors are unchanged."""
     node.open()
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(3).put_(torch.tensor([1]), torch.tensor([1.0]))

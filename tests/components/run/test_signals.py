@@ -1,4 +1,4 @@
-"""Signals that stop the run."""
+"""Signals for stopping the run."""
 
 import ctypes
 import os
@@ -53,7 +53,7 @@ class Exit:
 
 @pytest.fixture
 def signals(one_rank: Any) -> Iterator[Signals]:
-    """An open node on one rank whose exit is recorded."""
+    """Yield an open node on one rank whose exit is recorded."""
     signals = Signals(mesh=one_rank, extra_signals=["SIGUSR1"])
     signals.exit, signals.debounce = Exit(), ECHO_HERE
     signals.open()
@@ -111,7 +111,7 @@ def test_a_forwarded_interrupt_counts_once(signals: Signals) -> None:
 
 @pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_of_a_cluster_count_once_however_late_they_repeat(signals: Signals, later: int) -> None:
-    """A warning before SIGTERM, and a SIGTERM that is forwarded seconds later, cost no checkpoint."""
+    """A warning before SIGTERM, and a SIGTERM forwarded seconds later, cost no checkpoint."""
     reader: Any = signals._reader
     reader._debounce = 0.0
     for number in (signal.SIGTERM, later, later):

@@ -1,29 +1,31 @@
 """The training loop."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
+from torch import Tensor
 
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.ports.run import Event, Step, StoppedError
+from drawloom.components.ports.run import Event, Phase, Step, StoppedError
 from drawloom.components.run.trainer import Trainer
-from drawloom.graph import Every, Ordered, RecipeError, UserError
+from drawloom.graph import Every, Ordered, RecipeError, UserError, component
 from drawloom.graph.project import Recipe
 from support.steps import LateState
 
 
 @attrs.define
 class Record:
-    """A phase, restorer, final task, stop and event bus that records its calls."""
+    """A recorder of calls: a phase, restorer, final task, stop and event bus."""
 
     calls: list[str] = attrs.field(factory=list)
     restored: int = 0
     finished: int = 0
     signal_after: int = 0
     last: int = 0
+    held: int = 0
     before_final_tasks: list[str] | None = None
 
     def run_phase(self, step: Step) -> None:
@@ -44,6 +46,9 @@ class Record:
 
     def wait_until_staged(self) -> None:
         self.calls.append("wait")
+
+    def hold(self, step: Step) -> None:
+        self.held = step.index
 
     def is_finished(self, step: int) -> bool:
         return self.finished == step
@@ -71,7 +76,7 @@ class Record:
 
 
 def trainer(record: Record, steps: int = 3, **changes: Any) -> Trainer:
-    """A trainer with one record as every part."""
+    """Return a trainer with one record as every part."""
     parts: dict[str, Any] = {
         "events": record,
         "stop": record,
@@ -129,7 +134,7 @@ def test_an_unfinished_final_task_is_repeated() -> None:
 
 
 def test_final_tasks_of_an_earlier_step_are_repeated_after_more_steps() -> None:
-    """A result that was made after step 2 does not count after step 3."""
+    """A result made after step 2 does not count after step 3."""
     record = Record(restored=2, finished=2)
     trainer(record).run()
     assert record.calls == ["phase 3/3", "finish 3"]
@@ -155,7 +160,7 @@ def test_a_signal_in_a_final_task_returns_its_number() -> None:
 
 
 def test_a_final_task_that_fails_does_not_stop_the_next() -> None:
-    """An export that can't be written costs no sample; its error still ends the run."""
+    """A failed export costs no sample; its error still ends the run."""
 
     class Failing(Record):
         def finish(self, step: int) -> None:
@@ -244,7 +249,7 @@ def test_events_surround_steps_and_phases() -> None:
 
 @attrs.define
 class Updates(Record):
-    """A phase that updates weights, and saves in the steps `saved`; steps in `failing` can't be saved."""
+    """A phase that updates weights, and saves in the steps `saved`; saves in `failing` steps fail."""
 
     saved: tuple[int, ...] = ()
     failing: int = 0
@@ -270,7 +275,7 @@ def test_an_update_waits_for_staging() -> None:
 
 
 def test_events_surround_a_save() -> None:
-    """Listeners see a phase that saves, also one that fails, and a save at which the run stops."""
+    """Listeners see each save of a phase, also a failed one, and the save at which the run stops."""
     record = Updates(saved=(2,), failing=2)
     with pytest.raises(UserError, match="broken"):
         trainer(record).run()
@@ -284,7 +289,7 @@ def test_events_surround_a_save() -> None:
 
 @attrs.define
 class GoesBack(Record):
-    """Goes back at a step, the first time that it comes there."""
+    """A phase for going back at a step, the first time."""
 
     at: int = 3
 
@@ -297,8 +302,8 @@ class GoesBack(Record):
 
 
 @pytest.mark.parametrize("at", [3, 4])
-def test_a_step_that_goes_back_is_followed_by_the_one_after_the_checkpoint(at: int) -> None:
-    """Nodes act after that restore, too; also from the last step, and with a signal nothing is saved first."""
+def test_a_run_goes_back_to_a_checkpoint_and_continues(at: int) -> None:
+    """Nodes act after the restore, too; also from the last step, and with a signal nothing is saved first."""
     record = GoesBack(at=at)
     trainer(record, steps=4, restored=Every({"folder": record})).run()
     phases = [f"phase {index}/4" for index in range(1, 5)]
@@ -316,7 +321,7 @@ def test_without_a_checkpoint_a_step_that_goes_back_is_skipped_alone() -> None:
     assert record.calls == ["phase 1/3", "phase 2/3", "phase 3/3", "finish 3"]
 
 
-def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None:
+def test_listeners_open_before_the_phases() -> None:
     """Logs and timeouts cover the opening of data and model: only a listener's dependencies open before it."""
     graph = Recipe.load("first_run").graph
     order = graph.topological_order(["trainer"])
@@ -327,8 +332,8 @@ def test_listeners_open_before_the_phases_whatever_the_order_of_fields() -> None
     assert {"forward_backward", "executor", "stages", "data"}.isdisjoint(needed)
 
 
-def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
-    """A checkpoint that is to be kept by such an output would never be; numbers are offered and taken."""
+def test_a_best_checkpoint_needs_a_numeric_output_of_a_phase() -> None:
+    """A checkpoint chosen by any other output would never be kept; the problem suggests numbers, which are accepted."""
     with pytest.raises(RecipeError, match=r"no phase of \[trainer\] writes a number 'validation_los'; did you mean"):
         Recipe.load("first_run", "checkpoint.best=validation_los").check()
     numbers = (
@@ -352,7 +357,7 @@ def test_an_output_that_is_no_number_of_a_phase_is_no_best_one() -> None:
 
 
 @pytest.mark.parametrize("words", [["evaluate.every=never"], ["edit.trainer.phases.remove=['@evaluate']"]])
-def test_a_best_one_by_a_number_that_is_never_written_is_warned_of(words: list[str]) -> None:
+def test_a_best_checkpoint_by_an_unwritten_number_is_warned_of(words: list[str]) -> None:
     """Without an evaluation, or with one that never runs, there is no validation loss to choose the best checkpoint."""
     text = "no phase of [trainer] writes a number 'validation_loss', so that 'best' does nothing"
     warned = [problem.text for problem in Recipe.load("first_run", *words).check()]
@@ -388,7 +393,7 @@ class Stopping(Record):
 
 @pytest.mark.parametrize(("other", "last"), [(0, 2), (1, 1)])
 def test_a_phase_ends_the_run_on_all_ranks(other: int, last: int) -> None:
-    """A stop that this or another rank asks for ends the run with the step: it is the last, and final tasks follow."""
+    """If any rank asks for a stop, the run ends with this step: it is the last, and final tasks follow."""
     record = Stopping(other=other)
     assert trainer(record).run() == 0
     assert record.seen == [False] * (last - 1) + [True]
@@ -396,15 +401,15 @@ def test_a_phase_ends_the_run_on_all_ranks(other: int, last: int) -> None:
 
 
 def test_an_ended_run_trains_no_further() -> None:
-    """A phase that ended the run before a restart is asked before the first step; only missing tasks run."""
+    """If a phase ended the run before a restart, it is asked before the first step; only missing tasks run."""
     for finished, calls in ((2, []), (0, ["finish 2"])):
         record = Stopping(restored=2, finished=finished, ended=True)
         trainer(record).run()
         assert record.calls == calls
 
 
-def test_a_step_that_goes_back_ends_no_run() -> None:
-    """The step is repeated or skipped, so that a stop in it does not count."""
+def test_a_step_that_goes_back_does_not_end_the_run() -> None:
+    """The step is repeated or skipped, so a stop in it does not count."""
     record = Stopping(goes_back=True)
     trainer(record, checkpointer=None).run()
     assert record.calls[-2:] == ["phase 3/3", "finish 3"]
@@ -419,6 +424,46 @@ def test_only_a_stopping_phase_may_end_the_run() -> None:
 
     with pytest.raises(TypeError, match=r"\[only\] calls Step.stop, and has no method stop_reason"):
         trainer(Undeclared()).run()
+
+
+@component(writes=("gradients",))
+class Defers:
+    """A phase that leaves the factor 3 to later phases."""
+
+    gradient: Tensor
+
+    def run_phase(self, step: Step) -> None:
+        step.scale_gradients(self.gradient.mul_, torch.tensor(3.0, dtype=torch.float64))
+
+
+@component(reads=("gradients",))
+class Reads:
+    """A phase that reads the gradient, and knows of no factor."""
+
+    gradient: Tensor
+    seen: list[float] = attrs.field(factory=list)
+
+    def run_phase(self, step: Step) -> None:
+        self.seen.append(float(self.gradient))
+
+
+@component(reads=("gradients",))
+class TakesFactors(Reads):
+    """A phase that reads the gradient, and takes deferred factors."""
+
+    defers_scaling: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Reads, 6.0), (TakesFactors, 2.0)])
+def test_readers_of_gradients_see_deferred_factors(kind: type[Reads], expected: float) -> None:
+    """Deferred factors multiply gradients before a phase that reads them, unless the phase takes the factors."""
+    gradient = torch.tensor(2.0, dtype=torch.float64)
+    reader = kind(gradient=gradient)
+    phases: Ordered[Phase] = Ordered([Defers(gradient=gradient), reader], ["defers", "reads"])
+    one_step = trainer(Record(), steps=1)
+    one_step.phases = phases
+    one_step.run()
+    assert reader.seen == [expected]
 
 
 @pytest.mark.parametrize("stopped_at", [0, 2])

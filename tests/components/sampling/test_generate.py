@@ -28,7 +28,7 @@ class Successor:
 
 
 def draw_continuation(model: Any, mesh: Any, **changes: Any) -> list[int]:
-    """The continuation of 0."""
+    """Return the continuation of 0."""
     options: dict[str, Any] = {"context": 3, "end": 4, "temperature": 0.0, **changes}
     tokens = options.pop("tokens", 6)
     generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ def test_a_model_that_has_diverged_ends_no_run(tmp_path: Path, one_rank: Any) ->
 
 
 def test_a_pipe_in_place_of_the_sample_is_replaced(tmp_path: Path, one_rank: Any) -> None:
-    """A pipe that a stranger has put into the run folder is not opened, and the sample is written in its place."""
+    """A stranger's pipe in the run folder is not opened, and the sample is written in its place."""
     model = mock.Mock(infer=lambda tokens, shared: torch.zeros(1, tokens.shape[1], 257))
     folder, randomness = fake(RunFolder, folder=tmp_path), fake(Randomness, stream=lambda name: torch.Generator())
     sample = Sample(model=model, tokenizer=Bytes(), folder=folder, randomness=randomness, mesh=one_rank, tokens=1)

@@ -1,4 +1,4 @@
-"""Problems that `check` reports on stages and their neighbours."""
+"""Problems reported by `check` on stages and their neighbours."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_gradients_that_shards_would_narrow_are_refused() -> None:
 
 
 def problems(recipe: drawloom.Recipe) -> list[str]:
-    """Return the problems that `check` reports on ranks along tensor."""
+    """Return the problems reported by `check` on ranks along tensor."""
     return [text for text in map(str, recipe.graph.problems) if "'tensor'" in text]
 
 
@@ -37,7 +37,7 @@ def problems(recipe: drawloom.Recipe) -> list[str]:
         ("first_run", ("mesh.tensor=2", "model.new_tokens=1"), ["rows of new tokens"]),
     ],
 )
-def test_models_that_tensor_ranks_can_not_share_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+def test_indivisible_models_are_refused_on_tensor_ranks(recipe: str, words: Any, whys: list[str]) -> None:
     """A size that is not divisible is a problem with its number; divisible sizes have none."""
     messages = problems(drawloom.Recipe.load(recipe, *words))
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
@@ -60,7 +60,7 @@ ALL_TO_ALL = 'stages.dispatcher={use="experts.all_to_all"}'
         ("first_run", (ALL_TO_ALL,), "[model] has no experts"),
     ],
 )
-def test_models_whose_experts_ranks_can_not_share_are_refused(recipe: str, words: Any, why: str | None) -> None:
+def test_indivisible_experts_are_refused(recipe: str, words: Any, why: str | None) -> None:
     """Ranks along expert require a divisible number of experts, and a dispatcher between ranks."""
     sizes = ("mesh.data_shard=2", "mesh.expert=2", "batch.micro_size=8")
     messages = [str(problem) for problem in drawloom.Recipe.load(recipe, *sizes, *words).graph.problems]
@@ -86,11 +86,24 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
         ("finetune_lora", ("vars.base=.", "adapters.lora.dropout=0.1"), ["dropout of [adapters.lora]"]),
     ],
 )
-def test_passes_that_are_no_graphs_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
+def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
     """Collectives and dropout can't be captured; replicas, which sum afterwards, and any schedule can."""
     every = map(str, drawloom.Recipe.load(recipe, "stages.capture=true", *words).graph.problems)
     messages = [text for text in every if "captured" in text or "CUDA graph" in text]
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("stages.capture=true",), "passes in CUDA graphs keep their activations in place"),
+        (("executor.streams=true",), "freed on another stream than it was allocated on"),
+    ],
+)
+def test_activations_with_a_fixed_place_are_not_offloaded(words: tuple[str, ...], why: str) -> None:
+    """CUDA graphs and a stream for each stage are refused together with offloading."""
+    problems = drawloom.Recipe.load("first_run", "stages.offload=true", *words).graph.problems
+    assert [why in str(problem) for problem in problems] == [True]
 
 
 OUTER = ("model.num_hidden_layers=6",)
@@ -104,16 +117,16 @@ SHORT = (*AUTO, "schedule.memory=1.5", "schedule.stages_per_rank=1", "schedule.a
 BLOCKS = "schedule.recompute={ blocks = { again = 0.9, kept = 0.1 } }"
 
 
-def test_explain_says_what_stages_recompute() -> None:
-    """As the schedule chooses it: in a memory of three of four layers both stages recompute."""
+def test_explain_shows_the_recomputation_of_stages() -> None:
+    """It is the schedule's choice: within the memory of three of four layers both stages recompute."""
     text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *SHORT, BLOCKS).explain("stages")
     assert (
         "recomputed, by [schedule] if a step has 8 microbatches: blocks in stage 0, one of 2 blocks in stage 1" in text
     )
 
 
-def test_explain_says_how_many_layers_stages_have() -> None:
-    """As many as the schedule gives them: one less where the last layer costs three."""
+def test_explain_shows_the_layers_of_stages() -> None:
+    """Layers are as the schedule divides them: one less if the last layer costs three."""
     words = (*AUTO, "schedule.slices=[1.0, 1.0, 1.0, 3.0]", "schedule.stages_per_rank=1")
     text = drawloom.Recipe.load("pipeline", "model.num_hidden_layers=4", *words).explain("stages")
     assert "layers of stages, by [schedule]: 3, 1" in text
@@ -160,6 +173,7 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
         (CIRCULAR[:1], ["[executor] [schedule] places embedding and head on every rank"]),
         (CIRCULAR[1:], ["[schedule] [executor] runs one program for all ranks"]),
         ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
+        ((*CIRCULAR, "stages.offload=true"), ["are not actions of a program, which could offload their activations"]),
         ((*CIRCULAR, "stages.head_layer_cost=2"), ["none has fewer layers for them; write head_layer_cost = 0"]),
         ((*CIRCULAR, "mesh.tensor=2", "model.vocab_size=320"), []),
         ((*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4"), []),
@@ -173,7 +187,7 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
         ),
     ],
 )
-def test_what_the_circular_pipeline_does_not_do_is_refused(words: tuple[str, ...], whys: list[str]) -> None:
+def test_features_missing_in_the_circular_pipeline_are_refused(words: tuple[str, ...], whys: list[str]) -> None:
     """Schedule and executor belong together; CUDA graphs, and costs for ends on no stage, are refused."""
     messages = [str(problem) for problem in drawloom.Recipe.load("pipeline", *words).graph.problems]
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages

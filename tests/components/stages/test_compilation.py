@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 
 def built(compiled: bool) -> Any:
-    """A model of three layers."""
+    """Return a model of three layers."""
     kernels = cpu_kernels()
     kernels.open()
     model = dense(num_hidden_layers=3, kernels=kernels)
@@ -42,7 +42,7 @@ def test_tokens_that_travel_are_not_compiled() -> None:
 
 
 def loss_of(module: Any, policy: Recompute) -> Any:
-    """The loss of some tokens under a policy of recomputation."""
+    """Return the loss of some tokens under a policy of recomputation."""
     tokens = torch.arange(12).view(2, 6)
     shared = TokenContext(torch.arange(6).expand(2, 6), torch.zeros_like(tokens), torch.ones(tokens.shape))
 
@@ -106,7 +106,7 @@ def warnings_of(*words: str) -> list[str]:
 ZERO_BUBBLE = "schedule.use=pipeline.schedules.zero_bubble_v"
 
 
-def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
+def test_check_warns_of_compiled_blocks_under_split_backward() -> None:
     """A schedule with W and compiled blocks is a warning; so is a policy that compiled blocks do not follow."""
     assert warnings_of(ZERO_BUBBLE) == warnings_of("stages.compile=true") == []
     (warning,) = warnings_of(ZERO_BUBBLE, "stages.compile=true")
@@ -118,7 +118,7 @@ def test_check_warns_of_weight_gradients_that_can_not_be_put_off() -> None:
 
 
 def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow() -> None:
-    """The memory that `auto` counts on is not freed, as with the stages' own setting."""
+    """The memory `auto` counts on is not freed, as with the stages' own setting."""
     auto = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.stages_per_rank=1")
     again = "{ again = 0.1, kept = 0.6 }"
     chosen = [f"schedule.recompute={{ {policy} = {again} }}" for policy in ("selective", "blocks")]

@@ -22,7 +22,7 @@ class Rank(SingleProcess):
 
 
 def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
-    """A small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
+    """Return a small model on one of several tensor ranks, drawn from a seed: its parameters, and their places."""
     model = dense(vocab_size=31)
     with torch.device("meta"):
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
@@ -62,7 +62,7 @@ def test_only_frozen_parameters_have_an_origin() -> None:
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
-    """The meta device computes its size without memory; ranks that share parameters need less apiece."""
+    """The meta device computes its size without memory; ranks with a part of the parameters need less."""
     device = torch.device("cpu")
     with torch.device("meta"):
         module = nn.Linear(2**20, memory_of(device) // 2**22 * 3 // 2, bias=False)

@@ -62,7 +62,7 @@ class Constant(nn.Module):
 
 
 def on_meta(build: Callable[[], nn.Module]) -> Any:
-    """A module built on the meta device."""
+    """Return a module built on the meta device."""
     with torch.device("meta"):
         return build()
 

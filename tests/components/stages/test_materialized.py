@@ -10,6 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drawloom.components.loss.next_token import NextToken
+from drawloom.components.model.gpt_oss import GptOss
+from drawloom.components.model.qwen3_5 import Qwen35
+from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.muon import Muon
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.slices import TensorSlice
@@ -18,6 +22,7 @@ from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import UserError
 from support.doubles import Machine
+from support.families import small
 
 
 @attrs.define
@@ -99,6 +104,10 @@ class Half:
     uncast: tuple[str, ...] = ()
     linear: str = "compute"
     linear_in_compute: tuple[str, ...] = ()
+    linear_weights: Any = "pass"
+    gather: Any = "compute"
+    frozen: str = "compute"
+    frozen_in_compute: tuple[str, ...] = ()
 
 
 class Freeze:
@@ -158,6 +167,27 @@ class Shares:
         return module  # type: ignore[no-any-return]
 
 
+def test_weight_decay_and_muon_follow_the_roles_that_layers_declare(one_rank: Any, job: Any) -> None:
+    """Convolutions and decays in gated delta nets, and biases in stacked experts, are no matrices, whatever shape."""
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 4}
+    hybrid: Any = small(Qwen35, num_hidden_layers=4, linear_key_head_dim=4, linear_value_head_dim=4, **delta)
+    experts: Any = small(GptOss, num_hidden_layers=4, num_experts=3, num_experts_per_tok=2)
+    vectors = ("norm", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "sinks", "bias")
+    for model in (hybrid, experts):
+        stages = open_stages(one_rank, job, model)
+        muon, adamw = Muon(parameters=stages, mesh=one_rank, lr=0.1), AdamW(parameters=stages, mesh=one_rank, lr=0.1)
+        for optimizer in (muon, adamw):
+            optimizer.open()
+        decayed = {
+            part for group in adamw._optimizers[0].param_groups if group["weight_decay"] for part in group["params"]
+        }
+        moments = muon.moments()
+        for name, part in stages.named_parameters():
+            is_matrix = not name.removesuffix(".weight").endswith(vectors)
+            assert (part in decayed) == is_matrix, name
+            assert (moments[name] == ("momentum_buffer",)) == (is_matrix and ".layers." in name), name
+
+
 def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
     """Two copies in memory would have one entry in a checkpoint; a module shared by two layers stays one."""
     with pytest.raises(UserError, match=r"^1\.weight and 3\.weight are one parameter of two modules"):
@@ -177,8 +207,8 @@ def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any)
     assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
 
 
-def test_state_goes_from_one_to_another(one_rank: Any, job: Any) -> None:
-    """Loaded parameters equal the saved ones; parameters that don't match are named."""
+def test_state_moves_between_stages(one_rank: Any, job: Any) -> None:
+    """Loaded parameters equal the saved ones; mismatched parameters are named."""
     stages, other = open_stages(one_rank, job, Blueprint()), open_stages(one_rank, job, Blueprint())
     with torch.no_grad():
         stages.named_parameters()[0][1].fill_(5)
@@ -213,8 +243,8 @@ class Biased(NextToken):
         self.module = module
 
 
-def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any) -> None:
-    """They are trained and saved under `loss` by the rank with the head, from values that follow from the seed."""
+def test_parameters_of_a_loss_belong_to_the_last_stage(mesh_of: Any, job: Any) -> None:
+    """They are trained and saved under `loss` by the rank with the head, from values determined by the seed."""
     contents: list[dict[str, Any]] = []
     for rank, module in ((0, Bias()), (1, Bias()), (1, nn.ModuleDict({"inner": Bias()}))):
         mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
@@ -233,7 +263,7 @@ def test_parameters_of_a_loss_are_those_of_the_last_stage(mesh_of: Any, job: Any
 
 
 def test_parameters_of_a_loss_are_in_no_folder_of_weights(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """Where the model starts from a folder, the loss starts from the values of its module."""
+    """If the model starts from a folder, the loss starts from its module's values."""
     save_file({f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}, tmp_path / "model.safetensors")
     stages = open_stages(one_rank, job, Blueprint(), loss=Biased(Bias()), weights=tmp_path)
     fresh = open_stages(one_rank, job, Blueprint(), loss=Biased(Bias()))
@@ -301,7 +331,7 @@ def test_weights_of_a_folder_leave_no_buffer_unfilled(one_rank: Any, job: Any, t
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_path: Path) -> None:
     """Ranks read their layers under the folder's names, in their own precision; frozen weights stay frozen."""
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
@@ -313,14 +343,14 @@ def test_weights_are_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tmp_
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"][rank:]
 
 
-def test_weights_that_are_not_there_are_told(one_rank: Any, job: Any, tmp_path: Path) -> None:
-    """A folder without weights is a person's mistake, said in a sentence."""
+def test_a_folder_without_weights_is_refused(one_rank: Any, job: Any, tmp_path: Path) -> None:
+    """The error is one sentence for the user."""
     with pytest.raises(UserError, match="nowhere"):
         open_stages(one_rank, job, Blueprint(), weights=tmp_path / "nowhere")
 
 
 def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
-    """A first stage whose embedding weighs a layer holds one fewer; one that would hold none is refused."""
+    """A first stage whose embedding weighs a layer has one layer less; a stage without layers is refused."""
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 0})
     assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), embedding_layer_cost=1).named_parameters()) == 2
     assert len(open_stages(mesh, job, Blueprint(num_hidden_layers=5), head_layer_cost=1).named_parameters()) == 3
@@ -330,7 +360,7 @@ def test_embedding_and_head_may_count_as_layers(mesh_of: Any, job: Any) -> None:
 
 @attrs.frozen
 class Cuts(Loops):
-    """A schedule that sets the stages' layer counts."""
+    """A schedule with layer counts for its stages."""
 
     sizes: tuple[int, ...] = (3, 1)
 
@@ -352,7 +382,7 @@ def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: A
             open_stages(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
 
 
-def test_memory_counts_what_a_step_holds_once(one_rank: Any, job: Any) -> None:
+def test_memory_counts_every_tensor_of_a_step_once(one_rank: Any, job: Any) -> None:
     """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
     model = Blueprint()
     whole = open_stages(one_rank, job, model)

@@ -38,7 +38,7 @@ def test_a_batch_is_pickled_and_evolved_with_all_of_its_leaves() -> None:
 
 
 def test_a_subclass_has_the_leaves_of_its_base() -> None:
-    """A class that adds a leaf to another class divides all leaves."""
+    """A subclass with one more leaf splits all leaves."""
 
     class Rated(Clips):
         rating: Tensor = leaf("rows", kw_only=True)
@@ -58,8 +58,8 @@ def test_a_subclass_has_the_leaves_of_its_base() -> None:
         ({"weights": torch.ones(4).double()}, r"Clips.weights are torch.float64; write float32"),
     ],
 )
-def test_leaves_that_do_not_fit_together_are_named(leaves: dict[str, Any], message: str) -> None:
-    """The message has the leaf, its shape, and the shape that its spec and the weights ask for."""
+def test_leaves_of_wrong_shape_are_named(leaves: dict[str, Any], message: str) -> None:
+    """The message has the leaf, its shape, and the shape expected from its spec and the weights."""
     clips().check()
     with pytest.raises(ValueError, match=message):
         clips().evolve(**leaves).check()
@@ -85,7 +85,7 @@ def test_a_class_is_refused_where_it_does_not_say_how_leaves_are_divided() -> No
             weights: Tensor = leaf("rows")
 
 
-def test_a_plan_of_a_class_without_an_outline_says_what_to_write() -> None:
-    """Shapes of one's own leaves are known to their class alone."""
+def test_a_plan_of_a_class_without_an_outline_gives_a_remedy() -> None:
+    """Only a user's class knows the shapes of its leaves."""
     with pytest.raises(NotImplementedError, match=r"Clips .* define the class method outline\(rows, length\)"):
         Clips.outline(2, 3)

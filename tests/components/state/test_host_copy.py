@@ -25,7 +25,7 @@ def test_the_host_waits_when_it_reads() -> None:
 
 
 def test_tensors_on_the_cpu_are_not_copied() -> None:
-    """They have arrived."""
+    """They are ready at once."""
     tensor = torch.ones(2)
     copy = HostCopy.start({"a": tensor})
     assert copy.has_arrived and copy.read()["a"] is tensor

@@ -58,7 +58,7 @@ def _numbers(draw: Any, shape: list[int]) -> np.ndarray:
 
 @st.composite
 def tensor_cases(draw: Any, count: int) -> Case:
-    """A tensor, sharded or stacked along some dimension; numpy is the oracle."""
+    """Return a tensor, sharded or stacked along some dimension; numpy is the oracle."""
     stacked = draw(st.booleans())
     shape = draw(st.lists(st.integers(0, 3), min_size=0 if stacked else 1, max_size=3))
     dimensions = len(shape) + stacked

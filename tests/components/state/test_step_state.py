@@ -267,7 +267,7 @@ def test_written_tensors_are_detached() -> None:
 
 
 def test_values_without_a_graph_are_the_written_objects() -> None:
-    """Nothing is copied: a value is read as the object that was written, in both views."""
+    """Nothing is copied: a value is read as the written object, in both views."""
     state = StepState(microbatches=2, specs={"batches": Stack()})
     first, second = {"tokens": torch.zeros(2)}, {"tokens": torch.ones(2)}
     state["batches"] = written = [first, second]

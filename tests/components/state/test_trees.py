@@ -69,7 +69,7 @@ def test_nodes_are_new(tree: Any) -> None:
 
 
 def test_rebuilding_a_node_calls_no_constructor() -> None:
-    """A tree may have leaves that a constructor would refuse, such as specifications instead of tensors."""
+    """Leaves need not suit the constructor, such as specifications instead of tensors."""
     assert rebuild(Record(1), ["no number", 2]).x == "no number"
     assert rebuild(Guarded(1), ["no number"]).x == "no number"
 

@@ -29,7 +29,7 @@ def test_a_written_file_has_the_bytes_size_and_hash(tmp_path: Path, size: int) -
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that takes three bytes at a time gets all bytes in order."""
+    """A system that accepts three bytes at a time gets all bytes in order."""
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:3], offset))
     durable_files.write_file(tmp_path / "file", b"0123456789")
@@ -70,8 +70,8 @@ def test_removing_nothing_is_fine(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "c").write_text("")
     durable_files.remove_folder(tmp_path / "a")
     durable_files.remove_folder(tmp_path / "a")
-    assert durable_files.names(tmp_path) == []
-    assert durable_files.names(tmp_path / "a") == []
+    assert durable_files.list_names(tmp_path) == []
+    assert durable_files.list_names(tmp_path / "a") == []
 
 
 def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_a_pipe_is_removed_without_opening_it(tmp_path: Path) -> None:
     durable_files.remove_folder(tmp_path / "pipe")
     begin_folder(tmp_path / "export").discard()
     durable_files.replace_file(tmp_path / "file", b"content")
-    assert durable_files.names(tmp_path) == ["file"]
+    assert durable_files.list_names(tmp_path) == ["file"]
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Make a folder that becomes the target when the block ends."""
+    """Make a folder, which becomes the target when the block ends."""
     temporary = begin_folder(target)
     try:
         yield temporary.folder
@@ -95,8 +95,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
         temporary.discard()
 
 
-def test_appears_when_done(tmp_path: Path) -> None:
-    """Until the block ends there is no target; then it holds all that was written, and nothing else is left."""
+def test_a_folder_appears_when_done(tmp_path: Path) -> None:
+    """Until the block ends there is no target; then it has everything written, and nothing else is left."""
     target = tmp_path / "new" / "export"
     with whole_folder(target) as aside:
         (aside / "inner").mkdir()
@@ -106,7 +106,7 @@ def test_appears_when_done(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["export"]
 
 
-def test_vanishes_with_an_exception(tmp_path: Path) -> None:
+def test_an_exception_removes_the_folder(tmp_path: Path) -> None:
     """An exception leaves neither the target nor anything beside it."""
     with pytest.raises(OSError, match="disk full"), whole_folder(tmp_path / "export") as aside:
         (aside / "file").write_text("half")
@@ -144,8 +144,8 @@ def test_takes_an_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
-def test_never_replaces_anything(tmp_path: Path, kind: str) -> None:
-    """A target that holds something is refused before anything is written."""
+def test_an_existing_target_is_refused(tmp_path: Path, kind: str) -> None:
+    """A folder, a file or a link at the target is refused before anything is written."""
     target = tmp_path / "export"
     if kind == "folder":
         target.mkdir()
@@ -159,7 +159,7 @@ def test_never_replaces_anything(tmp_path: Path, kind: str) -> None:
     assert os.listdir(tmp_path) == ["export"]
 
 
-def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_resolved_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative target is resolved when the block begins, also if the current directory changes."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -170,7 +170,7 @@ def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_everything_is_on_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file and folder is flushed before the rename, and the folder that holds the target after it."""
+    """Every file and folder is flushed before the rename, and the target's parent folder after it."""
     log: list[str] = []
     flush, rename = os.fsync, os.rename
 
@@ -213,7 +213,7 @@ def test_a_replaced_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monke
     assert log == ["fsync .file.tmp: old", "rename", f"fsync {tmp_path.name}: new"]
 
 
-def test_a_file_that_can_not_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_replaced_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk keeps the old content, and nothing beside it; a killed process's leftover is no obstacle."""
 
     def full(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Opening files that a stranger put into a folder."""
+"""Opening files in a stranger's folder."""
 
 import hashlib
 import os
@@ -38,7 +38,7 @@ def make_special_file(folder: Path, kind: str) -> Path:
     return path
 
 
-def test_reads_from_an_offset(tmp_path: Path) -> None:
+def test_a_part_is_read_from_its_offset(tmp_path: Path) -> None:
     """Parts of a file are read wherever they lie."""
     (tmp_path / "file").write_bytes(b"0123456789")
     with open_regular_file(tmp_path / "file") as file:
@@ -109,7 +109,7 @@ def test_a_file_truncated_while_read_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 5])
-def test_the_hash_is_that_of_the_whole_file(tmp_path: Path, size: int) -> None:
+def test_the_hash_covers_the_whole_file(tmp_path: Path, size: int) -> None:
     """A file's hashes are its blocks' hashes, also for an empty file."""
     data = (bytes(range(251)) * (size // 251 + 1))[:size]
     (tmp_path / "file").write_bytes(data)

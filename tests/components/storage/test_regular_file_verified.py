@@ -62,7 +62,7 @@ def test_a_part_is_read_with_its_blocks_alone(
     assert sorted(reads) == [(number * BLOCK, min(BLOCK, SIZE - number * BLOCK)) for number in sorted(blocks)]
 
 
-def test_what_is_read_in_order_is_read_once(path: Path, reads: list[tuple[int, int]]) -> None:
+def test_a_block_read_in_order_is_read_once(path: Path, reads: list[tuple[int, int]]) -> None:
     """Consecutive parts in one block share its single read."""
     expected = hash_file(path)
     reads.clear()
@@ -90,7 +90,7 @@ def test_a_changed_block_is_refused_only_where_it_is_read(tmp_path: Path, path: 
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path, path: Path) -> None:
-    """A cut file does not even open, and neither does one that something was appended to."""
+    """A file that was cut or appended to does not even open."""
     for data in (DATA[:-1], DATA + b"x"):
         (tmp_path / "file").write_bytes(data)
         with (

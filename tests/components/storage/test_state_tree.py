@@ -78,7 +78,7 @@ def test_a_dict_that_looks_like_a_tree_node_is_a_dict(look_alike: dict[str, Any]
     assert _same(_through_files(state), state)
 
 
-def test_views_are_saved_as_what_they_show() -> None:
+def test_views_are_saved_with_their_own_values() -> None:
     """Transposed, strided, expanded and overlapping views come back with their own values, and small ones small."""
     table = torch.arange(1000.0).reshape(10, 100)
     views = {
@@ -125,7 +125,7 @@ def test_an_ordered_dict_is_a_dict() -> None:
     ],
 )
 def test_a_value_that_would_not_round_trip_is_refused_with_its_path(state: dict[str, Any], words: str) -> None:
-    """Sets, arrays, bytes and keys that are numbers are errors, not silently lists and strings."""
+    """Sets, arrays, bytes and number keys are errors, not silently lists and strings."""
     with pytest.raises(TypeError, match=words):
         pack(state)
 
@@ -137,7 +137,7 @@ def test_both_missing_and_unexpected_tensors_are_listed() -> None:
         unpack(tree, {"c": torch.zeros(1), "x": torch.zeros(1)})
 
 
-def test_a_narrowed_tree_has_slices_where_parts_are_held() -> None:
+def test_a_narrowed_tree_has_slices_of_the_whole() -> None:
     """A part of a whole tensor is a slice, a part of a slice is a slice of the whole; everything else is unchanged."""
     whole, outer = torch.arange(12.0).view(6, 2), TensorSlice((6, 2), (2, 0), (4, 2))
     state = {"a": [whole, 1], "b": SlicedTensor(whole[2:], outer), "c": (torch.ones(2), float("nan"), None)}

@@ -12,14 +12,14 @@ ROWS = [{"step": step, "loss": 1 / step, "name": "é", "none": None} for step in
 CONTENT = b"".join(map(encode_line, ROWS))
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_rows_are_read_back() -> None:
     """Rows come back as they were, in order, and nothing is damaged."""
     lines, damage = parse_lines(CONTENT)
     assert [line.row for line in lines] == ROWS and not str(damage)
 
 
 @given(offset=st.integers(0, len(CONTENT) - 2), bit=st.integers(0, 7))
-def test_every_flipped_bit_is_told_and_costs_one_or_two_lines(offset: int, bit: int) -> None:
+def test_every_flipped_bit_is_reported_and_costs_one_or_two_lines(offset: int, bit: int) -> None:
     """A flip anywhere is damage; the rows of other lines are as they were. One in a line's end joins two lines."""
     changed = bytearray(CONTENT)
     changed[offset] ^= 1 << bit
@@ -30,7 +30,7 @@ def test_every_flipped_bit_is_told_and_costs_one_or_two_lines(offset: int, bit: 
 
 
 @given(start=st.integers(0, len(CONTENT) - 2), length=st.integers(1, 300))
-def test_a_zeroed_range_is_told(start: int, length: int) -> None:
+def test_a_zeroed_range_is_reported(start: int, length: int) -> None:
     """Zeros anywhere are damage, unless they are a torn last line; no row is made of them."""
     end = min(start + length, len(CONTENT))
     lines, damage = parse_lines(CONTENT[:start] + bytes(end - start) + CONTENT[end:])
@@ -62,12 +62,12 @@ def test_a_line_of_another_step_than_was_written_removes_no_other(tmp_path: Path
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
-    """A run that has written nothing is not damaged."""
+    """A run without any output is not damaged."""
     assert read_steps(tmp_path / "none")[0] == []
 
 
-def test_rewind_returns_the_last_step_that_is_left(tmp_path: Path) -> None:
-    """Later lines are removed, and a file that is cut is appended to."""
+def test_rewind_returns_the_last_remaining_step(tmp_path: Path) -> None:
+    """Later lines are removed, and appending to a cut file works."""
     (tmp_path / "log").write_bytes(CONTENT)
     log = StepLog.open(tmp_path / "log")
     assert log.rewind(3) == 3 and log.rewind(9) == 3

@@ -52,6 +52,6 @@ def test_json_with_too_many_parts_is_refused_before_parsing(text: bytes) -> None
 
 
 def test_nesting_as_deep_as_parts_allow_is_refused() -> None:
-    """Where parts alone would allow it, depth is still no crash."""
+    """Deep nesting is an error instead of a crash, even within the limit of parts."""
     with pytest.raises(ValueError, match="nested too deeply"):
         parse(b"[" * 500_000 + b"]" * 500_000, most=10**6)

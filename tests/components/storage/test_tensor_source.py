@@ -31,7 +31,7 @@ def test_bytes_of_a_tensor_give_the_tensor_back(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,)])
-def test_odd_shapes(shape: tuple[int, ...]) -> None:
+def test_scalars_and_empty_tensors_have_their_bytes(shape: tuple[int, ...]) -> None:
     """Numbers without a dimension, and tensors without a number, have their bytes."""
     tensor = torch.ones(shape)
     assert len(bytes_of(tensor)) == 4 * tensor.numel()
@@ -40,8 +40,8 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     assert torch.equal(filled, tensor)
 
 
-def test_row_by_row() -> None:
-    """A tensor with another memory layout is written row by row; one with a gradient can be written."""
+def test_strided_tensors_are_written_row_by_row() -> None:
+    """A tensor with another memory layout is written in row-major order; one with a gradient can be written."""
     tensor = torch.arange(6.0, requires_grad=True).view(2, 3).T
     assert bytes(bytes_of(tensor)) == bytes(bytes_of(torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])))
     turned = torch.view_as_complex(torch.ones(1, 2)).conj()

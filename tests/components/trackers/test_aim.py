@@ -44,7 +44,7 @@ def load_before_timing() -> None:
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
-    """Return a function that opens a tracker, as in a run's process."""
+    """Return a function for opening a tracker, as in a run's process."""
 
     def make(**changes: Any) -> AimTracker:
         values = {"folder": Folder(tmp_path), "mesh": one_rank, "job": job, "timeout": 60.0} | changes
@@ -58,7 +58,7 @@ def make(tmp_path: Path, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
 
 @pytest.fixture(scope="session")
 def empty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository without runs; creating one takes Aim a second."""
+    """Return a repository without runs; creating one takes Aim a second."""
     folder = tmp_path_factory.mktemp("repository")
     load_aim().Repo.from_path(str(folder), init=True)
     return folder / ".aim"
@@ -71,7 +71,7 @@ def with_repository(empty_repository: Path, tmp_path: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -153,7 +153,7 @@ def test_a_resumed_run_has_one_value_per_step(make: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_a_rewound_summary_is_that_of_the_remaining_values(make: Any, tmp_path: Path) -> None:
+def test_a_rewound_summary_covers_the_remaining_values(make: Any, tmp_path: Path) -> None:
     """Last value, maximum and minimum ignore deleted steps, also if a metric loses all."""
     first = make()
     for step, loss in enumerate([2.0, 3.0, 9.0, -9.0], start=1):
@@ -220,7 +220,7 @@ def test_closing_ends_the_aim_run(make: Any, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("with_repository")
 def test_without_a_step_there_is_no_aim_run(make: Any, tmp_path: Path) -> None:
-    """A run that was finished already adds nothing to the repository."""
+    """A tracker closed before its first step adds nothing to the repository."""
     make().close()
     assert not (tmp_path / ".aim" / "meta" / "chunks").exists()
 
@@ -243,7 +243,7 @@ def test_aim_does_not_use_the_network(make: Any, tmp_path: Path, monkeypatch: py
 
 
 def test_a_missing_package_names_the_extra(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the command that installs it."""
+    """The message has the command for installing it."""
     monkeypatch.setitem(sys.modules, "aim", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[aim\]'"):
         make()
@@ -262,10 +262,10 @@ def test_another_rank_neither_loads_nor_writes(make: Any, mesh_of: Any, tmp_path
 
 
 @pytest.mark.usefixtures("with_repository")
-def test_what_aim_raises_is_one_warning(
+def test_an_error_of_aim_is_one_warning(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step that Aim refuses is missing, the others are there."""
+    """A step refused by Aim is missing, the others are there."""
     track = load_aim().Run.track
 
     def refuse(self: Any, value: float, name: str, step: int, context: Any) -> None:
@@ -316,7 +316,7 @@ def test_an_aim_that_hangs_delays_nothing(
 
 
 def test_a_repository_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:
-    """Nothing is written through a link that a run folder came with."""
+    """Nothing is written through a link in a received run folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / ".aim").symlink_to(elsewhere)
@@ -340,7 +340,7 @@ def test_training_and_validation_are_contexts_of_one_name(make: Any, tmp_path: P
 
 
 def _distributions(folder: Path, run: str) -> dict[int, tuple[list[float], tuple[float, float]]]:
-    """The only series of distributions of a run: weights and range by step."""
+    """Return the only series of distributions of a run: weights and range by step."""
     opened = _reopen(folder, run)
     series = opened.get_distribution_sequence("weights/a", load_aim().storage.context.Context({}))
     steps, values = series.values.sparse_list()

@@ -74,8 +74,8 @@ def test_a_shared_repository_may_be_created_by_another_run_meanwhile(
     assert [path.name for path in shared.iterdir()] == [".aim"]
 
 
-def test_a_folder_has_the_run_that_was_freed(tmp_path: Path) -> None:
-    """There is no run before, and that run afterwards, without its stale lock."""
+def test_a_freed_run_appears_in_its_folder(tmp_path: Path) -> None:
+    """There is no run before; afterwards the run is there, without its stale lock."""
     assert (find_run(tmp_path), has_run(tmp_path, "abc")) == ("", False)
     locks = tmp_path / ".aim" / "locks"
     locks.mkdir(parents=True)

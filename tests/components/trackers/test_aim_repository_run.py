@@ -49,7 +49,7 @@ class Aim:
 
 
 def run_of(aim: Aim, folder: Path) -> AimRun:
-    """A run with a property in a folder's repository."""
+    """Return a run with a property in a folder's repository."""
     run = AimRun(aim, AimLocation(str(folder)), "name")
     run.properties = {"seed": 3}
     return run
@@ -57,7 +57,7 @@ def run_of(aim: Aim, folder: Path) -> AimRun:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run folder with a repository."""
+    """Return a run folder with a repository."""
     (tmp_path / ".aim").mkdir()
     return tmp_path
 
@@ -79,7 +79,7 @@ def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
 
 
 def test_system_metrics_and_experiment_are_passed_on(folder: Path) -> None:
-    """Aim measures at the interval that is asked for."""
+    """Aim measures at the requested interval."""
     aim = Aim()
     run = AimRun(aim, AimLocation(str(folder)), "name", "looms", 30.0)
     run.prepare()
@@ -108,7 +108,7 @@ def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["repository", "run", "hparams"])
-def test_a_run_that_can_t_be_opened_is_tried_once(folder: Path, refused: str) -> None:
+def test_a_run_that_cannot_be_opened_is_tried_once(folder: Path, refused: str) -> None:
     """The first try raises, later calls do nothing, and `usable` is false."""
     aim = Aim(refuses=refused)
     run = run_of(aim, folder)

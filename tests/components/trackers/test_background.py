@@ -60,7 +60,7 @@ def test_a_task_that_raises_does_not_stop_the_others() -> None:
 
 
 def test_closing_has_a_timeout() -> None:
-    """With a task that hangs, with a full queue or not, closing returns after its seconds."""
+    """With a hanging task, and a full queue or not, closing returns after its seconds."""
     gate = threading.Event()
     for waiting in (0, 2):
         begun = threading.Event()
@@ -105,7 +105,7 @@ def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
 
 @attrs.define(eq=False, kw_only=True)
 class Notes(TrackerInBackground):
-    """A tracker that records its values; `act` may hang or raise first."""
+    """A recorder of values; `act` may hang or raise first."""
 
     called: ClassVar[str] = "Notes"
     act: Any = None
@@ -157,7 +157,9 @@ def test_other_ranks_write_nothing(one_rank: Any) -> None:
     assert tracker.noted == []
 
 
-def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_or_failing_tracker_neither_delays_nor_ends_a_run(
+    one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """A hanging tracker costs the end's waiting time, a raising one nothing; both log one warning."""
     forever = threading.Event()
     hanging = NOTES(mesh=one_rank, act=forever.wait, queue_size=2, timeout=0.1)

@@ -17,7 +17,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., Any]:
-    """Return a function that opens a tracker, as in a run's process."""
+    """Return a function for opening a tracker, as in a run's process."""
 
     def make(kind: Any = CsvTracker) -> Any:
         tracker = kind(folder=Folder(tmp_path), mesh=one_rank)
@@ -28,7 +28,7 @@ def make(tmp_path: Path, one_rank: Any) -> Callable[..., Any]:
 
 
 def table(folder: Path) -> list[dict[str, str]]:
-    """The lines, by the names in the first."""
+    """Return the lines, by the names in the first."""
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -91,7 +91,7 @@ def test_trackers_in_one_folder_leave_one_another_alone(make: Any, tmp_path: Pat
 
 
 def test_a_link_is_refused(make: Any, tmp_path: Path) -> None:
-    """Nothing is written through a link that a run folder came with."""
+    """Nothing is written through a link in a received run folder."""
     (tmp_path / "metrics.csv").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError):
         make()
@@ -99,7 +99,7 @@ def test_a_link_is_refused(make: Any, tmp_path: Path) -> None:
 
 
 def test_a_removed_table_is_written_anew(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No line is lost, nor the first with the names, and one warning says that it happened."""
+    """No line is lost, nor the header with the names, and one warning reports it."""
     tracker = make()
     tracker.rewind(0)
     tracker.track(1, {"loss": 1.0})

@@ -31,7 +31,7 @@ class Second:
 
 @pytest.fixture
 def tracker(tmp_path: Path, one_rank: Any) -> Any:
-    """An open tracker in an empty folder."""
+    """Yield an open tracker in an empty folder."""
     tracker = JsonlTracker(folder=Folder(tmp_path), mesh=one_rank)
     tracker.open()
     yield tracker
@@ -191,10 +191,8 @@ def test_a_full_disk_loses_no_lines(
     ]
 
 
-def test_flush_names_the_steps_that_the_disk_has_not_accepted(
-    tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint that outlives its rows is not committed in silence; once the disk accepts them, flush succeeds."""
+def test_flush_names_the_steps_missing_on_the_disk(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint committed without its rows causes a warning; once the disk accepts them, flush succeeds."""
 
     def full(_file: int, _data: bytes) -> int:
         raise OSError(28, "No space left on device")
@@ -212,7 +210,7 @@ def test_flush_names_the_steps_that_the_disk_has_not_accepted(
 def test_a_removed_file_is_written_anew(
     tracker: JsonlTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No row is lost if somebody removes metrics.jsonl under the run, and one warning says that it happened."""
+    """No row is lost if somebody removes metrics.jsonl under the run, and one warning reports it."""
     for step in (1, 2, 3, 4):
         tracker.track(step, {"loss": 1.0})
         if step == 2:
@@ -255,7 +253,7 @@ def test_buffered_lines_are_limited(tracker: JsonlTracker, monkeypatch: pytest.M
 
 
 def test_rewind_works_on_a_full_disk(tracker: JsonlTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run can start again on a disk that is full."""
+    """A run can start again on a full disk."""
     for step in (1, 2, 3):
         tracker.track(step, {"loss": 1.0})
     monkeypatch.setattr(
@@ -268,7 +266,7 @@ def test_rewind_works_on_a_full_disk(tracker: JsonlTracker, tmp_path: Path, monk
 
 
 def test_flush_syncs_the_written_file(tracker: JsonlTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file that was written is fsynced."""
+    """The written file is fsynced."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     tracker.track(1, {"loss": 1.0})

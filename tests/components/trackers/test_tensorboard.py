@@ -19,7 +19,7 @@ from support.folders import Folder
 
 @pytest.fixture
 def make(tmp_path: Path, one_rank: Any) -> Callable[..., TensorBoardTracker]:
-    """Return a function that opens a tracker, as in a run's process."""
+    """Return a function for opening a tracker, as in a run's process."""
 
     def make(**changes: Any) -> TensorBoardTracker:
         tracker = TensorBoardTracker(**{"folder": Folder(tmp_path), "mesh": one_rank} | changes)
@@ -76,7 +76,7 @@ def test_histograms_and_properties_are_shown(make: Any, tmp_path: Path) -> None:
     assert parameters["optimizer.betas"].string_value == "[0.9, 0.95]"
 
 
-def test_what_hangs_or_fails_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_or_failing_writer_neither_delays_nor_ends_a_run(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A hanging writer costs the end's waiting time, a raising one nothing; both log one warning."""
     hanging, failing = make(queue_size=2, timeout=0.1), make()
     forever = threading.Event()
@@ -102,7 +102,7 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:
-    """Nothing is written through a link that a run folder came with."""
+    """Nothing is written through a link in a received run folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "tensorboard").symlink_to(elsewhere)

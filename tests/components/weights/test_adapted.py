@@ -44,7 +44,7 @@ def test_merging_keeps_the_names_of_all_but_the_adapters() -> None:
     assert "lm_head.weight" in mapper.outputs and "lm_head.weight" not in merge_mapper(module, tied=False).outputs
 
 
-def test_the_error_of_merging_is_what_rounding_loses_of_the_change() -> None:
+def test_the_error_of_merging_is_the_rounded_off_change() -> None:
     """1 + 2^-9 has no bfloat16: the change is lost whole; 1 + 2^-7 has one."""
     mapper = Mapper((TensorGroup(("w", "d"), ("w",), lambda tensors: [tensors[0] + tensors[1]]),))
     for change, lost in ((2.0**-9, 1.0), (2.0**-7, 0.0)):

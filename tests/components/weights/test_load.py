@@ -18,13 +18,13 @@ MAPPER = rename({"model.a": "a", "model.b": "b"})
 
 
 def folder_of(folder: Path, **tensors: Tensor) -> Path:
-    """A folder with tensors `model.NAME`."""
+    """Return a folder with tensors `model.NAME`."""
     save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
 def module_of(**parameters: Tensor) -> Any:
-    """A module with these parameters."""
+    """Return a module with these parameters."""
     module = nn.Module()
     for name, tensor in parameters.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
@@ -32,7 +32,7 @@ def module_of(**parameters: Tensor) -> Any:
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that holds nothing."""
+    """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -59,7 +59,7 @@ def test_makes_meta_parameters_real(tmp_path: Path) -> None:
 
 
 def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
-    """A parameter that two modules share is one parameter still when it is real."""
+    """A parameter of two modules is still one parameter when it is real."""
     module: Any = nn.Module()
     module.one, module.other = nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False, device="meta")
     module.other.weight = module.one.weight
@@ -68,7 +68,7 @@ def test_tied_meta_parameters_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(module.other.weight, torch.ones(2, 2))
 
 
-def test_meta_parameters_do_not_keep_what_they_were_cut_from() -> None:
+def test_meta_parameters_do_not_keep_the_whole_tensor() -> None:
     """A parameter made from a tensor's part has memory for its own size, laid out row by row."""
     module = module_of(a=meta(2, 3), b=meta(2, 3), c=meta(4, 5))
     mapper = parallel(chunk("ab", ["a", "b"]), transpose("c", 0, 1))
@@ -80,8 +80,8 @@ def test_meta_parameters_do_not_keep_what_they_were_cut_from() -> None:
     assert torch.equal(module.c, torch.arange(20.0).view(5, 4).T)
 
 
-def test_a_source_is_never_part_of_the_module() -> None:
-    """Training changes the module, not the tensors that it was loaded from."""
+def test_loading_copies_the_source() -> None:
+    """Training changes the module, but no source tensor."""
     tensors = {"a": torch.ones(2, 2)}
     module = module_of(a=meta(2, 2))
     load(InMemory(tensors), module, identity("a"))
@@ -117,8 +117,8 @@ def test_all_mismatches_of_a_folder_are_reported_at_once(tmp_path: Path) -> None
     assert not module.b.any()
 
 
-def test_a_group_that_can_not_be_converted_is_reported(tmp_path: Path) -> None:
-    """Tensors that do not go together are named before anything is read."""
+def test_a_group_that_cannot_be_converted_is_reported(tmp_path: Path) -> None:
+    """Tensors that do not fit together are named before anything is read."""
     folder = folder_of(tmp_path, a=torch.ones(2), b=torch.ones(3))
     with pytest.raises(UserError, match=r"ab can't be made of model\.a, model\.b: stack expects each tensor"):
         load_folder(folder, module_of(ab=torch.zeros(2, 2)), stack(["model.a", "model.b"], "ab"))
@@ -138,7 +138,7 @@ def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
                 load_folder(folder, module, MAPPER)
 
 
-def test_through_stages(tmp_path: Path) -> None:
+def test_experts_of_a_folder_are_stacked_and_transposed(tmp_path: Path) -> None:
     """Experts stored one by one in a folder become one parameter, transposed."""
     experts = [torch.randn(3, 2) for _ in range(4)]
     names = [f"experts.{number}.up.weight" for number in range(4)]

@@ -9,7 +9,7 @@ from drawloom.components.weights.load import folder_fingerprint
 
 
 def write(folder: Path, **files: bytes) -> str:
-    """The fingerprint of a folder with these files."""
+    """Return the fingerprint of a folder with these files."""
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / f"{name}.safetensors").write_bytes(content)

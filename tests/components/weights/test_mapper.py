@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert
-from drawloom.components.weights.mapper import add_prefix, giving, parallel, sequential, shard
+from drawloom.components.weights.mapper import add_prefix, parallel, select_outputs, sequential, shard
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
@@ -155,18 +155,18 @@ def test_shards_are_the_whole(count: int, groups: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_prefixes() -> None:
-    """A layer's mapper serves every layer, and still leads back."""
+def test_a_prefix_applies_a_mapper_to_any_layer() -> None:
+    """A layer's mapper serves every layer, and its inverse leads back."""
     mapper = add_prefix(rename({"q": "q_proj"}), source="layers.3.", target="model.layers.3.")
     assert (mapper.inputs, mapper.outputs) == (["layers.3.q"], ["model.layers.3.q_proj"])
     assert mapper.inverse().outputs == ["layers.3.q"]
 
 
-def test_giving_keeps_whole_groups() -> None:
+def test_selecting_outputs_keeps_whole_groups() -> None:
     """If one tensor in a group is wanted, the whole group comes."""
     mapper = parallel(unstack("ab", ["a", "b"]), identity("c"))
-    assert giving(mapper, ["b"]).outputs == ["a", "b"]
-    assert giving(mapper, []).groups == ()
+    assert select_outputs(mapper, ["b"]).outputs == ["a", "b"]
+    assert select_outputs(mapper, []).groups == ()
 
 
 def qwen_like_experts(layers: int, experts: int) -> tuple[Mapper, Mapper]:
@@ -185,7 +185,7 @@ def qwen_like_experts(layers: int, experts: int) -> tuple[Mapper, Mapper]:
     return parallel(*one_by_one), parallel(*fused)
 
 
-def test_experts_of_either_layout() -> None:
+def test_both_layouts_of_experts_are_converted() -> None:
     """Experts one by one and fused become the same parameters, from which both layouts come back bit by bit."""
     one_by_one, fused = qwen_like_experts(layers=2, experts=3)
     theirs = {name: torch.randn(5, 4) if "down" not in name else torch.randn(4, 5) for name in one_by_one.inputs}
@@ -215,7 +215,7 @@ print([(g.inputs, g.outputs) for m in (sequential(renamed, joined), shard(rename
 
 
 def test_order_is_the_same_in_every_process() -> None:
-    """Two processes that hash strings differently have the same groups in the same order."""
+    """Two processes with different string hashes have the same groups in the same order."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", ORDER.replace("\\\\", "\\")],

@@ -14,6 +14,7 @@ from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import (
     chunk,
     concatenate,
+    concatenate_blocks,
     identity,
     rename,
     rename_by_pattern,
@@ -81,12 +82,12 @@ def test_rename_by_pattern() -> None:
 
 
 def test_rename_by_pattern_never_merges() -> None:
-    """Two names that would become one are refused."""
+    """Renaming two tensors to one name is refused."""
     with pytest.raises(ValueError, match=r"attention would be an output of more than one"):
         rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
 
 
-def test_select_child() -> None:
+def test_a_child_is_selected_by_whole_names() -> None:
     """Only names inside the child are selected: a name with the same beginning is another module."""
     mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
     assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])
@@ -104,8 +105,8 @@ MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("mapper", "tensors", "message"), MISFITS.values(), ids=MISFITS.keys())
-def test_sizes_that_could_not_be_undone_are_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
-    """A tensor that a leaf was not made for is refused, also where torch would do something with it."""
+def test_sizes_that_cannot_be_undone_are_refused(mapper: Mapper, tensors: dict[str, Tensor], message: str) -> None:
+    """A tensor of the wrong size for a leaf is refused, also where torch would accept it."""
     with pytest.raises(ValueError, match=message):
         convert(mapper, tensors)
 
@@ -148,3 +149,15 @@ def test_to_dtype_casts_floating_point_tensors_alone() -> None:
     given = {"a": torch.rand(3), "b": torch.arange(3)}
     converted = convert(parallel(to_dtype("a", torch.bfloat16), to_dtype("b", torch.bfloat16)), given)
     assert torch.equal(converted["a"], given["a"].bfloat16()) and torch.equal(converted["b"], given["b"])
+
+
+def test_blocks_are_concatenated_one_after_another() -> None:
+    """The first blocks of all tensors come before the second blocks, and the inverse separates them again."""
+    first, second = torch.arange(4).view(4, 1), torch.arange(10, 12).view(2, 1)
+    mapper = concatenate_blocks(["a", "b"], "both", 2, [2, 1])
+    joined = convert(mapper, {"a": first, "b": second})
+    assert joined["both"].flatten().tolist() == [0, 1, 10, 2, 3, 11]
+    separate = convert(mapper.inverse(), joined)
+    assert torch.equal(separate["a"], first) and torch.equal(separate["b"], second)
+    with pytest.raises(ValueError, match="dimension 0 has size 5, not 6"):
+        convert(mapper.inverse(), {"both": torch.zeros(5, 1)})

@@ -18,7 +18,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import InMemory, TensorSpec
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
-from drawloom.components.weights.save import plan_files, split, write_files, write_safetensors
+from drawloom.components.weights.save import plan_files, split_by_size, write_files, write_safetensors
 from drawloom.graph import UserError
 
 
@@ -26,7 +26,7 @@ from drawloom.graph import UserError
 def test_split_keeps_order_and_limit(sizes: list[int], limit: int) -> None:
     """All names appear once in order; a file above the limit holds one tensor; no two neighbours would fit in one."""
     given = {f"t{number}": TensorSpec((size,), torch.uint8) for number, size in enumerate(sizes)}
-    shards = split(given, limit)
+    shards = split_by_size(given, limit)
     totals = [sum(given[name].bytes for name in shard) for shard in shards]
     assert [name for shard in shards for name in shard] == list(given)
     assert all(total <= limit or len(shard) == 1 for total, shard in zip(totals, shards, strict=True))
@@ -40,8 +40,8 @@ def kinds(**sizes: int) -> dict[str, TensorSpec]:
 
 
 def test_files_hold_as_many_names_as_can_be_read() -> None:
-    """However small the tensors, a file's header stays below the reader's limit."""
-    shards = split({f"t{number}": TensorSpec((0,), torch.uint8) for number in range(60_001)}, 1)
+    """For tensors of any size, a file's header stays below the reader's limit."""
+    shards = split_by_size({f"t{number}": TensorSpec((0,), torch.uint8) for number in range(60_001)}, 1)
     assert [len(shard) for shard in shards] == [30_000, 30_000, 1]
 
 
@@ -87,7 +87,7 @@ def test_a_plan_is_kept() -> None:
     sizes=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float32, torch.int8, torch.bool])), min_size=1),
     limit=st.integers(1, 100),
 )
-def test_what_is_written_is_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]], limit: int) -> None:
+def test_written_tensors_are_read_bit_by_bit(sizes: list[tuple[int, torch.dtype]], limit: int) -> None:
     """Any tensors, in any number of files, come back the same, read by us and by the library."""
     tensors = {f"t{n}": torch.randint(0, 2, (size,)).to(dtype) for n, (size, dtype) in enumerate(sizes)}
     with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""One rank's place in a shared folder, with all that can go wrong there."""
+"""One rank's place in a shared folder, and all its possible faults."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from drawloom.graph import UserError
 
 
 def parcel(number: float = 1.0) -> Packed:
-    """A configuration and two tensors."""
+    """Return a configuration and two tensors."""
     return Packed({"number": number}, {"a": torch.full((3,), number), "b": torch.ones(2, dtype=torch.bfloat16)})
 
 
@@ -29,7 +29,7 @@ def files(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def test_what_is_published_is_read(tmp_path: Path) -> None:
+def test_a_published_record_is_read(tmp_path: Path) -> None:
     """A published record is read back; a rank without a record gives None."""
     publish(tmp_path, 3, parcel())
     published = read(tmp_path, 3)

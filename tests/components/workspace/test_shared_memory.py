@@ -33,7 +33,7 @@ def list_segments() -> list[str]:
     return named + [line.split()[-1] for line in [*links, *mapped] if "memfd:drawloom" in line]
 
 
-def test_the_reader_has_what_was_shared() -> None:
+def test_the_reader_has_the_shared_tensors() -> None:
     """Every dtype arrives, also without a number in it, and in the same memory: nothing is copied."""
     tensors = {f"t{n}": torch.randint(0, 2, (n % 3, 2)).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     with share(Packed([1, {"a": None}], tensors)) as ticket:
@@ -48,7 +48,7 @@ def test_the_reader_has_what_was_shared() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 1000])
-def test_any_number_of_tensors(count: int) -> None:
+def test_any_number_of_tensors_fits(count: int) -> None:
     """Sizes are known, never guessed: none, some and many small tensors fit."""
     with share(Packed({}, {str(n): torch.tensor([n]) for n in range(count)})) as ticket:
         opened = open_shared(ticket)
@@ -106,13 +106,13 @@ def test_a_killed_process_leaves_nothing() -> None:
     ],
 )
 def test_a_ticket_of_a_missing_segment_is_reported(changes: dict[str, Any], message: str) -> None:
-    """Another machine, another process in its place, and memory that is gone are sentences."""
+    """Another machine, another process in its place, and vanished memory have their own messages."""
     with share(Packed({}, {})) as ticket, pytest.raises(UserError, match=message):
         open_shared(ticket | changes)
 
 
 def test_other_systems_get_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory has no such segments, a folder does it."""
+    """If memory has no such segments, the error suggests a folder."""
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UserError, match="give workspace_path"), share(Packed({}, {})):
         pytest.fail("it must not open")

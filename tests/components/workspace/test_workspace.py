@@ -1,4 +1,4 @@
-"""Ranks that write configurations and tensors, and one that reads them, as real processes, and their leftovers."""
+"""Ranks writing configurations and tensors, and one reading them, as real processes, and their leftovers."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def _config(rank: int, tensors: int) -> dict[str, Any]:
 
 
 def _comparable(config: Any) -> Any:
-    """A configuration with its tensors as lists."""
+    """Return a configuration with its tensors as lists."""
     if isinstance(config, torch.Tensor):
         return [str(config.dtype), config.tolist()]
     if isinstance(config, dict):
@@ -101,7 +101,7 @@ def _scenarios(folder: str | None) -> dict[str, Any]:
 
 
 def _pairs(rank: int, folder: str | None) -> list[Any]:
-    """Two groups at once, and in one of them a gathering inside of a gathering."""
+    """Return two groups at once, and in one of them a gathering inside of a gathering."""
     handles = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = TorchGroup("pair", [0, 1] if rank < 2 else [2, 3], handles[rank // 2], CPU)
     with (
@@ -149,8 +149,8 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
     assert [rank["failing agreed"] for rank in ranks] == ["RankError: main says no"] * 4
 
 
-def test_ranks_that_pass_different_arguments_are_reported(ranks: list[dict[str, Any]]) -> None:
-    """All ranks raise an error that lists the ranks' arguments."""
+def test_different_arguments_of_ranks_are_reported(ranks: list[dict[str, Any]]) -> None:
+    """All ranks raise an error with a list of the ranks' arguments."""
     expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
@@ -171,7 +171,7 @@ def test_groups_do_not_interfere(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_nothing_is_left_behind(ranks: list[dict[str, Any]]) -> None:
-    """No shared memory is named, open or mapped that was not before, and no file lies in the folder."""
+    """No shared memory is named, open or mapped afterwards if it was not before, and no file lies in the folder."""
     assert [(rank["left"], rank["files"]) for rank in ranks] == [([], [])] * 4
 
 
@@ -186,7 +186,7 @@ def _tensors() -> dict[str, Any]:
     return {"shapes": shapes, "own": own, "numbers": numbers}
 
 
-def test_tensors() -> None:
+def test_tensors_arrive() -> None:
     """Tensors of any shape and dtype arrive, the reader's own is not copied, and no group is all processes."""
     results = run_ranks(_tensors, 2)
     assert results[0] == {"shapes": [], "own": False, "numbers": [0, 1]}
@@ -194,7 +194,7 @@ def test_tensors() -> None:
     assert results[1] == {"shapes": expected, "own": True, "numbers": []}
 
 
-def test_one_rank_alone() -> None:
+def test_one_rank_gets_its_own_data() -> None:
     """A group of one has its own configuration, as the others' would arrive, and its own tensor."""
     with get_configs_parallel({"a": (1, 2)}, [0], SingleProcess()) as configs:
         assert configs == [{"a": (1, 2)}]
@@ -227,7 +227,7 @@ def _die_after_writing(folder: str) -> tuple[str, float]:
         return str(error), time.monotonic() - began
 
 
-def test_a_killed_writer(tmp_path: Path) -> None:
+def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
     """The others learn of it soon; its leftovers are never read, and removed when its successor begins."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_die_after_writing, 2, str(tmp_path))
@@ -241,7 +241,7 @@ def test_a_killed_writer(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_workspace_without_ranks(tmp_path: Path) -> None:
+def test_ranks_without_a_group_read_the_last_record(tmp_path: Path) -> None:
     """Without a group, a rank reads the last record of another; a rank without a record gives nothing."""
     first, second = NFSWorkspace(tmp_path / "new" / "folder", rank=0), NFSWorkspace(tmp_path / "new" / "folder", rank=1)
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
@@ -258,7 +258,7 @@ def test_a_workspace_without_ranks(tmp_path: Path) -> None:
     assert second.read_configs_and_weights_from_rank(0) == (None, None)
 
 
-def test_a_workspace_without_a_folder() -> None:
+def test_a_workspace_without_a_folder_is_not_initialized() -> None:
     """A workspace without a path is not initialized, and its methods raise ValueError."""
     none = NFSWorkspace()
     assert not none.is_initialized

@@ -1,4 +1,4 @@
-"""Boxes and arrows of a graph, and values of a sequence."""
+"""Boxes and arrows for a graph, and values in a sequence."""
 
 from collections.abc import Callable
 

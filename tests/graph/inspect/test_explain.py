@@ -103,7 +103,7 @@ def test_a_node_lists_settings_edges_users_and_order(explain_lines: Explain) -> 
     """A node lists its component, settings and edges with their origins, its users and its build order."""
     assert explain_lines("page") == [
         "[page] pages.plain, SMALL:10:7",
-        "  Answers with what a store holds.",
+        "  Page with the content of a store.",
         "  implements Page, Counted",
         "  settings",
         '    title = "Kiosk"  (string; small.toml:11:1 $vars.title top.toml:5:1)',

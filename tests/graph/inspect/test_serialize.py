@@ -140,7 +140,7 @@ def test_provenance_does_not_depend_on_the_current_directory(
     assert resolve(project.graph(project.load("small"))).text == here
 
 
-def test_a_file_name_can_not_end_a_comment(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_name_cannot_end_a_comment(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
     """A file name with a line break changes only the comment."""
     monkeypatch.chdir(tmp_path)
     small = (project.recipes / "small.toml").read_text("utf-8")

@@ -36,7 +36,7 @@ EDIT = "[edit.trainer.pages]\n"
     ],
 )
 def test_completion_offers_fitting_names(workspace: Workspace, point: Point, text: str, offered: list[str]) -> None:
-    """Completion offers nodes of the port, keys not set yet, and elements of an edited list."""
+    """Completion offers nodes with a fitting port, keys not set yet, and elements of an edited list."""
     (workspace.folders[0] / "base.toml").write_text("", "utf-8")
     assert [item.text for item in list_completions(workspace, point(text))] == offered
 

@@ -10,10 +10,10 @@ from support.editor import Point, Write
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        ("[page]\nti|tle = 'x'\n", ['[page] title = "x"  (string; mine.toml:3:1)', "what it is called", '  "Shop"  ']),
+        ("[page]\nti|tle = 'x'\n", ['[page] title = "x"  (string; mine.toml:3:1)', "title of the page", '  "Shop"  ']),
         ("[store]\nsi|ze = 3\n", ["(integer; mine.toml:3:1)", "how many values it keeps", "  10  default"]),
         ("[store]\nsi|ze = 'x'\n", ["[store] size  (integer; invalid; mine.toml:3:1)", '  "x"  mine.toml:3:1']),
-        ("[pa|ge]\n", ["[page] pages.plain, ", "Answers with what a store holds.", "used by", "[trainer] pages"]),
+        ("[pa|ge]\n", ["[page] pages.plain, ", "Page with the content of a store.", "used by", "[trainer] pages"]),
         ("[st|ore]\nsize = 'x'\n", ["[store] stores.memory", "size  (integer; invalid; mine.toml:3:1)"]),
         ('[trainer]\npa|ges = ["@page"]\n', ["pages -> [page]  (any number of Page; mine.toml:3:1)"]),
         ('[trainer]\npages = ["@pa|ge"]\n', ["[trainer] pages -> any number of Page\n\n[page] pages.plain, "]),
@@ -32,12 +32,12 @@ def test_hover_explains_the_token(workspace: Workspace, point: Point, text: str,
 def test_hover_explains_groups_and_overlays(workspace: Workspace, point: Point) -> None:
     """A group lists its members, and an overlay's node has the documentation of its usual component."""
     group = 'extends = "small"\n[a.x]\nuse = "pages.plain"\ntitle = ""\n[trainer]\npages = ["@a|.*"]\n'
-    assert describe_token(workspace, point(group)).endswith("[a.x] pages.plain: Answers with what a store holds.")
+    assert describe_token(workspace, point(group)).endswith("[a.x] pages.plain: Page with the content of a store.")
     assert (
         describe_token(workspace, point("[page]\nti|tle = 'x'\n"))
-        == "[page] title: string, required  (what it is called)"
+        == "[page] title: string, required  (title of the page)"
     )
-    assert "Answers with what a store holds." in describe_token(workspace, point("[pa|ge]\ntitle = 'x'\n"))
+    assert "Page with the content of a store." in describe_token(workspace, point("[pa|ge]\ntitle = 'x'\n"))
     assert describe_token(workspace, point("[pa|ges]\ntitle = 'x'\n")) == ""
 
 

@@ -18,7 +18,7 @@ def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editor]:
 
 
 def test_problems_follow_the_text(editor: Editor) -> None:
-    """Typing updates the problems of a document and of documents that extend it."""
+    """Typing updates the problems in a document and in documents that extend it."""
     assert editor.type("base.toml", 'extends = "small"\n') == []
     assert editor.type("mine.toml", 'extends = "base.toml"\n[trainer]\nworkers = 3\n') == []
     assert editor.type("base.toml", 'extends = "small"\n[store]\nsize = 2\n') == []

@@ -50,7 +50,7 @@ def test_bases_that_share_bases_are_read_in_linear_time() -> None:
 
 
 def test_a_chain_of_bases_that_is_too_long_is_a_problem() -> None:
-    """A chain of more than 50 bases is a RecipeError instead of a RecursionError."""
+    """A chain with more than 50 bases is a RecipeError instead of a RecursionError."""
     write(**{f"r{number}": f'extends = "r{number + 1}.toml"' for number in range(1500)}, r1500="")
     with pytest.raises(RecipeError, match=r"r50\.toml is the base of 50 recipes in a chain of `extends`"):
         sources("r0.toml")

@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("{here}/sub/lab_of_imports", "lab_of_imports.small"),
     ],
 )
-def test_a_file_or_a_folder_is_found_wherever_it_is(here: Path, given: str, use: str) -> None:
+def test_a_file_or_a_folder_is_found_anywhere(here: Path, given: str, use: str) -> None:
     """A file or folder outside of Python's path is imported by path, or by name in the current folder."""
     project = Project.of("support.shop").with_imports([given.format(here=here)])
     assert project.graph(MergedRecipe.of({"store": {"use": use}}), root="").errors == []

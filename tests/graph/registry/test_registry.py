@@ -222,7 +222,7 @@ def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> Non
 
 
 def test_a_name_in_two_distributions_is_a_problem_that_names_both(elsewhere: Path) -> None:
-    """A name of two distributions, or of a distribution and a shipped component, is a problem."""
+    """If two distributions, or a distribution and drawloom, have a component with the same name, it is a problem."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed", stores__memory="third_party:Shed")
     declare(elsewhere, "other-sheds", garden__shed="third_party:Shed")
     (clash,) = problems({"store": {"use": "garden.shed"}})

@@ -1,4 +1,4 @@
-"""Fakes of ports, and contracts of ports."""
+"""Fakes and contracts of ports."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

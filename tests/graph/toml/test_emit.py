@@ -30,7 +30,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(T
 @example("".join(map(chr, range(256))) + "\u2028\ufeff\U0010ffff")
 @example({"": {}, "a b": [], "é": -0.0})
 def test_tomli_reads_a_written_value_back(value: Any) -> None:
-    """tomli reads a written value back with its types, the sign of zero and the order of keys."""
+    """tomli reads a written value back with its types, the sign of zero and the keys' order."""
     assert repr(tomli.loads(f"x = {emit.dumps(value)}")) == repr({"x": value})
 
 

@@ -407,7 +407,7 @@ def test_the_deepest_text_that_tomli_accepts_is_indexed() -> None:
 
 
 def test_a_file_of_5000_lines_is_indexed_quickly() -> None:
-    """5000 lines take about 10 ms of processor time, and the bound of 200 ms finds quadratic work."""
+    """5000 lines take about 10 ms of processor time, and the 200 ms bound finds quadratic work."""
     node = '[node_{0}]\nuse = "a.b"\nlr = 1e-5\ndim = {0}\npaths = ["a", "b"]\nof = "@n{0}"  # x\n\n'
     source_map = SourceMap("".join(node.format(i) for i in range(715)))
     gc.disable()  # a collection looks at all objects of other tests

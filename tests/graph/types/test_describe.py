@@ -1,4 +1,4 @@
-"""Descriptions of types and values in terms of TOML."""
+"""Descriptions of types and values in TOML's terms."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time

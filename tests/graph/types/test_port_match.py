@@ -198,7 +198,7 @@ def test_every_mismatch_with_a_port_is_reported(cls: type, port: Any, reasons: l
 
 
 def test_members_include_all_base_protocols() -> None:
-    """Members are listed in source order, without those of Protocol itself."""
+    """Members are listed in source order, without the members of Protocol itself."""
 
     class More(Reads, Protocol):
         more: int

@@ -240,7 +240,7 @@ def test_the_path_of_a_problem_leads_to_the_wrong_part(value: Any, kind: Any, pa
 
 
 def test_a_check_of_several_fields_is_a_problem_of_the_table() -> None:
-    """A ValueError of an attrs class's constructor is a problem of the table."""
+    """A ValueError in an attrs class's constructor is a problem of the table."""
     assert find_problems({"first": {"rate": 9.0}}, Plan) == [problem((), "a plan must not begin so fast")]
 
 
@@ -271,7 +271,7 @@ def test_a_bug_in_a_check_is_raised_and_not_reported_as_a_problem(mistake: type[
 
 @pytest.mark.parametrize("kind", [set[int], bytes, complex, list[set[int]], int | bytes, Callable, dict[str, bytes]])
 def test_a_setting_type_that_toml_lacks_is_a_type_error(kind: Any) -> None:
-    """A setting of a type that TOML lacks raises TypeError instead of being converted."""
+    """A setting whose type TOML lacks raises TypeError instead of being converted."""
     with pytest.raises(TypeError, match="can't be of type"):
         Values().structure({"a": "x"} if kind == dict[str, bytes] else ["x"], kind)
 

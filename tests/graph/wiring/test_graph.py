@@ -50,7 +50,7 @@ def test_a_wrong_component_under_the_expected_name_is_reported(shop: Shop, proje
     assert problem.text.endswith("no node implements it") and problem.hint == "add a node that implements it"
 
 
-def test_a_node_can_not_need_itself(shop: Shop) -> None:
+def test_a_node_cannot_need_itself(shop: Shop) -> None:
     """A node with an edge to itself is a dependency cycle."""
     graph = shop('[page]\nfallback = "@page"')
     assert problem_texts(graph) == ["[page] dependency cycle: page -> page"]
@@ -197,7 +197,7 @@ def test_an_inline_node_is_built_for_its_owner_alone(shop: Shop, project: Projec
         assert objects["trainer"].named == {"home": objects["page"]}
 
 
-def test_a_node_whose_name_is_saved_can_not_be_inline(shop: Shop) -> None:
+def test_a_node_whose_name_is_saved_cannot_be_inline(shop: Shop) -> None:
     """A node whose state is saved by name needs its own table."""
     graph = shop('[trainer]\npages = [{ use = "pages.plain", title = "x", store = "@store" }]')
     assert problem_texts(graph) == [

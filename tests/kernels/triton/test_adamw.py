@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.adamw import AdamwEager, ParamState, step_scalars
+from drawloom.kernels.dynamic_map import blocks_in_rows
 from drawloom.kernels.triton.adamw import PART, AdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
@@ -51,13 +52,14 @@ def step_both(
     gradients: list[list[Tensor]],
     noise: int | None = 2**40,
     maximize: bool = False,
+    factors: Tensor | None = None,
 ) -> None:
     triton, eager = AdamwTriton(ours, maximize), AdamwEager(theirs, maximize)
     for step, step_gradients in enumerate(gradients, 1):
         numbers = step_scalars(1e-2, (0.9, 0.95), 1e-8, step)
         counter = None if noise is None else step + noise
-        triton.step(step_gradients, numbers, counter)
-        eager.step(step_gradients, numbers, counter)
+        triton.step(step_gradients, numbers, counter, factors=factors)
+        eager.step(step_gradients, numbers, counter, factors=factors)
 
 
 @few
@@ -68,6 +70,7 @@ def step_both(
     st.sampled_from([2**40, None]),
     st.booleans(),
     st.booleans(),
+    st.integers(0, 2),
 )
 def test_triton_has_the_bits_of_eager(
     _seed: object,
@@ -76,14 +79,16 @@ def test_triton_has_the_bits_of_eager(
     noise: int | None,
     amsgrad: bool,
     maximize: bool,
+    factors: int,
 ) -> None:
     """
-    Weights of all sizes and dtypes, empty ones too, with gradients of either dtype, change as by the eager step, with
-    noise or rounded to the nearest, and as AMSGrad; downwards and upwards.
+    For all sizes and dtypes of weights and both dtypes of gradients, updates equal the eager step's: with noise or
+    rounded to nearest, and as AMSGrad; downwards and upwards; with and without factors.
     """
     ours, theirs = twins(shapes, amsgrad)
     gradients = [[torch.randn(t.weight.shape).to(DEVICE, of_gradients) for t in ours] for _ in range(2)]
-    step_both(ours, theirs, gradients, noise, maximize)
+    rates = torch.tensor([0.3, 1.7], device=DEVICE)[:factors] if factors else None
+    step_both(ours, theirs, gradients, noise, maximize, rates)
     assert_same_bits(ours, theirs)
 
 
@@ -121,7 +126,7 @@ def test_a_weight_of_several_programs_equals_eager() -> None:
 
 @pytest.mark.parametrize("layout", [(3,), (2**33, 24, 60), (2**33 + 1, 24, 60), (4, 25, 60), (4, 24, 61)])
 def test_parts_of_a_parameter_equal_eager(layout: tuple[int, ...]) -> None:
-    """Rows of any width and stride, also behind 2^33 elements, have the noise of the eager step."""
+    """Rows with any width and stride, also behind 2^33 elements, have the eager step's noise."""
     ours, theirs = twins([((700,), NARROW, NARROW), ((30, 25), NARROW, WIDE)])
     ours, theirs = ([ParamState(*_fields(state), *layout) for state in states] for states in (ours, theirs))
     step_both(ours, theirs, [[torch.randn(t.weight.shape).to(DEVICE) for t in ours] for _ in "12"])
@@ -179,3 +184,44 @@ def test_strided_weights_are_refused() -> None:
     weight = torch.ones(3, 4, device=DEVICE).T
     with pytest.raises(ValueError, match="must be contiguous"):
         AdamwTriton([ParamState(weight, torch.zeros_like(weight), torch.zeros_like(weight), 0.0, 1)])
+
+
+@pytest.mark.parametrize("size", [7, 512, PART + 40])
+def test_master_weights_equal_eager_ones(size: int) -> None:
+    """Weights and remainders have the eager bits, with amsgrad and NaN, too."""
+    ours, theirs = twins([(size, NARROW, NARROW)], amsgrad=True)
+    for params in (ours, theirs):
+        params[0] = replace(params[0], remainder=torch.arange(size, dtype=torch.int16, device=DEVICE) * 77)
+    grads = [[torch.randn(size, device=DEVICE)] for _ in range(3)]
+    grads[2][0][0] = torch.nan
+    step_both(ours, theirs, grads)
+    for our_tensor, their_tensor in zip(ours[0].tensors, theirs[0].tensors, strict=True):
+        same = our_tensor.view(torch.int16) == their_tensor.view(torch.int16)
+        assert bool((same | (our_tensor != our_tensor)).all())
+    assert bool(ours[0].weight[0].isnan())
+
+
+@pytest.mark.parametrize("shape", [(3, 300), (70, 256), (2, 5, 17)])
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_means_of_8_bits_equal_eager_ones(shape: tuple[int, ...], master: bool, rows: bool) -> None:
+    """Weights, codes and scales have the eager bits for any row width, whichever part of a parameter the weight is."""
+
+    def make_states() -> list[ParamState]:
+        torch.manual_seed(2)
+        weight = torch.randn(shape).to(DEVICE, NARROW)
+        scales = [torch.rand(blocks_in_rows(shape), device=DEVICE) for _ in "ms"]
+        mean, square = (torch.randint(256, shape, dtype=torch.uint8).to(DEVICE) for _ in "ms")
+        noise = (2**60, 5, shape[-1], 2 * shape[-1]) if rows else (2**60, 6)
+        return [
+            ParamState(
+                *(weight, mean, square, 0.1, *noise),
+                remainder=torch.zeros(shape, dtype=torch.int16, device=DEVICE) if master else None,
+                exp_avg_scale=scales[0],
+                exp_avg_sq_scale=scales[1],
+            )
+        ]
+
+    ours, theirs = make_states(), make_states()
+    step_both(ours, theirs, [[torch.randn(shape, device=DEVICE)] for _ in range(3)])
+    assert_same_bits(ours, theirs)

@@ -148,7 +148,7 @@ def test_operators_pass_opcheck() -> None:
 
 
 class Launched:
-    """Kernel that records the precision of launches instead of computing."""
+    """Kernel for recording the precision of launches instead of computing."""
 
     def __init__(self) -> None:
         self.precisions: list[str] = []

@@ -31,8 +31,8 @@ def test_every_kernel_is_launched_as_by_the_jit() -> None:
     assert actual["lean"] > 4 * actual["by the JIT"] > 0
 
 
-def test_kinds_distinguish_what_the_jit_distinguishes() -> None:
-    """Numbers of 32, 64 and unsigned 64 bits, 1, multiples of 16, dtypes and aligned addresses are distinguished."""
+def test_kinds_distinguish_the_same_arguments_as_the_jit() -> None:
+    """Integers (32, 64 and unsigned 64 bits), 1, multiples of 16, dtypes and aligned addresses are distinguished."""
     numbers = [1, 0, 16, 3, 2**31 - 1, -(2**31), 2**31, 2**31 + 1, 2**63, 2**63 + 1]
     kinds = [kind_of(number) for number in numbers]
     assert kinds[1] == kinds[2] == kinds[5] and kinds[3] == kinds[4]

@@ -14,10 +14,12 @@ from drawloom.kernels.rope_frequencies import rope_angles
 from drawloom.kernels.triton.causal_conv import causal_conv_triton
 from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
 from drawloom.kernels.triton.gated_delta import delta_rule_triton
+from drawloom.kernels.triton.geglu import geglu_triton
 from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
 from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
 from drawloom.kernels.triton.moe_routes import moe_routes_triton
+from drawloom.kernels.triton.oss_swiglu import oss_swiglu_halves_triton
 from drawloom.kernels.triton.primitives import angle_tables, as_rows, next_power_of_2
 from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
 from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -112,6 +114,8 @@ STRIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "add_rms_norm": (lambda x, y: add_rms_norm_triton(x, y, x[0].detach(), 1e-6), [(4, 16), (4, 16)]),
     "swiglu": (swiglu_triton, [(4, 16), (4, 16)]),
     "swiglu_halves": (lambda x: swiglu_halves_triton(x, x[:, 0].detach()), [(4, 16)]),
+    "geglu": (geglu_triton, [(4, 16), (4, 16)]),
+    "oss_swiglu_halves": (lambda x: oss_swiglu_halves_triton(x, x[:, 0].detach(), 1.7, 2.0), [(4, 16)]),
     "rope": (lambda x: rope_triton(x, *ANGLES), [(1, 4, 3, 16)]),
     "qk_norm_rope": (
         lambda q, k: qk_norm_rope_triton(q, k, q[0, 0, 0].detach(), k[0, 0, 0].detach(), 1e-6, *ANGLES),

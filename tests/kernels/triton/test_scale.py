@@ -22,8 +22,8 @@ def test_triton_has_the_bits_of_eager(
     _seed: object, lengths: list[int], dtype: torch.dtype, factor: float, offset: int
 ) -> None:
     """
-    Any sizes and addresses give the bits of the eager implementation and change nothing beside them; sums of squares
-    agree up to the rounding of float64.
+    For any sizes and addresses, bits equal the eager implementation's and nothing beside them changes; sums of squares
+    agree up to float64's rounding.
     """
     made = [torch.randn(2, length, device=DEVICE).to(dtype) for length in lengths]
     memory = torch.randn(offset + 100, device=DEVICE).to(dtype)
@@ -31,7 +31,10 @@ def test_triton_has_the_bits_of_eager(
     unchanged, expected = memory.clone(), [tensor.clone() for tensor in actual]
     number = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
     counted = tuple(index % 3 != 1 for index in range(len(actual)))
+    read_only = scale_triton(actual, number, counted, write=False)
+    assert torch.equal(memory, unchanged)
     squares = scale_triton(actual, number, counted)
+    assert torch.equal(read_only, squares)
     torch.testing.assert_close(squares, scale_eager(expected, number, counted), rtol=1e-13, atol=0)
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     unchanged[offset : offset + 50] = expected[-1]

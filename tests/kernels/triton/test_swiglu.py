@@ -66,7 +66,9 @@ def test_halves_of_one_tensor_equal_two_tensors(
 
 
 def test_rows_wider_than_a_program_are_complete() -> None:
-    """Rows of several tiles, the last one incomplete, are computed completely, also gradients of their scales."""
+    """
+    Rows with several tiles, the last one incomplete, are computed completely, and so are gradients of their scales.
+    """
     gate, up, scale = draw_tensor("sliced", 3, 5000), draw_tensor("contiguous", 3, 5000), draw_tensor("contiguous", 3)
     wide = exact(gate, up, scale)
     for inputs, wide_inputs in (((gate, up), wide[:2]), ((gate, up, scale), wide)):

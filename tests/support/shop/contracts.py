@@ -1,4 +1,4 @@
-"""Behaviour that the shop's ports promise."""
+"""Behaviour promised by the shop's ports."""
 
 from drawloom.graph.testing import expect
 from support.shop.ports import Store

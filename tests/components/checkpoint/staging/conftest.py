@@ -22,7 +22,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate that is opened after the test."""
+    """Return a gate, opened after the test."""
     gate = Gate()
     make = Copy.make
 
@@ -41,5 +41,5 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def state() -> dict[str, Tensor]:
-    """Two large tensors and a small one."""
+    """Return two large tensors and a small one."""
     return {"a": torch.arange(100_000.0), "b": torch.ones(50_000, dtype=torch.float64), "step": torch.tensor(3)}

@@ -15,7 +15,7 @@ from support.dcp import begin_save, load_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
 
-def test_implements_torchs_stager() -> None:
+def test_the_stager_implements_the_protocol_of_torch() -> None:
     """The runtime check of torch's protocol passes, and no synchronization is needed."""
     stager = Blocking()
     assert isinstance(stager, AsyncStager)

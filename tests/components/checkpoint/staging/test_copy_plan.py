@@ -21,7 +21,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 
 
 def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The staged state with all copies made."""
+    """Return the staged state with all copies made."""
     staged, copies = plan_copies(state, Pool(), **options)
     for copy in copies:
         copy.make()
@@ -29,7 +29,7 @@ def stage_and_copy(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def count_copied_bytes(state: dict[str, Any]) -> int:
-    """The number of bytes copied for a state."""
+    """Return the number of bytes copied for a state."""
     return sum(copy.bytes for copy in plan_copies(state, Pool())[1])
 
 
@@ -70,7 +70,7 @@ def test_every_view_is_copied_bit_by_bit(tensors: list[Tensor]) -> None:
 
 
 def test_ties_are_kept() -> None:
-    """Tensors that share memory in the state share it in the copy."""
+    """Tensors with shared memory in the state share it in the copy."""
     table = torch.arange(100.0)
     staged = stage_and_copy({"whole": table, "tied": table, "deep": {"middle": table[20:60]}, "other": torch.ones(100)})
     staged["deep"]["middle"][0] = -1
@@ -111,14 +111,14 @@ def test_a_storage_is_copied_once() -> None:
 
 
 def test_equal_small_views_are_copied_once() -> None:
-    """Columns that are copied separately are still tied to equal ones."""
+    """Columns copied separately are still tied to equal ones."""
     table = torch.zeros(1000, 1000)
     staged = stage_and_copy({"a": table[:, 3], "b": table[:, 3]})
     assert staged["a"].data_ptr() == staged["b"].data_ptr()
 
 
 def test_plain_values_and_containers_are_copied() -> None:
-    """Later changes of the state do not change the copy; types of values are kept."""
+    """Later changes in the state do not change the copy; values keep their types."""
     state: dict[Any, Any] = {"a": [1, {"b": 2.5}], "c": (True, None), "d": OrderedDict(e="f"), "g": b"h", 3: 1j}
     staged = stage_and_copy(state)
     state["a"][1]["b"] = 0
@@ -126,7 +126,7 @@ def test_plain_values_and_containers_are_copied() -> None:
 
 
 def test_parameters_become_tensors() -> None:
-    """They have no autograd history, so that no graph is kept alive."""
+    """Copies have no autograd history and keep no graph alive."""
     weight = torch.nn.Parameter(torch.ones(3)) * 2
     staged = stage_and_copy({"weight": weight})["weight"]
     assert type(staged) is Tensor and not staged.requires_grad and torch.equal(staged, weight)
@@ -182,7 +182,7 @@ def test_a_dtensor_stays_a_dtensor() -> None:
 
 
 def _place(pool: Pool, size: int) -> tuple[int, torch.Tensor]:
-    """A tensor of this many bytes in its own buffer, and its address."""
+    """Return a tensor of this many bytes in its own buffer, and its address."""
     [tensor] = pool.tensors([size])
     return tensor.data_ptr(), tensor
 
@@ -198,7 +198,7 @@ def test_parts_are_separate_aligned_and_of_their_size() -> None:
 
 
 def test_memory_is_reused_after_the_last_tensor_is_freed() -> None:
-    """Not earlier: a view of a view holds the buffer as well."""
+    """Memory is not reused earlier: a view of a view holds the buffer as well."""
     pool = Pool()
     first, tensor = _place(pool, 5000)
     view = tensor.view(torch.float32)[10:20].reshape(2, 5).T
@@ -243,7 +243,7 @@ def test_a_pool_keeps_at_most_its_limit() -> None:
 
 
 def test_buffers_of_another_size_are_dropped() -> None:
-    """A state that grew or shrank by far does not keep its old memory."""
+    """If a state grows or shrinks by far, its old memory is dropped."""
     pool = Pool()
     _place(pool, 4_000_000)
     for size in (100, 9_000_000):
@@ -252,7 +252,7 @@ def test_buffers_of_another_size_are_dropped() -> None:
 
 
 def test_buffers_freed_in_many_threads_return_once() -> None:
-    """Tensors that are freed in many threads at once return every buffer exactly once."""
+    """Tensors freed in many threads at once return every buffer exactly once."""
     pool = Pool(kept=100)
 
     def work() -> None:

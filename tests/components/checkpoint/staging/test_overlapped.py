@@ -17,7 +17,7 @@ from support.dcp import begin_save, load_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says to a single process
 
 
-def test_implements_torchs_stager() -> None:
+def test_the_stager_implements_the_protocol_of_torch() -> None:
     """The runtime check of torch's protocol passes, and synchronization is needed before the state changes."""
     stager = Overlapped()
     assert isinstance(stager, AsyncStager)
@@ -86,8 +86,8 @@ def test_an_earlier_failed_copy_is_raised_later(state: dict[str, Tensor], gate: 
         stager.synchronize_staging()
 
 
-def test_a_value_that_can_t_be_copied_is_refused_at_once() -> None:
-    """torch treats a future that has failed already as a success."""
+def test_a_value_that_cannot_be_copied_is_refused_at_once() -> None:
+    """The call raises, because torch treats an already failed future as a success."""
     with pytest.raises(TypeError, match="a is a set"):
         Overlapped().stage({"a": {1}})
 

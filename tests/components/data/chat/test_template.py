@@ -17,7 +17,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @contextmanager
 def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
-    """A template in its process."""
+    """Yield a template in its process."""
     template = ChatTemplate(text, TOKENS, **settings)
     template.open()
     try:
@@ -27,8 +27,8 @@ def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
 
 
 @pytest.mark.parametrize("text", [CHATML, TOOLS, THINKING, HEADERS, BRACKETS])
-def test_renderings_are_those_of_transformers(text: str) -> None:
-    """With and without a generation prompt, tools, and text that HTML would escape."""
+def test_renderings_equal_those_of_transformers(text: str) -> None:
+    """Renderings agree with and without a generation prompt, tools, and text that HTML would escape."""
     from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
 
     messages = say("a <b> & 'c' ä\n", "<think>\nwhy\n</think>\n\n d ", "e", "f")
@@ -43,7 +43,7 @@ def test_renderings_are_those_of_transformers(text: str) -> None:
 
 def test_marks_of_generation_and_the_date_are_understood() -> None:
     """
-    `{% generation %}` renders its contents; the day comes from the recipe, and a template that uses the day needs one.
+    `{% generation %}` renders its contents; the day comes from the recipe, and is required if the template uses it.
     """
     text = "{% generation %}a{% endgeneration %}{{ strftime_now('%d %b %Y') }}"
     with process(text, date="2024-07-26") as template:
@@ -66,7 +66,7 @@ HOSTILE = {
 
 
 def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered() -> None:
-    """Each gives an error or a harmless text, in bounded memory, and the process lives on."""
+    """A hostile template gives an error or a harmless text, in bounded memory, and the process lives on."""
     for what, text in HOSTILE.items():
         with process("{% if messages %}ok{% else %}" + text + "{% endif %}") as template:
             try:
@@ -87,8 +87,8 @@ def test_an_endless_template_is_ended() -> None:
         assert time.monotonic() - begin < 20 and template._process is None
 
 
-def test_what_is_no_template_is_refused() -> None:
-    """With jinja2's reason."""
+def test_an_invalid_template_is_refused() -> None:
+    """The error quotes jinja2's reason."""
     with pytest.raises(UserError, match=r"can't be read: .*endfor"), process("{% for a in b %}"):
         pass
 

@@ -13,7 +13,7 @@ from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say
 
 @contextmanager
 def process(text: str) -> Iterator[ChatTemplate]:
-    """A template in its process."""
+    """Yield a template in its process."""
     template = ChatTemplate(text, {"bos_token": "<s>", "eos_token": "</s>"})
     template.open()
     try:
@@ -32,7 +32,7 @@ def render_chat(
 
 
 def trained_texts(rendering: Rendered) -> list[str]:
-    """The texts that are trained."""
+    """Return the texts with a training weight."""
     return [rendering.text[span.first : span.last] for span in rendering.trained]
 
 
@@ -53,8 +53,8 @@ def test_a_turn_is_its_answer_and_its_end(text: str, wanted: list[str]) -> None:
     assert begins[0].endswith(("assistant\n", "<|end|>\n\n", "[/INST]"))
 
 
-def test_the_same_words_elsewhere_are_not_taken_for_the_turn() -> None:
-    """An answer that repeats the question, and an empty one, have positions of their own."""
+def test_a_repeated_text_is_not_mistaken_for_the_turn() -> None:
+    """An answer that repeats the question, and an empty one, have their own positions."""
     assert trained_texts(render_chat(CHATML, say("same", "same", "same", ""))) == ["same<|im_end|>", "<|im_end|>"]
 
 
@@ -84,15 +84,15 @@ def test_tool_calls_and_tools_are_in_their_turns() -> None:
     ]
 
 
-def test_other_roles_and_weights() -> None:
+def test_any_role_can_be_trained_with_a_weight() -> None:
     """A user's turn is trained from the template's opening on, and each turn with its weight."""
     rendering = render_chat(CHATML, say("a", "b", "c", "d"), [0, 0.5, 1, 0])
     assert trained_texts(rendering) == ["b<|im_end|>", "<|im_start|>user\nc<|im_end|>"]
     assert [span.weight for span in rendering.trained] == [0.5, 1.0]
 
 
-def test_contents_are_found_where_the_template_put_them() -> None:
-    """Whole or trimmed; one that the template changes otherwise is not found."""
+def test_contents_are_found_in_the_rendering() -> None:
+    """Contents are found whole or trimmed; a content changed in another way is not found."""
     rendering = render_chat(HEADERS, say(" a ", "b"), [0, 1])
     assert {number: rendering.text[slice(*span)] for number, span in rendering.contents.items()} == {0: "a", 1: "b"}
     assert set(render_chat(CHATML.replace("message.content", "message.content | upper"), say("a")).contents) == set()

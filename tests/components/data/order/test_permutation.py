@@ -12,7 +12,7 @@ counts = st.integers(0, 300)
 
 
 def reference(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
-    """The same permutation in plain integers, as in the paper on SplitMix64."""
+    """Return the same permutation in plain integers, as in the paper on SplitMix64."""
     from hashlib import blake2b
 
     state = int.from_bytes(blake2b(f"{purpose} {seed} {epoch}".encode(), digest_size=8).digest(), "big")
@@ -26,7 +26,7 @@ def reference(seed: int, purpose: str, epoch: int, count: int) -> list[int]:
 
 
 @given(seeds, epochs, counts)
-def test_the_permutation_is_that_of_splitmix64(seed: int, epoch: int, count: int) -> None:
+def test_the_permutation_equals_splitmix64(seed: int, epoch: int, count: int) -> None:
     """Array arithmetic equals unbounded integers for every seed, and uses each index once."""
     order = Permutation(seed, "rows", epoch, count).all()
     assert order.dtype == np.int64
@@ -35,7 +35,7 @@ def test_the_permutation_is_that_of_splitmix64(seed: int, epoch: int, count: int
 
 
 def feistel(seed: int, epoch: int, count: int, index: int) -> int:
-    """The item at an index of many, in plain integers."""
+    """Return the item at an index of many, in plain integers."""
     from hashlib import blake2b
 
     def mix_bits(z: int) -> int:
@@ -60,7 +60,7 @@ def feistel(seed: int, epoch: int, count: int, index: int) -> int:
 
 
 @given(seeds, epochs, st.integers(MAX_SORTED + 1, 2**40), st.data())
-def test_items_of_many_are_those_of_a_feistel_network(seed: int, epoch: int, count: int, data: st.DataObject) -> None:
+def test_large_permutations_equal_a_feistel_network(seed: int, epoch: int, count: int, data: st.DataObject) -> None:
     """Above 2^20 items each is computed from its position alone, as in unbounded integers."""
     positions = data.draw(st.lists(st.integers(0, count - 1), max_size=5))
     items = Permutation(seed, "rows", epoch, count).at(np.array(positions, np.int64))

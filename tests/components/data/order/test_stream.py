@@ -1,4 +1,4 @@
-"""The stream of rows: shares of sources, resumed with other ones."""
+"""The row stream: shares of sources, resumed with other ones."""
 
 from collections import Counter
 from fractions import Fraction
@@ -29,7 +29,7 @@ def sources_of(*counts: int) -> dict[str, RowSource]:
 
 
 def plain_turns(shares: list[int], count: int) -> list[tuple[int, int]]:
-    """The source and its row at each position, merged by exact fractions."""
+    """Yield the source and its row at each position, merged by exact fractions."""
 
     def due(source: int) -> Any:
         row = 0
@@ -79,7 +79,9 @@ def test_the_row_depends_only_on_the_position(seed: int, count: int, places: lis
 
 
 def test_weights_are_shares_of_tokens() -> None:
-    """Of a source whose rows are a quarter full four times as many rows come; without weight or rows, none do."""
+    """
+    A source with quarter-full rows contributes four times as many rows; without weight or rows, it contributes none.
+    """
     full, quarter = RowSource("full", 0, 10, 160, 3.0), RowSource("quarter", 10, 20, 80, 3.0)
     shares = row_shares([full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)])
     assert shares.keys() == {"full", "quarter"}

@@ -7,12 +7,12 @@ from drawloom.components.data.packing.best_fit import best_fit
 
 
 def lognormal(count: int) -> np.ndarray:
-    """Sizes as of documents, with a mean of about 900."""
+    """Return sizes distributed like documents, with a mean of about 900."""
     return np.clip(np.random.default_rng(0).lognormal(6.0, 1.2, count), 2, 4095).astype(np.int64)
 
 
 def test_rows_are_nearly_full() -> None:
-    """Of 100,000 documents hardly any space is left, and large items of a row come first."""
+    """100,000 documents leave hardly any space, and a row's large items come first."""
     sizes = lognormal(100_000)
     items, counts = best_fit(np.arange(len(sizes)), sizes, 4096)
     assert sizes.sum() / (len(counts) * 4096) > 0.9999
@@ -30,7 +30,7 @@ def test_items_that_fit_exactly_fill_rows() -> None:
 
 
 def test_an_item_of_the_size_of_a_row_fills_one() -> None:
-    """Also in rows of 2^16 tokens, where its size has 17 bits."""
+    """This also holds for rows of 2^16 tokens, where the size needs 17 bits."""
     for length in (8, 2**16):
         items, counts = best_fit(np.arange(3), np.array([2, length, length - 2]), length)
         assert items.tolist() == [1, 2, 0] and counts.tolist() == [1, 2]

@@ -13,7 +13,7 @@ from drawloom.components.data.packing.concatenated import Stream
 
 
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(2, 9), st.randoms())
-def test_pieces_are_those_of_a_cut_stream(sizes: list[int], length: int, shuffling: random.Random) -> None:
+def test_pieces_equal_a_cut_stream(sizes: list[int], length: int, shuffling: random.Random) -> None:
     """Pieces list all documents' tokens in order, `length` to a row, row by row."""
     order = shuffling.sample(range(len(sizes)), len(sizes))
     ends = torch.tensor([sizes[number] for number in order], dtype=torch.int64).cumsum(0)

@@ -29,7 +29,7 @@ def pack_first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 15), max_size=80))
-def test_rows_are_those_of_a_loop(sizes: list[int]) -> None:
+def test_rows_equal_those_of_a_loop(sizes: list[int]) -> None:
     """A document is in the first row with space for it."""
     assert pack_first_fit(sizes, 16) == reference(sizes, 16)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.packing import groups
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.first_fit import first_fit
-from drawloom.components.data.packing.groups import Group, Groups, cut, gather_rows, group_documents
+from drawloom.components.data.packing.groups import Group, Groups, gather_rows, group_documents, split_order
 from drawloom.components.data.packing.padded import one_each
 
 GROUPINGS = [best_fit, first_fit, one_each]
@@ -41,7 +41,7 @@ def test_blocks_have_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = np.random.default_rng(0).integers(2, 90, 200)
 
     def documents() -> Counter[int]:
-        index = group_documents(sizes, cut(np.arange(200)), 32, best_fit)
+        index = group_documents(sizes, split_order(np.arange(200)), 32, best_fit)
         return Counter(piece.document for row in range(index.rows) for piece in index.pieces(row))
 
     whole = documents()
@@ -60,7 +60,7 @@ def test_an_index_is_sent_to_workers() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPINGS)
-def test_short_documents_in_long_rows(group: Group) -> None:
+def test_short_documents_fit_into_long_rows(group: Group) -> None:
     """Lengths of one byte are packed into rows whose length takes more."""
     index = group_documents(np.array([3, 9, 2]), [np.arange(3)], 100_000, group)
     assert sorted(piece for row in range(index.rows) for piece in index.pieces(row)) == [
@@ -73,7 +73,7 @@ def test_short_documents_in_long_rows(group: Group) -> None:
 @pytest.mark.parametrize("group", GROUPINGS)
 @pytest.mark.parametrize("most", [2**7, 2**15])
 def test_powers_of_two_lose_no_token(group: Group, most: int) -> None:
-    """Rows, or the longest document, of just more tokens than a signed byte or two can count are packed as others."""
+    """No token is lost if the row length or a document just exceeds a signed integer of one or two bytes."""
     for sizes, length in (([3, 9, 2], most), ([most, 9, 5], most // 4)):
         index = group_documents(np.array(sizes, np.int64), [np.arange(3)], length, group)
         assert index.tokens == index.row_tokens().sum() == sum(sizes)

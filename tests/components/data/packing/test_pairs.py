@@ -1,4 +1,4 @@
-"""Rows of pairs of documents."""
+"""Rows with pairs of documents."""
 
 import logging
 from typing import Any, ClassVar

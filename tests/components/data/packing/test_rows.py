@@ -1,4 +1,4 @@
-"""Rows of pieces of documents, compared with a loop over tokens."""
+"""Rows made of document pieces, compared with a loop over tokens."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def pack_all(texts: list[list[int]], length: int) -> TokenBatch:
 
 
 def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, int, int]]]:
-    """Rows of (token, target, position, document id), token by token."""
+    """Return rows of (token, target, position, document id), token by token."""
     stream = [(token, number) for number, text in enumerate(texts) for token in [*text, END]]
     rows = []
     for start in range(0, max(len(stream) - 1, 0), length):
@@ -65,7 +65,7 @@ def reference(texts: list[list[int]], length: int) -> list[list[tuple[int, int, 
 
 
 @given(documents, lengths)
-def test_rows_are_those_of_a_loop(texts: list[list[int]], length: int) -> None:
+def test_rows_equal_those_of_a_loop(texts: list[list[int]], length: int) -> None:
     """Tokens, targets, positions and document ids equal the result of a loop over the tokens."""
     batch = pack_all(texts, length)
     columns = [batch.tokens, batch.targets, batch.positions, batch.document_ids]
@@ -84,7 +84,7 @@ def test_each_token_is_a_target_once(texts: list[list[int]], length: int) -> Non
 
 @given(documents, lengths)
 def test_each_row_has_a_target(texts: list[list[int]], length: int) -> None:
-    """No row is without a target, so that no microbatch has weight zero."""
+    """Every row has a target, so no microbatch has weight zero."""
     assert (pack_all(texts, length).targets != IGNORE_INDEX).any(dim=1).all()
 
 
@@ -124,7 +124,7 @@ def test_a_batch_owns_its_memory() -> None:
     assert table.batch([0]).tokens.tolist() == [[1, 2, 3]]
 
 
-def test_a_weight_is_that_of_the_target() -> None:
+def test_a_loss_has_the_weight_of_its_target() -> None:
     """A token's loss has its target's weight, also across a cut; a token without a target has weight zero."""
     batch = pack([[1, 2, 3], [4, 5]], 3, [[9.0, 0.0, 0.5, 2.0], [9.0, 1.0, 0.0]]).batch([0, 1])
     assert batch.tokens.tolist() == [[1, 2, 3], [END, 4, 5]]

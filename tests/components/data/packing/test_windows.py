@@ -18,7 +18,7 @@ from drawloom.graph.testing import fake
 
 @attrs.frozen
 class Documents:
-    """Documents of these lengths, whose ids count from 1 over all of them."""
+    """Documents with these lengths, whose ids count from 1 over all of them."""
 
     lengths: tuple[int, ...]
     vocab_size: int = 2**15
@@ -53,7 +53,7 @@ def contexts(lengths: tuple[int, ...], length: int, stride: int) -> dict[int, in
 def test_each_target_counts_once_with_the_context_of_its_window(
     lengths: tuple[int, ...], length: int, data: st.DataObject
 ) -> None:
-    """Whatever shares a row, each token but a document's first is predicted once, from as many tokens as alone."""
+    """In any company, each token but a document's first is predicted once, from as many tokens as alone."""
     stride = data.draw(st.integers(1, length))
     rows = Windows(tokens=Documents(lengths), job=JOB, length=length, stride=stride)
     rows.open()

@@ -15,7 +15,7 @@ def test_a_larger_validation_fraction_only_adds_documents(key: bytes, one: float
 
 
 def test_the_validation_fraction_is_met() -> None:
-    """Of 20,000 keys a fraction of 0.1 selects 2,000, to five standard deviations."""
+    """A fraction of 0.1 selects 2,000 of 20,000 keys, to five standard deviations."""
     validation = sum(split_of(b"%d" % number, 0.1) == "validation" for number in range(20_000))
     assert abs(validation - 2_000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
 

@@ -34,13 +34,13 @@ def test_files_are_ordered_by_name() -> None:
 
 @pytest.mark.usefixtures("corpus")
 def test_globs_keep_their_order_and_share_no_file() -> None:
-    """A file that two globs match is listed once, at the first glob."""
+    """A file matched by two globs is listed once, at the first glob."""
     files = find(["corpus/z.txt", "corpus/*.txt", "other/*"])
     assert [str(file.path) for file in files] == ["corpus/z.txt", "corpus/a.txt", "other/a.txt"]
 
 
-def test_a_link_is_no_second_document(corpus: Path) -> None:
-    """A file that is also reached by a link is listed once."""
+def test_a_link_adds_no_second_document(corpus: Path) -> None:
+    """A file reached directly and by a link is listed once."""
     (corpus / "corpus/y.txt").symlink_to("z.txt")
     assert names(["corpus/*.txt"]) == ["a.txt", "y.txt"]
 
@@ -60,7 +60,7 @@ def test_a_glob_without_a_file_is_refused() -> None:
 
 
 def read(patterns: list[str]) -> list[bytes]:
-    """The content of all files."""
+    """Return the content of all files."""
     contents = []
     for file in find(patterns):
         with open_file(file) as stream:
@@ -69,7 +69,7 @@ def read(patterns: list[str]) -> list[bytes]:
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    """A file that vanishes after it was listed is an error naming it."""
+    """A file that vanishes after the listing is an error naming it."""
     (tmp_path / "a").touch()
     files = find([f"{tmp_path}/a"])
     (tmp_path / "a").unlink()
@@ -78,7 +78,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
-    """A file of the same size and time of modification, but other content, differs from the one before."""
+    """A file with the same size and modification time, but other content, differs from the one before."""
     path = tmp_path / "a"
     path.write_text("one")
     before = find([str(path)])
@@ -137,7 +137,7 @@ def test_a_protocol_without_a_package_is_refused() -> None:
 
 
 def test_groups_keep_the_order_and_their_size() -> None:
-    """Files are together up to the most bytes; one that is larger is alone."""
+    """Groups have at most the maximum of bytes; a larger file has its own group."""
     files = [File(str(number), "", size, "") for number, size in enumerate([3, 4, 20, 1, 2, 8])]
     assert [[file.size for file in group] for group in groups(files, 8)] == [[3, 4], [20], [1, 2], [8]]
     assert list(groups([], 8)) == []

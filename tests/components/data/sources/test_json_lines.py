@@ -19,7 +19,7 @@ from drawloom.graph import UserError
 def test_each_line_is_in_one_range(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], data: st.DataObject
 ) -> None:
-    """However a file is cut into ranges, they have all lines once and in order, at their offsets."""
+    """For any cut into ranges, they have all lines once and in order, at their offsets."""
     path = tmp_path_factory.mktemp("lines", numbered=True) / "a.jsonl"
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     path.write_bytes(b"".join(lines))

@@ -22,7 +22,7 @@ def table(texts: Any = TEXTS) -> Any:
 
 
 def write(path: Path, kind: str, table: Any) -> list[Part]:
-    """A file of this kind, and its parts."""
+    """Return a file of this kind, and its parts."""
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=700)
         return [*parquet_parts(find([str(path)]), "body")]
@@ -34,7 +34,7 @@ def write(path: Path, kind: str, table: Any) -> list[Part]:
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
 def test_each_row_is_a_document(tmp_path: Path, kind: str) -> None:
-    """The texts of the column come in order, with the numbers of their rows."""
+    """The column's texts come in order, with their row numbers."""
     parts = write(tmp_path / "a", kind, table())
     documents = [document for part in parts for document in part.documents()]
     assert [document.text for document in documents] == TEXTS
@@ -60,8 +60,8 @@ def test_row_groups_are_divided_into_parts(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
-def test_what_is_no_text_is_named(tmp_path: Path, kind: str) -> None:
-    """A null, another column and a damaged file are errors that name the file, and the row if there is one."""
+def test_a_value_that_is_not_text_is_named(tmp_path: Path, kind: str) -> None:
+    """A null, another column and a damaged file are errors naming the file, and the row if there is one."""
     with pytest.raises(UserError, match='a: row 1: field "body" is null'):
         list(texts_of(write(tmp_path / "a", kind, table(["one", None]))))
     with pytest.raises(UserError, match=r'b: the table has no column "body", only id, other'):

@@ -15,7 +15,7 @@ def texts(pattern: str, replace: bool = False) -> list[str]:
     return list(texts_of(text_parts(find([pattern]), replace)))
 
 
-def test_a_file_s_split_does_not_depend_on_other_files(tmp_path: Path) -> None:
+def test_the_split_of_a_file_does_not_depend_on_other_files(tmp_path: Path) -> None:
     """The splits are disjoint and complete, and an added file moves no other."""
 
     def splits() -> tuple[set[str], set[str]]:

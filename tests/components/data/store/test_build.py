@@ -21,7 +21,7 @@ from support.stores import PARTS, Failing, Texts, content, damage, make_blocked,
 
 
 def same(folder: Path, tmp_path: Path) -> bool:
-    """Whether a store is, byte for byte, one that was made without interruption."""
+    """Whether a store equals, byte for byte, one made without interruption."""
     build(tmp_path / "unbroken", PARTS, Bytes())
     return content(folder) == content(tmp_path / "unbroken")
 
@@ -55,7 +55,7 @@ def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
     assert same(tmp_path / "store", tmp_path)
 
 
-def test_what_a_killed_process_has_started_ends_before_the_next_one_writes(tmp_path: Path) -> None:
+def test_children_of_a_killed_process_end_before_the_next_one_writes(tmp_path: Path) -> None:
     """Its processes notice its end at their next report, and would then remove the next process's files."""
     folder, flag, said = tmp_path / "store", tmp_path / "flag", list[str]()
     flag.touch()
@@ -125,7 +125,7 @@ def test_two_processes_take_turns(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
-def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     """A path below a file is an error with the path."""
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/store: can't be written"):
@@ -133,7 +133,7 @@ def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_that_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a shard can't be written the error names the store and the reason; later the same call completes it."""
+    """If a shard can't be written, the error names the store and the reason; later the same call completes it."""
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "put", fail)
         with pytest.raises(UserError, match=r"store: the token store can't be written \(No space left on device"):

@@ -10,7 +10,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import encode
-from drawloom.components.data.store.encode import batches, copy_unopened, pieces, write_shard
+from drawloom.components.data.store.encode import batches, copy_unopened, split_text, write_shard
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
 
@@ -19,7 +19,7 @@ TEXT = "".join(f"def function_{number}(x):\n    return x * {number}\n\n\n" for n
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    """A byte-pair encoding that merges white space."""
+    """Return a byte-pair tokenizer for merging white space."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def test_pieces_have_the_ids_of_the_whole(
 ) -> None:
     """A long text, cut into pieces, has the ids of the whole text, with and without lines and spaces."""
     monkeypatch.setattr(encode, "BATCH", 1_000)
-    text_pieces = pieces(text, tokenizer.encode)
+    text_pieces = split_text(text, tokenizer.encode)
     assert "".join(text_pieces) == text
     whole = tokenizer.encode(text)
     assert np.array_equal(np.concatenate([tokenizer.encode(piece) for piece in text_pieces]), whole)
@@ -62,8 +62,8 @@ def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.Mon
     assert bytes(store.read(1, 0, len(TEXT)).ids.tolist()).decode() == TEXT
 
 
-def test_what_can_not_be_tokenized_is_named(tmp_path: Path) -> None:
-    """An error of the tokenizer has the source and offset of the documents."""
+def test_documents_that_cannot_be_tokenized_are_named(tmp_path: Path) -> None:
+    """A tokenizer's error gets the documents' source and offset."""
     with pytest.raises(UserError, match=r"memory:0 to memory:1: can't be tokenized: .*surrogate"):
         write_shard(tmp_path, 0, Texts(("fine", "\ud800")), Bytes(), lambda read, tokens: None)
 

@@ -1,4 +1,4 @@
-"""Processes that tokenize."""
+"""Processes for tokenizing."""
 
 from pathlib import Path
 
@@ -18,4 +18,4 @@ def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
     parts: dict[int, Part] = {0: Texts(("a",)), 1: Deadly(), 2: Texts(("b",))}
     ends = pytest.raises(UserError, match=r"was killed by SIGKILL; check for a lack of memory")
     with lock_folder(tmp_path, print) as lock, ends:
-        processes.run(tmp_path, parts, Bytes(), 2, Progress({0: 1, 1: 1, 2: 1}, 0, print, 1e9), lock)
+        processes.tokenize_parts(tmp_path, parts, Bytes(), 2, Progress({0: 1, 1: 1, 2: 1}, 0, print, 1e9), lock)

@@ -3,8 +3,8 @@
 from drawloom.components.data.store.processes import Progress, duration
 
 
-def test_progress_is_said_at_intervals() -> None:
-    """Bytes, share, rate and the time that is left come at most once an interval; no part exceeds its size."""
+def test_progress_is_printed_at_intervals() -> None:
+    """Bytes, share, rate and remaining time are printed at most once an interval; no part exceeds its size."""
     said: list[str] = []
     now = [0.0]
     progress = Progress({0: 4_000_000, 1: 4_000_000}, 2_000_000, said.append, 3, lambda: now[0])
@@ -18,5 +18,5 @@ def test_progress_is_said_at_intervals() -> None:
 
 
 def test_times_are_readable() -> None:
-    """Units follow the length."""
+    """The unit suits the duration."""
     assert [duration(59), duration(100), duration(600), duration(9000)] == ["59 s", "2 min", "10 min", "2 h 30 min"]

@@ -13,7 +13,7 @@ from support.stores import damage, store_of
 PARTS = [["abc", "", "de"], [], ["f" * 300]]
 
 
-def test_documents_are_those_of_all_shards(tmp_path: Path) -> None:
+def test_a_store_has_the_documents_of_all_shards(tmp_path: Path) -> None:
     """Documents count through the shards, each with its end; empty ones are dropped."""
     store = store_of(tmp_path / "store", PARTS)
     assert store.lengths.tolist() == [4, 3, 301] and store.token_count == 308
@@ -42,7 +42,7 @@ def test_a_pickled_store_has_no_tokens(tmp_path: Path) -> None:
 
 
 def test_opening_reads_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open a store reads no tokens, and to read a document verifies its blocks alone, each once."""
+    """Opening a store reads no tokens, and reading a document verifies only its blocks, once."""
     store_of(tmp_path / "store", [["a" * 300_000, "b" * 300_000]])
     blocks: list[int] = []
     verify = MappedFile.verify
@@ -95,8 +95,8 @@ def test_faults_names_every_file_that_changed(tmp_path: Path) -> None:
     assert names == ["00000.tokens", "00001.json", "00002.digests", "00003.tokens", "lock"]
 
 
-def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
-    """A folder without a store, a damaged index, another format and a damaged shard are errors that name the file."""
+def test_a_folder_that_is_not_a_store_is_refused(tmp_path: Path) -> None:
+    """A missing store, a damaged index, another format and a damaged shard are errors naming the file."""
     with pytest.raises(UserError, match="not a complete token store"):
         Store.open(tmp_path)
     store_of(tmp_path / "store", PARTS)

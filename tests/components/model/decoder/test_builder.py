@@ -1,4 +1,4 @@
-"""Initial weights: what they are, and what they depend on."""
+"""Initial weights: their distribution, and the inputs they depend on."""
 
 import subprocess
 import sys
@@ -50,8 +50,8 @@ def test_residual_outputs_start_smaller_than_other_matrices() -> None:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
 
 
-def test_depends_on_name_and_seed() -> None:
-    """Another name, or another seed, gives other numbers; the same ones give the same."""
+def test_initial_values_depend_on_name_and_seed() -> None:
+    """Another name or another seed gives other numbers; the same name and seed give the same numbers."""
     first = drawn("model.layers.0.self_attn.q_proj.weight", 8, 8)
     assert torch.equal(first, drawn("model.layers.0.self_attn.q_proj.weight", 8, 8))
     assert not torch.equal(first, drawn("model.layers.1.self_attn.q_proj.weight", 8, 8))
@@ -59,8 +59,8 @@ def test_depends_on_name_and_seed() -> None:
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
-def test_a_slice_begins_as_in_the_whole(make: Callable[..., DecoderBuilder]) -> None:
-    """Rows or columns of a parameter, experts among them, have the numbers that they have in all of it."""
+def test_a_slice_starts_as_in_the_whole_parameter(make: Callable[..., DecoderBuilder]) -> None:
+    """Slices along rows, columns or experts have the whole parameter's numbers."""
     model = make()
     whole = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in whole.named_parameters():
@@ -75,13 +75,13 @@ def test_a_slice_begins_as_in_the_whole(make: Callable[..., DecoderBuilder]) -> 
             assert torch.equal(part, parameter.narrow(dim, begin, size - begin)), name
 
 
-def test_lower_precision_is_float32_rounded() -> None:
+def test_lower_precision_starts_as_rounded_float32() -> None:
     """A bfloat16 parameter gets the float32 numbers, rounded."""
     assert torch.equal(drawn("lm_head.weight", 8, 8, dtype=torch.bfloat16), drawn("lm_head.weight", 8, 8).bfloat16())
 
 
-def test_same_in_another_process() -> None:
-    """No salt of Python's hashes gets in: this process has another than the one that is started."""
+def test_initial_values_are_equal_in_another_process() -> None:
+    """Initial values do not depend on the salt of Python's hashes, which differs by process."""
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     result = subprocess.check_output([sys.executable, "-c", SCRIPT], env=environment, text=True)
     expected = torch.empty(8, 8)
@@ -92,8 +92,8 @@ def test_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
-def test_does_not_depend_on_spans(make: Callable[..., DecoderBuilder]) -> None:
-    """A parameter starts the same in the whole model and in any span, a tied head like the embedding."""
+def test_initial_values_do_not_depend_on_spans(make: Callable[..., DecoderBuilder]) -> None:
+    """A parameter starts the same in the whole model and in any span, and a tied head starts like the embedding."""
     model = make(num_hidden_layers=4, tie_word_embeddings=True)
     spans = [
         LayerRange(0, 4, True, True),
@@ -119,8 +119,10 @@ MODELS: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_operations_are_those_that_torch_counts(kind: str) -> None:
-    """Of a forward and a backward pass, in which plain attention computes every pair, also those it masks."""
+def test_operations_equal_the_count_of_torch(kind: str) -> None:
+    """
+    FLOPs of a forward and a backward pass equal torch's count for plain attention, which computes masked pairs too.
+    """
     make, layers = MODELS[kind]
     model: DecoderBuilder = make()
     module, tokens = whole(model), torch.randint(model.vocab_size, (2, 11))
@@ -134,7 +136,7 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     assert actual == counter.get_total_flops() + experts
 
 
-def test_windows_have_pairs_of_their_own() -> None:
+def test_windows_are_counted_by_layer() -> None:
     """Layers are counted by their windows."""
     flops = small(Mistral, sliding_window=4).forward_flops()
     assert flops.per_pair == {4: 2 * 4 * 4 * 8}

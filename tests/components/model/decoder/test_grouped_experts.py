@@ -1,4 +1,4 @@
-"""GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
+"""GLM-4.5, DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash against transformers."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,13 @@ from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
+from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
+from drawloom.components.model.qwen3_5_moe import Qwen35Moe
+from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.graph import UserError
 from support.adapted import OneStage
@@ -25,7 +28,7 @@ from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
-    assert_operations_are_those_that_torch_counts,
+    assert_operations_equal_the_count_of_torch,
     small,
 )
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, twin, whole
@@ -39,6 +42,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 9,
     "q_lora_rank": 11,
 }
+EVEN = {"kv_lora_rank": 10, "router_aux_loss_coef": 0.0}  # transformers views pairs of latents as complex numbers
 GROUPS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
@@ -47,6 +51,7 @@ GROUPS: dict[str, Any] = {
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.5,
 }
+HYBRID = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
 YARN = RopeScaling(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.8, mscale_all_dim=1.3, beta_fast=8.0
 )
@@ -62,6 +67,17 @@ KINDS: dict[str, tuple[type[DecoderBuilder], dict[str, Any]]] = {
         LATENT | GROUPS | {"rope_interleave": False, "attention_bias": True, "rope_scaling": YARN},
     ),
     "moonlight": (DeepseekV3, LATENT | {"q_lora_rank": 0, "first_k_dense_replace": 0}),
+    "deepseek_v2": (
+        DeepseekV2,
+        LATENT | EVEN | {"q_lora_rank": 0, "n_shared_experts": 1},
+    ),
+    "deepseek_v2, every flag": (
+        DeepseekV2,
+        LATENT
+        | EVEN
+        | {key: value for key, value in GROUPS.items() if key != "norm_topk_prob"}
+        | {"attention_bias": True, "mlp_bias": True, "rope_scaling": YARN},
+    ),
     "glm4_moe_lite": (Glm4MoeLite, LATENT | {"rope_scaling": YARN, "tie_word_embeddings": True}),
 }
 
@@ -73,7 +89,7 @@ def model_of(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and gradients."""
+    """Logits, packed documents' losses and gradients equal transformers'."""
     assert_equal_to_transformers(model_of(kind))
 
 
@@ -89,15 +105,18 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
     model = model_of(kind)
     assert_generated_as_whole_texts(model)
     # Three choices, gate and up of 12 channels each, and down, over 22 tokens.
-    assert_operations_are_those_that_torch_counts(model, 22 * 3 * 2 * 3 * 24 * 12)
+    assert_operations_equal_the_count_of_torch(model, 22 * 3 * 2 * 3 * 24 * 12)
     assert_all_projections_are_adapted(model)
 
 
-@pytest.mark.parametrize("family", [Dots1, Glm4Moe])
-def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
-    """Logits are products in float32: rounded to bfloat16, other experts would be chosen."""
+@pytest.mark.parametrize("family", [Dots1, Glm4Moe, DeepseekV2, Qwen3Next, Qwen35Moe])
+def test_routers_choose_like_transformers_in_bfloat16(family: type[DecoderBuilder]) -> None:
+    """Logits of DeepSeek's routers are products in float32: rounded to bfloat16, other experts would be chosen."""
     torch.manual_seed(0)
-    model = small(family, **SIZES | {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64})
+    is_hybrid = family in (Qwen3Next, Qwen35Moe)
+    sizes = SPARSE_SIZES | HYBRID if is_hybrid else SIZES | ({"kv_lora_rank": 10} if family is DeepseekV2 else {})
+    sizes |= {"num_experts": 64, "num_experts_per_tok": 8, "hidden_size": 64}
+    model = small(family, **sizes | ({"num_key_value_heads": 4} if family is DeepseekV2 else {}))
     module = whole(model)
     theirs = twin(model, persistent_tensors(module)).model.layers[1].mlp.gate
     router: Any = module.get_submodule("model.layers.1.mlp.gate")
@@ -107,11 +126,12 @@ def test_routers_choose_as_transformers_in_bfloat16(family: type[DecoderBuilder]
     chosen, weights = (result.flatten(0, 1).sort(-1).values for result in router(hidden))
     _, wanted_weights, wanted = theirs(hidden)
     assert torch.equal(chosen, wanted.sort(-1).values)
-    torch.testing.assert_close(weights, wanted_weights.sort(-1).values)
+    # Qwen rounds the weights to bfloat16.
+    torch.testing.assert_close(weights.to(wanted_weights.dtype), wanted_weights.sort(-1).values)
 
 
 def test_tensors_of_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
-    """Published folders have one more layer than the model, which predicts a later token."""
+    """Published folders have one layer more than the model: it predicts a later token and is ignored."""
     model = model_of("deepseek_v3")
     write_folder(tmp_path / "base", model, OneStage(whole(model)))
     path = tmp_path / "base" / "model.safetensors"
@@ -128,7 +148,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
-    """Its config has a model_type of its own."""
+    """A config with Kimi K2's model_type is read as DeepSeek V3."""
     read = read_config(DEEPSEEK_V3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
     assert read == model_of("deepseek_v3").architecture
 
@@ -138,10 +158,13 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     [
         ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4 rotates 3 channels of head_dim = 8"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2, and latent attention has"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "says topk_method = 'noaux_tc'"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "says moe_layer_freq = 2"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "says norm_topk_prob = true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "only dense layers before sparse ones"),
     ],
 )
 def test_other_configs_are_refused(kind: str, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    """A config that would be built as something near it is refused with its key."""
+    """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
         read_config(KINDS[kind][0].family, write(tmp_path, kind, **changes))

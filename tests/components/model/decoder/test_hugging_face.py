@@ -20,14 +20,14 @@ from support.qwen3 import dense, sparse
 
 @pytest.fixture
 def transformers() -> Any:
-    """The package, whose import takes seconds: only workers that need it import it."""
+    """The package, whose import takes seconds: only the workers of these tests import it."""
     import transformers
 
     return transformers
 
 
 def written(folder: Path, **changes: Any) -> Path:
-    """A good config with changes; a change to None removes the key."""
+    """Return a good config with changes; a change to None removes the key."""
     config = {key: value for key, value in (good() | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -37,14 +37,14 @@ def good() -> dict[str, Any]:
     return dense().hugging_face_config()
 
 
-def test_reads_what_transformers_writes(tmp_path: Path, transformers: Any) -> None:
-    """What transformers saves of our config, in its newest form, is read as the same model."""
+def test_a_config_saved_by_transformers_is_read_as_the_same_model(tmp_path: Path, transformers: Any) -> None:
+    """Our config, saved by transformers in its newest form, is read as the same model."""
     transformers.Qwen3Config(**good()).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     assert read_config(DENSE, tmp_path) == dense().architecture
 
 
-def test_transformers_reads_what_we_write(transformers: Any) -> None:
+def test_transformers_reads_all_numbers_of_our_config(transformers: Any) -> None:
     """Every number of the architecture arrives in transformers' config."""
     config = transformers.Qwen3Config(
         **dense(
@@ -62,8 +62,8 @@ def test_transformers_reads_what_we_write(transformers: Any) -> None:
     assert (config.tie_word_embeddings, config.rms_norm_eps, config.max_position_embeddings) == (True, 0.5, 99)
 
 
-def test_reads_what_transformers_writes_of_experts(tmp_path: Path, transformers: Any) -> None:
-    """Also of a model with experts, whose number transformers calls otherwise."""
+def test_experts_saved_by_transformers_are_read(tmp_path: Path, transformers: Any) -> None:
+    """Our config of a model with experts survives transformers, which has another name for their number."""
     model = sparse(
         num_hidden_layers=4,
         decoder_sparse_step=2,
@@ -77,8 +77,8 @@ def test_reads_what_transformers_writes_of_experts(tmp_path: Path, transformers:
     assert read_config(MOE, tmp_path) == model.architecture
 
 
-def test_transformers_reads_what_we_write_of_experts(transformers: Any) -> None:
-    """Every number of the experts arrives in transformers' config, and whether they are balanced is left to it."""
+def test_transformers_reads_all_numbers_of_our_experts(transformers: Any) -> None:
+    """All numbers for the experts arrive in transformers' config, except the switch of the balancing loss."""
     model = sparse(
         num_hidden_layers=4,
         decoder_sparse_step=2,
@@ -93,8 +93,8 @@ def test_transformers_reads_what_we_write_of_experts(transformers: Any) -> None:
     assert (config.router_aux_loss_coef, config.output_router_logits, config.intermediate_size) == (0.25, False, 50)
 
 
-def test_silence_means_what_it_means_to_transformers(tmp_path: Path, transformers: Any) -> None:
-    """Keys that a config of a model with experts leaves out are read as transformers reads them."""
+def test_missing_keys_have_the_defaults_of_transformers(tmp_path: Path, transformers: Any) -> None:
+    """Keys missing in a config of a model with experts are read as in transformers."""
     optional = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
     config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -121,8 +121,8 @@ FAULTS_OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "message"), FAULTS_OF_EXPERTS.values(), ids=FAULTS_OF_EXPERTS.keys())
-def test_refuses_experts_that_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """So is a config of a model with experts."""
+def test_experts_that_cannot_be_built_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A config of a model with unsupported experts is refused."""
     config = {key: value for key, value in (sparse().hugging_face_config() | changes).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:
@@ -130,7 +130,7 @@ def test_refuses_experts_that_it_can_not_build(tmp_path: Path, changes: dict[str
     assert message in str(caught.value) and "take the config.json of a Qwen3 model with experts" in str(caught.value)
 
 
-def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
+def test_both_forms_of_the_rotary_base_are_read(tmp_path: Path) -> None:
     """`rope_theta` at the top and within `rope_parameters` mean the same."""
     top = read_config(DENSE, written(tmp_path, rope_theta=123.0, rope_scaling=None))
     assert top.rope_theta == 123.0
@@ -152,14 +152,21 @@ STRETCHES = [
         attention_factor=1.5,
     ),
     RopeScaling(
+        rope_type="longrope",
+        original_max_position_embeddings=8,
+        short_factor=[1.0] * 4,
+        long_factor=[1.0, 2.5, 3.0, 4.0],
+        attention_factor=1.25,
+    ),
+    RopeScaling(
         rope_type="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=0.5, high_freq_factor=2.0
     ),
 ]
 
 
 @pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
-def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeScaling, transformers: Any) -> None:
-    """The scaling of positions is read again from what we write, and from what transformers saves of that."""
+def test_rope_scaling_survives_transformers(tmp_path: Path, rope: RopeScaling, transformers: Any) -> None:
+    """Scaled positions are read again from our config, and from transformers' copy of it."""
     for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
         model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
@@ -169,7 +176,7 @@ def test_rope_scaling_goes_to_transformers_and_back(tmp_path: Path, rope: RopeSc
 
 
 def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
-    """Hugging Face has no static NTK: its model of the export has the frequencies of the published formula, as ours."""
+    """Hugging Face has no static NTK: its model of the export has the published formula's frequencies, like ours."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     model = dense(rope_scaling=RopeScaling(rope_type="ntk", factor=3.0), rope_theta=500.0)
@@ -185,8 +192,8 @@ def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=0)
 
 
-def test_older_form_of_rope_scaling(tmp_path: Path, transformers: Any) -> None:
-    """`type` in `rope_scaling`, with what is left out, means what transformers takes it for."""
+def test_the_older_form_of_rope_scaling_is_read(tmp_path: Path, transformers: Any) -> None:
+    """`type` in `rope_scaling`, and keys that are left out, mean the same as in transformers."""
     old = {"type": "yarn", "factor": 4.0}
     config = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
     assert config.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=77)
@@ -195,8 +202,8 @@ def test_older_form_of_rope_scaling(tmp_path: Path, transformers: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_the_original_length_at_the_top_is_the_one_used(kind: str, tmp_path: Path, transformers: Any) -> None:
-    """A length outside of `rope_scaling` is used before one within, and in place of none, as transformers does."""
+def test_the_original_length_at_the_top_takes_precedence(kind: str, tmp_path: Path, transformers: Any) -> None:
+    """As in transformers, the length outside `rope_scaling` is used instead of the one inside, if any."""
     bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     for within in ({}, {"original_max_position_embeddings": 16}):
         scaling = {"type": kind, "factor": 4.0, **bounds, **within}
@@ -209,8 +216,8 @@ def test_the_original_length_at_the_top_is_the_one_used(kind: str, tmp_path: Pat
         assert used.original_max_position_embeddings == wanted == 8
 
 
-def test_llama3_is_written_with_what_transformers_has_no_defaults_for(transformers: Any) -> None:
-    """Bounds that were left out are in the config."""
+def test_llama3_is_written_with_all_keys_that_transformers_requires(transformers: Any) -> None:
+    """The config has the bounds even if settings leave them out."""
     rope = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8)
     config: Any = transformers.Qwen3Config(**dense(rope_scaling=rope).hugging_face_config())
     assert (config.rope_parameters["low_freq_factor"], config.rope_parameters["high_freq_factor"]) == (1.0, 4.0)
@@ -225,12 +232,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
     "scaled in another way": (
-        {"rope_scaling": {"rope_type": "longrope"}},
-        "scales rotary positions by 'longrope'",
+        {"rope_scaling": {"rope_type": "proportional"}},
+        "scales rotary positions by 'proportional'",
     ),
     "scaled as no config says": (
         {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
-        "'ntk', where only default, linear, dynamic, yarn, llama3 can be built",
+        "'ntk', where only default, linear, dynamic, yarn, llama3, longrope can be built",
     ),
     "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "scales rotary positions by ['yarn']"),
     "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),
@@ -267,8 +274,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """A config of a model that would compute something else is refused, and never read as something near it."""
+def test_a_config_of_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A config of a model with other computations is refused, and never read as a similar model."""
     with pytest.raises(UserError) as caught:
         read_config(DENSE, written(tmp_path, **changes))
     assert message in str(caught.value)
@@ -276,7 +283,7 @@ def test_refuses_what_it_can_not_build(tmp_path: Path, changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "does not contain a JSON object")])
-def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
     """A file without a JSON object is refused, and the message says so."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
@@ -291,28 +298,28 @@ def test_refuses_what_is_no_config(tmp_path: Path, text: str, message: str) -> N
         ('{"a": "' + "x" * 2**20, "is not JSON"),
     ],
 )
-def test_refuses_what_a_stranger_may_write(tmp_path: Path, text: str, message: str) -> None:
-    """Two meanings, nesting without end and texts without end are refused like any broken file."""
+def test_hostile_configs_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    """Duplicate keys, endless nesting and endless text are refused like any broken file."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         read_config(DENSE, tmp_path)
 
 
-def test_waits_for_no_pipe(tmp_path: Path) -> None:
-    """A pipe in the place of a config is refused at once, without waiting for a writer."""
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
+    """A pipe in place of a config is refused at once, without waiting for a writer."""
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match=r"config\.json can't be read \(it is not a regular file\)"):
         read_config(DENSE, tmp_path)
 
 
-def test_refuses_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     """A folder without config.json, and a missing path, are refused by name."""
     for path in (tmp_path, tmp_path / "other.json"):
         with pytest.raises(UserError, match="can't be read"):
             read_config(DENSE, path)
 
 
-def test_end_is_written_only_if_known() -> None:
-    """Without a tokenizer the config says nothing of the end of a text."""
+def test_the_end_of_text_is_written_only_if_known() -> None:
+    """Without a tokenizer the config has no end-of-text id."""
     assert "eos_token_id" not in config_of(DENSE, dense().architecture, None)
     assert config_of(DENSE, dense().architecture, 0)["eos_token_id"] == 0

@@ -1,4 +1,4 @@
-"""Spans of a model: chained they are the whole."""
+"""Spans of a model: chained, they equal the whole model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +45,7 @@ both = pytest.mark.parametrize(
 
 
 def built(model: DecoderBuilder, spans: list[LayerRange], weights: nn.Module) -> list[nn.Module]:
-    """Modules of spans, with the weights of the whole under the same names."""
+    """Return the modules for spans, with the whole model's weights under the same names."""
     state = weights.state_dict()
     modules = [model.build(span) for span in spans]
     for module in modules:
@@ -57,7 +57,7 @@ def built(model: DecoderBuilder, spans: list[LayerRange], weights: nn.Module) ->
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @both
 def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make: Make) -> None:
-    """Chained spans give bitwise the losses and logits of the whole, and gradients that add up to its gradients."""
+    """Chained spans give bitwise the losses and logits of the whole; their gradients add up to its gradients."""
     model = make(num_hidden_layers=3, tie_word_embeddings=tied)
     module = whole(model)
     modules = built(model, spans, module)
@@ -84,7 +84,7 @@ def test_chained_spans_equal_the_whole(spans: list[LayerRange], tied: bool, make
 
 
 def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
-    """A model with torch's flexible attention, which a CPU takes forward, and the documents that masks are made of."""
+    """Return a model with torch's flexible attention, which runs forward on a CPU, and the documents of its masks."""
     kernels, asked = cpu_kernels(), []
 
     def mask(documents: torch.Tensor, window: int | None) -> Any:
@@ -99,7 +99,9 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
-    """Each pass makes one mask, of its own documents, also where the next microbatch's are written over the last's."""
+    """
+    Each pass makes one mask of its own documents, even if the next microbatch overwrites the last one's documents.
+    """
     module, asked = with_flex(make)
     plain = make(num_hidden_layers=3).build(LayerRange(0, 3, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
@@ -112,8 +114,8 @@ def test_a_mask_is_made_once_for_all_layers(make: Make) -> None:
 
 
 @both
-def test_masks_need_no_device(make: Make) -> None:
-    """On the meta device the mask has shapes alone, and the output has its shape."""
+def test_masks_are_made_on_the_meta_device(make: Make) -> None:
+    """On the meta device the mask has a shape but no values, and the output has its shape."""
     module, _ = with_flex(make)
     shared = to(torch.device("meta"), pack_documents([[4, 6], [10]]))
     assert logits_of(module.to("meta"), shared.positions, shared).shape == (2, 10, 29)
@@ -122,7 +124,7 @@ def test_masks_need_no_device(make: Make) -> None:
 @pytest.mark.parametrize("spans", SPLITS)
 @both
 def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -> None:
-    """Spans name their parameters as the whole does, and together hold each; a tied head brings the embedding."""
+    """Spans name their parameters like the whole model and together have all of them; a tied head has the embedding."""
     for tied in (False, True):
         model = make(num_hidden_layers=3, tie_word_embeddings=tied)
         names = [name for span in spans for name, _ in model.build(span).named_parameters()]
@@ -135,8 +137,8 @@ def test_names_do_not_depend_on_the_split(spans: list[LayerRange], make: Make) -
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ends", [(True, True), (True, False), (False, False), (False, True)])
 @both
-def test_stages_put_every_matrix_off(ends: tuple[bool, bool], tied: bool, recompute: bool, make: Make) -> None:
-    """Two backward passes of the first, a middle, the last or the only stage give what one gives, recomputed or not."""
+def test_stages_defer_every_weight_gradient(ends: tuple[bool, bool], tied: bool, recompute: bool, make: Make) -> None:
+    """Two backward passes, the first without weight gradients, equal a single one on any stage, recomputed or not."""
     model = make(tie_word_embeddings=tied)
     module = model.build(LayerRange(0, 2, *ends)).double()
     for parameter in module.parameters():
@@ -174,8 +176,8 @@ def model() -> Qwen3Dense:
     return Qwen3Dense(kernels=cpu_kernels(), **SIZES)
 
 
-def test_layers_are_those_of_transformers(model: Qwen3Dense) -> None:
-    """The embedding's output, each layer's, and the last one's after the norm."""
+def test_hidden_states_equal_those_of_transformers(model: Qwen3Dense) -> None:
+    """They are the embedding's output, each layer's output, and the last output after the norm."""
     torch.manual_seed(0)
     module = whole(model)
     from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
@@ -194,8 +196,8 @@ def test_layers_are_those_of_transformers(model: Qwen3Dense) -> None:
 
 
 @pytest.mark.parametrize("documents", [None, 2])
-def test_stages_hand_them_on_with_their_gradients(model: Qwen3Dense, documents: int | None) -> None:
-    """Over two stages they are those of the whole model, and so are the gradients that come through them."""
+def test_stages_pass_hidden_states_on_with_gradients(model: Qwen3Dense, documents: int | None) -> None:
+    """On two stages, hidden states of all layers and their gradients equal the whole model's."""
     torch.manual_seed(0)
     module = whole(model)
     spans = [LayerRange(0, 1, True, False), LayerRange(1, LAYERS, False, True)]
@@ -213,14 +215,19 @@ def test_stages_hand_them_on_with_their_gradients(model: Qwen3Dense, documents: 
     one, two = total(module(tokens, shared)), total(stages[1](stages[0](tokens, shared), shared))
     torch.testing.assert_close(one, two)
     torch.autograd.backward([one, two])
-    actual = {name: each.grad for stage in stages for name, each in stage.named_parameters() if each.grad is not None}
+    actual = {
+        name: parameter.grad
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if parameter.grad is not None
+    }
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not name.startswith("lm_head") and "embed_tokens" not in name:
             torch.testing.assert_close(actual[name], parameter.grad)
 
 
-def test_a_mean_is_over_the_tokens_of_a_document() -> None:
-    """Each row's documents, in float32; those beyond the count are left out, and one without tokens has zeros."""
+def test_a_mean_covers_the_tokens_of_a_document() -> None:
+    """Means are float32, by row and document; documents beyond the count are ignored, and an empty one has zeros."""
     hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     documents = torch.tensor([[0, 0, 1, 2], [0, 0, 0, 0]])
     actual = means(hidden, documents, 2)
@@ -229,10 +236,10 @@ def test_a_mean_is_over_the_tokens_of_a_document() -> None:
     torch.testing.assert_close(actual[1], torch.stack([hidden[1].float().mean(0), torch.zeros(3)]))
 
 
-def test_a_mask_leaves_tokens_out_of_means_and_weights_count() -> None:
+def test_means_respect_masks_and_weights() -> None:
     """
-    By a mask the mean is over the tokens it has, by weights it is `torch.mean`'s with tokens repeated as often; a
-    document whose tokens all weigh nothing has zeros, and a finite gradient.
+    With a mask the mean covers the selected tokens; with weights it equals `torch.mean` over tokens repeated as often.
+    A document of zero weight has zeros, and a finite gradient.
     """
     hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]])
@@ -248,8 +255,8 @@ def test_a_mask_leaves_tokens_out_of_means_and_weights_count() -> None:
     torch.testing.assert_close(actual[0], torch.stack([hidden[0, [0, 0, 2]].mean(0), hidden[0, 3]]))
 
 
-def test_a_mask_of_the_batch_reaches_the_means(model: Qwen3Dense) -> None:
-    """Means that a model gives are those of the tokens in `mean_weights`, of every layer."""
+def test_means_use_the_weights_of_the_batch(model: Qwen3Dense) -> None:
+    """The model's means cover the tokens in `mean_weights`, for every layer."""
     module, tokens = whole(model), torch.arange(10).view(2, 5)
     mask = torch.tensor([[True, True, False, False, False], [False, False, False, False, True]])
     layers = tuple(range(LAYERS + 1))
@@ -260,8 +267,8 @@ def test_a_mask_of_the_batch_reaches_the_means(model: Qwen3Dense) -> None:
         torch.testing.assert_close(pooled[layer][:, 0], expected)
 
 
-def test_what_can_not_be_had_is_refused() -> None:
-    """A layer that the model does not have, a mask without means, and rows that ranks share out."""
+def test_impossible_means_are_refused() -> None:
+    """A layer beyond the model, a mask without means, and rows split over ranks are refused."""
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no hidden states of layer 3: the model has layers 0 to 2"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((3,))), 2)

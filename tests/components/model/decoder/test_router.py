@@ -1,4 +1,4 @@
-"""Routers: which experts are chosen, the gradients of their losses, and what observers learn."""
+"""Routers: the choice of experts, the gradients from their losses, and the counts for observers."""
 
 from typing import Any
 
@@ -23,13 +23,15 @@ from support.seeding import seeds
 
 
 def row_counts(chosen: Tensor, experts: int) -> Tensor:
-    """Those of rows whose tokens are all here: chosen (rows, length, choices)."""
+    """Return the RowCounts of rows whose tokens are all on this rank: chosen (rows, length, choices)."""
     return RowSums().row_counts(chosen, torch.empty(chosen.shape[:2]), experts)
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
-def test_balance_is_the_formula(_seed: object, rows: int, length: int, experts: int, data: st.DataObject) -> None:
-    """Probabilities pass unchanged; the gradient of the formula is added to the incoming one."""
+def test_balance_adds_the_gradient_of_the_formula(
+    _seed: object, rows: int, length: int, experts: int, data: st.DataObject
+) -> None:
+    """Probabilities pass unchanged; the formula's gradient is added to the incoming one."""
     choices = data.draw(st.integers(1, experts))
     probabilities = torch.randn(rows, length, experts, dtype=torch.float64).softmax(-1).requires_grad_()
     chosen = probabilities.topk(choices).indices
@@ -47,8 +49,8 @@ def test_balance_is_the_formula(_seed: object, rows: int, length: int, experts: 
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6))
-def test_z_loss_is_the_formula(_seed: object, rows: int, length: int, experts: int) -> None:
-    """Its gradient is 2 log(sum exp) softmax by token, times the token's weight, computed by hand."""
+def test_z_loss_adds_the_gradient_of_the_formula(_seed: object, rows: int, length: int, experts: int) -> None:
+    """The gradient equals 2 log(sum exp) softmax by token, times the token's weight, computed by hand."""
     logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
     weights = torch.rand(rows, length)
     incoming = torch.randn_like(logits)
@@ -60,8 +62,8 @@ def test_z_loss_is_the_formula(_seed: object, rows: int, length: int, experts: i
     torch.testing.assert_close(torch.autograd.grad(actual, logits, incoming)[0], expected)
 
 
-def test_balances_experts() -> None:
-    """Trained on this loss alone, a router that sends most tokens to two of five experts uses all alike."""
+def test_balance_loss_evens_out_experts() -> None:
+    """A router that sends most tokens to two of five experts uses all alike after training on this loss alone."""
     torch.manual_seed(0)
     bias = torch.tensor([3.0, 2.0, 0.0, 0.0, -1.0], requires_grad=True)
     noise, counts = torch.randn(4, 64, 5), []
@@ -79,7 +81,7 @@ def test_balances_experts() -> None:
 
 
 def router(routing: Routing, choices: int = 2, **coefficients: float) -> Router:
-    """A router of 6 experts for 5 channels, in float64, with random weights and bias."""
+    """Return a router of 6 experts for 5 channels, in float64, with random weights and bias."""
     torch.manual_seed(0)
     made = Router(5, 6, choices, routing, cpu_kernels(), **coefficients).double()
     if made.e_score_correction_bias is not None:
@@ -98,7 +100,7 @@ ROUTINGS = {
 
 
 def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
-    """The experts of a token and their weights, expert by expert, without a loop's tensor operations."""
+    """Return a token's experts and their weights, computed expert by expert, without tensor operations."""
     logits, routing = [weight @ token for weight in made.weight], made.routing
     exponentials = [logit.exp() for logit in logits]
     if routing.scoring_func == "softmax":
@@ -117,8 +119,8 @@ def by_hand(made: Router, token: Tensor) -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-def test_choice_and_weights_are_those_by_hand(kind: str) -> None:
-    """The bias moves the choice and never a weight; weights and their gradients are those of the formulas."""
+def test_choice_and_weights_equal_a_computation_by_hand(kind: str) -> None:
+    """The bias changes the choice but no weight; weights and their gradients follow the formulas."""
     made = router(ROUTINGS[kind])
     hidden = torch.randn(1, 40, 5, dtype=torch.float64)
     chosen, weights = made(hidden)
@@ -131,8 +133,8 @@ def test_choice_and_weights_are_those_by_hand(kind: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_softmax_over_the_chosen_is_the_normalised_one() -> None:
-    """Top-k before the softmax, as Mixtral's paper has it, gives the weights of top-k after it, normalised."""
+def test_softmax_over_chosen_experts_equals_normalized_softmax() -> None:
+    """Top-k before the softmax (Mixtral's paper) gives the weights of a normalized top-k after it."""
     made = router(Routing())
     hidden = torch.randn(2, 20, 5, dtype=torch.float64)
     chosen, weights = made(hidden)
@@ -142,8 +144,8 @@ def test_softmax_over_the_chosen_is_the_normalised_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_losses_are_added_in_the_backward_pass_alone(kind: str) -> None:
-    """Weights are the same with losses; gradients differ by those of the two losses, of normalised scores."""
+def test_losses_change_only_gradients(kind: str) -> None:
+    """Weights are the same with losses; gradients differ by both losses' gradients, for normalized scores."""
     made = router(ROUTINGS[kind])
     hidden, tokens = torch.randn(3, 7, 5, dtype=torch.float64), torch.rand(3, 7)
     plain = made(hidden, tokens)[1]
@@ -162,8 +164,8 @@ def test_losses_are_added_in_the_backward_pass_alone(kind: str) -> None:
     assert torch.equal(torch.autograd.grad(made(hidden)[1].sum(), made.weight)[0], without)  # inference has no losses
 
 
-def test_observers_learn_of_each_microbatch_once() -> None:
-    """Of training alone: not of evaluations, and not again where activations are computed again."""
+def test_observers_see_each_microbatch_once() -> None:
+    """Observers see microbatches of training alone: no evaluations, and no recomputed activations."""
     made, hidden = router(ROUTINGS["softmax over the chosen"]), torch.randn(2, 9, 5, dtype=torch.float64)
     seen: list[Any] = []
 
@@ -193,8 +195,8 @@ def test_observers_learn_of_each_microbatch_once() -> None:
     assert len(seen) == 2
 
 
-def test_sigmoids_of_nothing_are_finite() -> None:
-    """Where all scores are 0, weights are 0 and not the quotient of zeros."""
+def test_sigmoids_of_zero_scores_are_finite() -> None:
+    """If all scores are 0, weights are 0, not a quotient of zeros."""
     made = Router(1, 4, 2, Routing(scoring_func="sigmoid"), cpu_kernels())
     torch.nn.init.ones_(made.weight)
     _, weights = made(torch.full((1, 1, 1), -1000.0))

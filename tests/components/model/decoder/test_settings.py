@@ -1,4 +1,4 @@
-"""What a recipe can say of a model, and what it can't."""
+"""Settings of a model in a recipe, and the problems `check` reports for them."""
 
 import json
 from pathlib import Path
@@ -25,16 +25,16 @@ def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
     return [(fault.key, fault.why, fault.instead) for fault in faults(DENSE, NONE | settings, tokenizer)]
 
 
-def test_sizes_that_fit() -> None:
-    """Ordinary sizes have no fault, with and without what has a default."""
+def test_sizes_that_fit_have_no_problem() -> None:
+    """Ordinary sizes have no problem, with and without the settings that have a default."""
     assert faults_of(**SIZES) == []
     assert (
         faults_of(tokenizer=True, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=4) == []
     )
 
 
-def test_defaults() -> None:
-    """Without num_key_value_heads each head has its own, without head_dim the heads share the width."""
+def test_head_settings_have_defaults() -> None:
+    """Without num_key_value_heads each head has its own; without head_dim the heads share the width."""
     architecture = choose_architecture(
         DENSE,
         NONE
@@ -65,8 +65,8 @@ def test_defaults() -> None:
     )
 
 
-def test_everything_missing_is_told_at_once() -> None:
-    """For an empty table there is one problem for each setting that it needs."""
+def test_all_missing_settings_are_reported_at_once() -> None:
+    """An empty table has one problem for each required setting."""
     assert [key for key, _, _ in faults_of()] == [
         "num_hidden_layers",
         "hidden_size",
@@ -76,8 +76,8 @@ def test_everything_missing_is_told_at_once() -> None:
     ]
 
 
-def test_key_heads_divide_heads() -> None:
-    """num_key_value_heads that do not divide heads are refused with those that do."""
+def test_key_heads_must_divide_heads() -> None:
+    """If num_key_value_heads does not divide the heads, the hint lists the divisors."""
     [(key, why, instead)] = faults_of(**(SIZES | {"num_attention_heads": 6, "num_key_value_heads": 4}))
     assert (key, why, instead) == (
         "num_key_value_heads",
@@ -86,13 +86,13 @@ def test_key_heads_divide_heads() -> None:
     )
 
 
-def test_odd_head() -> None:
-    """Rotary positions need an even head_dim, whether it is written or follows from the width."""
+def test_an_odd_head_is_refused() -> None:
+    """Rotary positions need an even head_dim, whether written or derived from the width."""
     assert [key for key, _, _ in faults_of(**(SIZES | {"head_dim": 7}))] == ["head_dim"]
     assert [key for key, _, _ in faults_of(**(SIZES | {"hidden_size": 20, "head_dim": None}))] == ["head_dim"]
 
 
-def test_width_that_heads_do_not_divide() -> None:
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
     """Without head_dim, heads must divide the width."""
     assert [key for key, _, _ in faults_of(**(SIZES | {"hidden_size": 25, "head_dim": None}))] == [
         "num_attention_heads"
@@ -113,7 +113,7 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=9),
         (
             ("rope_scaling", "original_max_position_embeddings"),
-            "rope_scaling.original_max_position_embeddings belongs to yarn and llama3, and this is dynamic",
+            "rope_scaling.original_max_position_embeddings belongs to yarn, llama3 and longrope, and this is dynamic",
             "remove original_max_position_embeddings",
         ),
     ),
@@ -134,6 +134,16 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
         ),
     ),
     (
+        RopeScaling(
+            rope_type="longrope", original_max_position_embeddings=9, short_factor=[1.0] * 4, long_factor=[1.0] * 3
+        ),
+        (
+            ("rope_scaling", "long_factor"),
+            "rope_scaling.long_factor has 3 numbers, and 4 pairs of channels are rotated",
+            "write 4 numbers",
+        ),
+    ),
+    (
         RopeScaling(rope_type="llama3", factor=2.0, original_max_position_embeddings=9, high_freq_factor=1.0),
         (
             ("rope_scaling", "high_freq_factor"),
@@ -145,14 +155,14 @@ STRETCHES: list[tuple[RopeScaling, tuple[str | tuple[str, ...], str, str]]] = [
 
 
 @pytest.mark.parametrize(("rope", "fault"), STRETCHES)
-def test_invalid_rope_scaling(rope: RopeScaling, fault: tuple[str | tuple[str, ...], str, str]) -> None:
+def test_an_invalid_rope_scaling_is_refused(rope: RopeScaling, fault: tuple[str | tuple[str, ...], str, str]) -> None:
     """The keys of a scaling must belong to its rope_type, and be complete."""
     assert faults_of(**SIZES | {"rope_scaling": rope}) == [fault]
 
 
 @pytest.mark.parametrize("kind", ["ntk", "dynamic"])
 def test_ntk_scaling_needs_more_than_one_pair(kind: Literal["ntk", "dynamic"]) -> None:
-    """NTK scaling, static and dynamic, leaves the first pair alone, so there must be another."""
+    """NTK scaling, static or dynamic, leaves the first pair unchanged, so there must be another pair."""
     rope = RopeScaling(rope_type=kind, factor=2.0)
     assert faults_of(**SIZES | {"rope_scaling": rope}) == []
     assert [key for key, _, _ in faults_of(**SIZES | {"rope_scaling": rope, "head_dim": 2})] == [
@@ -160,8 +170,8 @@ def test_ntk_scaling_needs_more_than_one_pair(kind: Literal["ntk", "dynamic"]) -
     ]
 
 
-def test_both_forms_of_rotary_positions_mean_the_same() -> None:
-    """`rope_parameters` gives what `rope_theta` and `rope_scaling` give; a base inside `rope_scaling` counts too."""
+def test_both_forms_of_rotary_positions_are_equal() -> None:
+    """`rope_parameters` equals `rope_theta` with `rope_scaling`; a base inside `rope_scaling` counts too."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     apart = choose_architecture(DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None)
     for key in ("rope_parameters", "rope_scaling"):
@@ -172,7 +182,7 @@ def test_both_forms_of_rotary_positions_mean_the_same() -> None:
 
 
 def test_rotary_positions_given_twice_are_refused() -> None:
-    """One form beside the other, and a base inside and outside, are faults of the key to remove."""
+    """Both forms at once, or two bases, are problems of the key to remove."""
     rope = RopeScaling(rope_type="linear", factor=2.0, rope_theta=5e2)
     both = faults_of(**SIZES, rope_parameters=rope, rope_theta=5e2, rope_scaling=RopeScaling())
     assert [(key, instead) for key, _, instead in both] == [
@@ -189,8 +199,8 @@ def test_rotary_positions_given_twice_are_refused() -> None:
     )
 
 
-def test_resuming_with_another_longest_text() -> None:
-    """It is a claim alone, and changes what is learned only where positions beyond it are scaled."""
+def test_a_run_resumes_with_another_longest_text() -> None:
+    """max_position_embeddings has no effect on training, except on positions beyond it if they are scaled."""
 
     @attrs.frozen
     class View:
@@ -204,7 +214,7 @@ def test_resuming_with_another_longest_text() -> None:
 
 
 def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
-    """The other values are the config's; sizes that do not fit together are refused, and so is a missing config."""
+    """All other values are the config's; sizes that do not fit together and a missing config are refused."""
     scaled: Any = {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}
     other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **scaled, **SIZES)
     path = tmp_path / "config.json"
@@ -222,8 +232,8 @@ def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
         Qwen3Dense(kernels=cpu_kernels(), config=tmp_path / "no.json").check_machine()
 
 
-def test_errors_at_run_time_say_the_same() -> None:
-    """Without a recipe, use raises what check would have said."""
+def test_errors_at_run_time_equal_problems_of_check() -> None:
+    """Without a recipe, using the component raises the message of `check`."""
     model = Qwen3Dense(kernels=cpu_kernels(), **(SIZES | {"num_key_value_heads": 3}))
     with pytest.raises(
         UserError, match="num_key_value_heads = 3 does not divide num_attention_heads = 4; write one of 1, 2, 4"
@@ -231,8 +241,8 @@ def test_errors_at_run_time_say_the_same() -> None:
         _ = model.num_hidden_layers
 
 
-def test_constraints_are_faults_of_the_node() -> None:
-    """check sees these faults through `constraints`, on the keys that they concern."""
+def test_constraints_report_problems_of_the_node() -> None:
+    """`check` reports these problems through `constraints`, each on its key."""
 
     @attrs.frozen
     class View:
@@ -248,8 +258,8 @@ def test_constraints_are_faults_of_the_node() -> None:
     assert [fault[0] for fault in architecture] == ["vocab_size", "num_key_value_heads"]  # type: ignore[index]
 
 
-def test_config_gives_all_sizes(tmp_path: Path) -> None:
-    """A model from the config that another exports is that other model."""
+def test_a_config_sets_all_sizes(tmp_path: Path) -> None:
+    """A model built from another model's exported config has the same sizes."""
     other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, rope_theta=500.0, rms_norm_eps=1e-5, **SIZES)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     for config in (tmp_path, tmp_path / "config.json"):
@@ -264,8 +274,8 @@ def faults_of_experts(**settings: Any) -> Found:
     return [(fault.key, fault.why, fault.instead) for fault in architecture]
 
 
-def test_experts_that_fit() -> None:
-    """Sizes that fit have no fault; without layers of another kind, intermediate_size may be left out."""
+def test_experts_that_fit_have_no_problem() -> None:
+    """Sizes that fit have no problem; without dense layers, intermediate_size may be left out."""
     assert faults_of_experts(**SPARSE_SIZES) == []
     assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
     assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
@@ -275,8 +285,8 @@ def test_experts_that_fit() -> None:
     assert architecture.intermediate_size == 2 * 12  # as many channels as a token has in its experts
 
 
-def test_everything_of_experts_that_is_missing_is_told() -> None:
-    """For an empty table there is one problem for each setting that it needs."""
+def test_all_missing_settings_of_experts_are_reported() -> None:
+    """An empty table has one problem for each required setting."""
     needed = [
         "num_hidden_layers",
         "hidden_size",
@@ -318,13 +328,13 @@ def test_everything_of_experts_that_is_missing_is_told() -> None:
         ),
     ],
 )
-def test_faults_of_experts(changes: dict[str, Any], fault: tuple[str, str, str]) -> None:
-    """A contradiction is a problem of the key that it concerns, with what to write instead."""
+def test_contradictions_of_experts_are_reported(changes: dict[str, Any], fault: tuple[str, str, str]) -> None:
+    """A contradiction is a problem of its key, and the hint gives a correct value."""
     assert faults_of_experts(**SPARSE_SIZES | changes) == [fault]
 
 
-def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
-    """What the loss that spreads tokens weighs may be said in the recipe; experts that do not fit are a fault."""
+def test_balance_loss_can_be_set_beside_a_config(tmp_path: Path) -> None:
+    """A recipe may set the coefficient of the balancing loss; experts that do not fit are a problem."""
     other = Qwen3Moe(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
@@ -338,8 +348,10 @@ def test_balance_may_stand_beside_a_config(tmp_path: Path) -> None:
         Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_machine()
 
 
-def test_the_only_tokenizer_of_a_recipe_is_the_models() -> None:
-    """It is found by type; two have to be told apart, and without one there is no edge, also of the export."""
+def test_the_only_tokenizer_of_a_recipe_belongs_to_the_model() -> None:
+    """
+    Model and export find a single tokenizer by type; with two, the recipe must choose; without one there is no edge.
+    """
     [problem] = Recipe.load("first_run", "tokenizer.use=data.byts").graph.errors
     assert problem.node == "tokenizer"  # and nothing of a model that lacks a tokenizer
     graph = Recipe.load("first_run").graph
@@ -365,8 +377,8 @@ def test_the_only_tokenizer_of_a_recipe_is_the_models() -> None:
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4}, 64),
     ],
 )
-def test_the_longest_text_is_what_scaling_makes_of_positions(scaling: dict[str, Any] | None, longest: int) -> None:
-    """It is max_position_embeddings, or the original length times the factor if that is longer."""
+def test_the_longest_text_follows_from_scaling(scaling: dict[str, Any] | None, longest: int) -> None:
+    """It is max_position_embeddings, or the original length times the factor if this is longer."""
     rope = None if scaling is None else RopeScaling(**scaling)
     sizes = SIZES | {"max_position_embeddings": 64, "rope_scaling": rope}
     assert Qwen3Dense(kernels=cpu_kernels(), **sizes).longest_text == longest
@@ -375,16 +387,16 @@ def test_the_longest_text_is_what_scaling_makes_of_positions(scaling: dict[str, 
 @pytest.mark.parametrize(
     ("key", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 10**10), ("num_attention_heads", 10**9)]
 )
-def test_a_config_of_impossible_sizes_is_refused_before_anything_is_made(key: str, value: int, tmp_path: Path) -> None:
-    """The key is named; lists of layers would take gigabytes."""
+def test_impossible_sizes_in_a_config_are_refused_before_allocation(key: str, value: int, tmp_path: Path) -> None:
+    """The problem names the key; lists of layers would take gigabytes."""
     config = Qwen3Dense(kernels=cpu_kernels(), **SIZES).hugging_face_config()
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(UserError, match=f"says {key} = {value}, which is more than"):
         Qwen3Dense(kernels=cpu_kernels(), config=tmp_path).check_machine()
 
 
-def test_layers_of_too_many_experts_are_a_fault() -> None:
-    """Each number is possible, and their product is not: every expert is a tensor in files."""
+def test_too_many_experts_over_all_layers_are_refused() -> None:
+    """Both numbers are possible, but not their product: every expert is a tensor in files."""
     many = {"num_hidden_layers": 1001, "num_experts": 1000}
     assert [key for key, _, _ in faults_of_experts(**SPARSE_SIZES | many)] == ["num_experts"]
     assert [key for key, _, _ in faults_of_experts(**SPARSE_SIZES | {"num_experts": 1000})] == []

@@ -77,7 +77,7 @@ CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 @pytest.fixture(params=[*SHAPES.values(), *STRETCHED.values()], ids=[*SHAPES, *STRETCHED])
 def model(request: pytest.FixtureRequest) -> Qwen3Dense:
-    """A model of each shape."""
+    """Return a model of each shape."""
     torch.manual_seed(0)
     return dense(**request.param)
 
@@ -87,8 +87,8 @@ def random_rows(model: Qwen3Dense, rows: int, length: int) -> tuple[Tensor, Tens
     return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORE_INDEX)
 
 
-def test_fits_its_port() -> None:
-    """The component keeps the promises of a Model."""
+def test_dense_model_fits_its_port() -> None:
+    """The component keeps the contract of Model."""
     assert find_mismatches(Qwen3Dense, Model) == []
 
 
@@ -101,8 +101,8 @@ def test_logits_equal(model: Qwen3Dense) -> None:
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
-    """Each token's loss, and the gradient of every parameter, are those that transformers' logits give."""
+def test_losses_and_every_gradient_equal_transformers(model: Qwen3Dense) -> None:
+    """Every token's loss and every parameter's gradient equal values computed from transformers' logits."""
     module, (tokens, targets) = whole(model), random_rows(model, 2, 23)
     theirs = twin(model, dict(module.named_parameters()))
     losses = losses_of(module, tokens, one_document(2, 23), targets)
@@ -114,7 +114,7 @@ def test_losses_and_every_gradient_equal(model: Qwen3Dense) -> None:
 
 
 def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
-    """In packed rows, losses and gradients are those of each document run through transformers by itself."""
+    """In packed rows, losses and gradients equal transformers' on every document alone."""
     lengths = [[7, 1, 8], [16], [3, 13]]
     module, (tokens, targets) = whole(model), random_rows(model, 3, 16)
     theirs = twin(model, dict(module.named_parameters()))
@@ -132,7 +132,7 @@ def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
 
 
 def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor) -> None:
-    """Parameters have transformers' names and gradients."""
+    """Assert that parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
     assert sorted(ours) == sorted(others)
     actual = torch.autograd.grad(our_loss, list(ours.values()))
@@ -143,8 +143,8 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
         torch.testing.assert_close(gradient / size, reference / size, **CLOSE)
 
 
-def test_rope_scaling_matters(model: Qwen3Dense) -> None:
-    """A model that scales positions gives other logits than one that does not, but for the first token."""
+def test_rope_scaling_changes_logits(model: Qwen3Dense) -> None:
+    """Scaled positions change all logits but the first token's."""
     if model.rope_scaling is None:
         return
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
@@ -155,8 +155,8 @@ def test_rope_scaling_matters(model: Qwen3Dense) -> None:
 
 
 @pytest.mark.parametrize("length", [5, 16, 17, 23])
-def test_dynamic_positions_are_those_of_transformers(length: int) -> None:
-    """Up to the longest text of the training nothing is scaled, and then by as much as texts are longer."""
+def test_dynamic_positions_equal_those_of_transformers(length: int) -> None:
+    """Positions are scaled only in texts longer than max_position_embeddings, and more the longer a text is."""
     model = dense(
         rope_scaling=RopeScaling(rope_type="dynamic", factor=3.0), max_position_embeddings=16, rope_theta=100.0
     )
@@ -178,7 +178,7 @@ def test_names_cover_the_model(model: Qwen3Dense) -> None:
 
 
 def test_builds_on_the_meta_device() -> None:
-    """On the meta device nothing is allocated, and a module materialised from there computes the same."""
+    """On the meta device nothing is allocated, and a module materialized from there computes the same."""
     model = dense(tie_word_embeddings=True)
     real = whole(model)
     with torch.device("meta"):
@@ -203,7 +203,7 @@ def test_half_precision_runs() -> None:
 
 @attrs.frozen
 class FakeTokenizer:
-    """Knows 61 ids."""
+    """A tokenizer with 61 ids."""
 
     vocab_size: int = 61
     eos_id: int = 60
@@ -215,22 +215,22 @@ def with_tokenizer(**changes: Any) -> Qwen3Dense:
     return Qwen3Dense(kernels=cpu_kernels(), tokenizer=tokenizer, **(sizes | changes))
 
 
-def test_vocabulary_of_the_tokenizer() -> None:
-    """Without a vocabulary the model takes the tokenizer's, rounded up if asked, and its end of text."""
+def test_vocabulary_size_defaults_to_the_tokenizers() -> None:
+    """Without a vocabulary size the model uses the tokenizer's, rounded up on request, and its end of text."""
     assert with_tokenizer().vocab_size == 61
     assert with_tokenizer(vocabulary_multiple=64).vocab_size == 64
     assert with_tokenizer(vocab_size=80).vocab_size == 80
     assert with_tokenizer().hugging_face_config()["eos_token_id"] == 60
 
 
-def test_vocabulary_too_small_for_the_tokenizer() -> None:
-    """A vocabulary that does not hold the tokenizer's ids is refused before anything is indexed with them."""
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:
+    """Ids beyond the vocabulary are refused before they index anything."""
     with pytest.raises(UserError, match="the tokenizer has 61 ids, but the model's vocabulary only 32"):
         with_tokenizer(vocab_size=32).build(LayerRange(0, 2, embedding=True, head=True))
 
 
 def test_constructor_reads_nothing() -> None:
-    """A config that is not there is a fault of use, not of construction."""
+    """A missing config is an error in use, not in construction."""
     model = Qwen3Dense(kernels=cpu_kernels(), config="/nowhere/config.json")  # type: ignore[arg-type]
     assert model.config is not None
 
@@ -247,7 +247,7 @@ TRITON = {name: choice for choices in list(KERNELS.values())[:4] for name, choic
 
 @pytest.mark.parametrize("choices", [*KERNELS.values(), TRITON], ids=[*KERNELS, "all"])
 def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
-    """Losses and gradients are those of transformers, whichever kernels compute them."""
+    """Losses and gradients equal transformers' with any kernels."""
     model = dense(kernels=kernels_on(DEVICE, **choices))
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     theirs = twin(model, dict(module.named_parameters())).to(DEVICE)
@@ -259,12 +259,12 @@ def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
-def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -> None:
+def test_bfloat16_is_as_accurate_as_transformers(choices: dict[str, Any]) -> None:
     """
-    With weights and activations of bfloat16, logits are as close to those of float64 as transformers' are.
+    With bfloat16 weights and activations, the error of logits against float64 is like transformers' error.
 
-    How close that is depends on the model's depth, so transformers is the yardstick; a fifth more is allowed, for the
-    two round at different places.
+    The error depends on the model's depth, so transformers is the yardstick; a fifth more is allowed, because the two
+    round at different points.
     """
     kernels = kernels_on(DEVICE, **choices)
     model = dense(
@@ -287,8 +287,8 @@ COMPILED: list[tuple[dict[str, Any], RopeScaling | None]] = [
 
 @pytest.mark.parametrize(("choices", "rope"), COMPILED, ids=["triton, yarn", "eager, dynamic"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_compiles_without_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
-    """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
+def test_the_model_compiles_without_graph_breaks(choices: dict[str, Any], rope: RopeScaling | None) -> None:
+    """Traced as one graph, the whole model has the same losses and gradients."""
     kernels = kernels_on(DEVICE, **choices)
     model = dense(kernels=kernels, rope_scaling=rope, max_position_embeddings=8, num_hidden_layers=1)
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))

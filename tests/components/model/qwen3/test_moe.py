@@ -1,4 +1,4 @@
-"""The model with experts against transformers' Qwen3 MoE, number by number."""
+"""The model with experts compared with transformers' Qwen3 MoE, number by number."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 @pytest.fixture(params=list(SHAPES.values()), ids=list(SHAPES))
 def model(request: pytest.FixtureRequest) -> Qwen3Moe:
-    """A model of each shape, which balances nothing."""
+    """Return a model of each shape, without balancing."""
     torch.manual_seed(0)
     return sparse(router_aux_loss_coef=0.0, **request.param)
 
@@ -50,8 +50,8 @@ def random_rows(model: Qwen3Moe, rows: int, length: int) -> tuple[Tensor, Tensor
     return tokens, targets.masked_fill(torch.rand(rows, length) < 0.2, IGNORE_INDEX)
 
 
-def test_fits_its_port() -> None:
-    """The component keeps the promises of a Model."""
+def test_moe_model_fits_its_port() -> None:
+    """The component keeps the contract of Model."""
     assert find_mismatches(Qwen3Moe, Model) == []
 
 
@@ -64,15 +64,15 @@ def test_logits_equal(model: Qwen3Moe) -> None:
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_losses_and_every_gradient_equal(model: Qwen3Moe) -> None:
-    """Each token's loss, and the gradient of every parameter, are those that transformers' logits give."""
+def test_losses_and_every_gradient_equal_transformers(model: Qwen3Moe) -> None:
+    """Every token's loss and every parameter's gradient equal values computed from transformers' logits."""
     assert_parity(model, *random_rows(model, 2, 23))
 
 
 @settings(max_examples=15)
 @given(st.data())
-def test_parity_for_random_sizes(data: st.DataObject) -> None:
-    """Losses and gradients are transformers' for any numbers of layers, experts, choices and tokens."""
+def test_parity_holds_for_random_sizes(data: st.DataObject) -> None:
+    """Losses and gradients equal transformers' for any number of layers, experts, choices and tokens."""
     torch.manual_seed(data.draw(st.integers(0, 9)))
     experts, layers = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
     dense = data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
@@ -101,7 +101,7 @@ def assert_parity(model: Qwen3Moe, tokens: Tensor, targets: Tensor) -> None:
 
 
 def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tensor, their_loss: Tensor) -> None:
-    """Parameters have transformers' names and gradients."""
+    """Assert that parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
     assert sorted(ours) == sorted(others)
     actual = torch.autograd.grad(our_loss, list(ours.values()))
@@ -112,7 +112,7 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
 
 
 def test_packed_documents_equal_each_alone() -> None:
-    """In packed rows, losses are those of each document by itself."""
+    """In packed rows, losses equal those of each document alone."""
     model = sparse()
     module, (tokens, targets) = whole(model), random_rows(model, 2, 16)
     lengths = [[7, 1, 8], [16]]
@@ -129,8 +129,8 @@ def test_packed_documents_equal_each_alone() -> None:
 
 
 @pytest.mark.parametrize("normalised", [True, False])
-def test_balance_is_that_of_transformers(normalised: bool) -> None:
-    """For a row and one layer with experts, gradients are those of transformers' loss with its auxiliary one."""
+def test_balance_gradients_equal_those_of_transformers(normalised: bool) -> None:
+    """With one row and one layer with experts, gradients are transformers' for its loss plus its auxiliary loss."""
     torch.manual_seed(1)
     model = sparse(num_hidden_layers=1, router_aux_loss_coef=0.7, norm_topk_prob=normalised)
     module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
@@ -145,8 +145,8 @@ def test_balance_is_that_of_transformers(normalised: bool) -> None:
     assert_gradients_equal(module, theirs, actual * count, whole_loss * count)
 
 
-def test_balance_is_the_mean_over_layers_and_tokens() -> None:
-    """Over rows and layers, it is the mean of transformers' loss for each, a row weighing as much as it has tokens."""
+def test_balance_averages_over_layers_and_tokens() -> None:
+    """Over rows and layers, it is the mean of transformers' loss, weighted by a row's tokens."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling  # takes seconds
 
     torch.manual_seed(2)
@@ -165,7 +165,7 @@ def test_balance_is_the_mean_over_layers_and_tokens() -> None:
 
 
 def test_balance_does_not_depend_on_microbatches() -> None:
-    """Rows one after another add up to the gradients of all rows at once."""
+    """Gradients for single rows add up to the gradients for all rows at once."""
     model = sparse(router_aux_loss_coef=0.7)
     module, (tokens, targets) = whole(model).double(), random_rows(model, 4, 9)
     losses_of(module, tokens, one_document(4, 9), targets).sum().backward()
@@ -200,18 +200,18 @@ TRITON = {name: "triton" for choices in list(KERNELS.values())[:4] for name in c
 
 @pytest.mark.parametrize("choices", [*KERNELS.values(), TRITON], ids=[*KERNELS, "all"])
 def test_parity_holds_for_every_choice_of_kernels(choices: dict[str, Any]) -> None:
-    """Losses and gradients are those of transformers, whichever kernels compute them."""
+    """Losses and gradients equal transformers' with any kernels."""
     torch.manual_seed(0)
     model = sparse(kernels=kernels_on(DEVICE, **choices), router_aux_loss_coef=0.0)
     assert_parity(model, *(x.to(DEVICE) for x in random_rows(model, 2, 7)))
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
-def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
+def test_no_shape_depends_on_values(choices: dict[str, Any]) -> None:
     """
-    Forward and backward run on the meta device, which has no numbers: pipelines ask it what passes between stages.
+    Forward and backward run on the meta device, which has no values: pipelines ask it for the shapes of messages.
 
-    It also means that, but for the eager product, whose loop is one operation to torch, no GPU is waited for.
+    Then the host never waits for a GPU either, except in the eager product, whose loop is one operation to torch.
     """
     model = sparse(kernels=kernels_on(DEVICE, **choices))
     with torch.device("meta"):
@@ -224,11 +224,11 @@ def test_no_size_depends_on_numbers(choices: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
-def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -> None:
+def test_bfloat16_is_as_accurate_as_transformers(choices: dict[str, Any]) -> None:
     """
-    With weights and activations of bfloat16, logits are as close to those of float64 as transformers' are.
+    With bfloat16 weights and activations, the error of logits against float64 is like transformers' error.
 
-    Tokens visit all experts, for which of two like ones is chosen is no matter of precision. A fifth more is allowed,
+    Tokens visit all experts: a choice between two similar ones is not a matter of precision. A fifth more is allowed,
     as for a dense model.
     """
     torch.manual_seed(0)
@@ -252,8 +252,8 @@ def test_bfloat16_is_as_close_as_that_of_transformers(choices: dict[str, Any]) -
 @pytest.mark.soak  # a minute; tests/kernels compiles each operation
 @pytest.mark.parametrize("choices", [{}, TRITON], ids=["eager", "triton"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does
-def test_compiles_without_breaks(choices: dict[str, Any]) -> None:
-    """Traced as one graph, the whole model gives the losses that it gives otherwise, and its gradients."""
+def test_the_model_compiles_without_graph_breaks(choices: dict[str, Any]) -> None:
+    """Traced as one graph, the whole model has the same losses and gradients."""
     model = sparse(
         kernels=kernels_on(DEVICE, **choices), mlp_only_layers=[0], router_aux_loss_coef=0.3, num_hidden_layers=2
     )

@@ -8,7 +8,7 @@ from drawloom.components.pipeline.circular.timetable import Timetable
 
 
 def test_taken_tensors_are_released() -> None:
-    """No buffer keeps a tensor after its last read, so that its memory is freed."""
+    """No buffer keeps a tensor after its last read, so its memory is freed."""
     table = Timetable(2, 4, 2)
     buffers = Buffers.of(table, range(2), list(torch.arange(4.0)))
     assert float(buffers.take_input(0, 0)) == 0
@@ -25,7 +25,7 @@ def test_taken_tensors_are_released() -> None:
         assert float(buffers.take_input(iteration, stage)) == 9
         with pytest.raises(KeyError):
             buffers.take_input(iteration, stage)
-    with pytest.raises(LookupError, match="state_io is empty at stage 0, column 0"):
+    with pytest.raises(LookupError, match="state_io has no tensor for stage 0 in column 0"):
         buffers.take_input(0, 0)
 
 

@@ -17,8 +17,8 @@ TABLES = [
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_every_stage_finds_its_input(table: Timetable) -> None:
     """
-    In a simulation with block counts in place of tensors, items have passed all earlier blocks. A slot that is read
-    twice, written twice before a read, or read while empty, is an error.
+    In a simulation with block counts in place of tensors, items have passed all earlier blocks. Reading a slot twice,
+    writing it twice before a read, or reading an empty one is an error.
     """
     shift: dict[int, tuple[int, int]] = {}
     storage: dict[int, tuple[int, int]] = {}

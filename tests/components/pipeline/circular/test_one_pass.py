@@ -40,7 +40,7 @@ def of(table: Timetable) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_outputs_and_gradients_are_those_of_the_blocks_in_order(table: Timetable) -> None:
+def test_outputs_and_gradients_equal_the_blocks_in_order(table: Timetable) -> None:
     """A pipeline with any size equals its blocks in sequence, for microbatches with any shapes."""
     weights, inputs = of(table)
     expected = []

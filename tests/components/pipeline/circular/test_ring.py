@@ -49,7 +49,7 @@ def _hand_over(used: bool) -> list[float] | None:
 @pytest.mark.parametrize("used", [True, False])
 def test_sent_tensors_get_their_gradients_from_the_receiver(used: bool) -> None:
     """
-    A sent tensor gets its gradient from the rank that received it, and zero if it was not used there.
+    A sent tensor gets its gradient from the receiving rank, and zero if it was not used there.
 
     Both ranks finish the backward pass: neither waits for a missing message.
     """
@@ -81,14 +81,14 @@ def _cross() -> tuple[list[float], float]:
 
 
 def test_exchanges_may_overlap() -> None:
-    """Exchanges that overlap keep their order, forward and backward."""
+    """Overlapping exchanges keep their order, forward and backward."""
     first, second = run_ranks(_cross, 2)
     assert first == ([1, 0, 1, 10], 2 * (0 + 2 + 10 * 3))
     assert second == ([2, 0, 2, 20], 0 + 2 + 10 * 3)
 
 
 class Sent:
-    """A send that completes when `over` is set."""
+    """A pending send, completed by setting `over`."""
 
     def __init__(self) -> None:
         self.over = False

@@ -9,7 +9,7 @@ from drawloom.components.pipeline.circular.stage_passes import StagePasses
 
 
 class Shards:
-    """Parameters that data-parallel ranks share, gathered by stage and reduced by microbatch."""
+    """Parameters of data-parallel ranks, gathered by stage and reduced by microbatch."""
 
     by_block = False
     by_microbatch = True

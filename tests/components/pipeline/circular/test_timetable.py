@@ -40,7 +40,7 @@ def test_reentering_outputs_arrive_in_time(table: Timetable) -> None:
     """Stage 0 needs a reentering output when it arrives, or later if circ_storage is used."""
     first = [table.item(iteration, 0) for iteration in range(table.iterations)]
     for iteration in range(table.iterations):
-        item = table.reenters(iteration)
+        item = table.reentering_item(iteration)
         if item is None:
             continue
         needed = first.index(Item(item.microbatch, item.repeat + 1))
@@ -89,7 +89,7 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
             moved = table.moves_up(iteration, stage)
             assert moved is None or rows[stage][column] in (("in", moved), ("out", moved))
             rows[stage - 1][column] = None if moved is None else rows[stage][column]
-        finished = table.finishes(iteration)
+        finished = table.finished_microbatch(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
         entries = [rows[stage][table.column(position)] for position in range(columns)]
@@ -109,8 +109,8 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         ),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
-    """Numbers below 1, and a latency above 2 iterations, are an error that names them."""
+def test_impossible_numbers_are_refused(arguments: tuple[int, ...], message: str) -> None:
+    """Numbers below 1, and a latency above 2 iterations, are an error naming them."""
     with pytest.raises(ValueError) as caught:
         Timetable(*arguments)
     assert str(caught.value) == message

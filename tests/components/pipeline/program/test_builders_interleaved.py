@@ -9,14 +9,14 @@ from drawloom.components.pipeline.program.builders import (
     backward_weight,
     forward,
     interleave,
-    rounds,
+    split_into_rounds,
 )
 
 
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 60))
 def test_rounds_are_as_even_as_can_be(ranks: int, microbatches: int) -> None:
     """Rounds sum to all microbatches, have at least as many as ranks if there are, and the larger ones come first."""
-    sizes = rounds(ranks, microbatches)
+    sizes = split_into_rounds(ranks, microbatches)
     assert sum(sizes) == microbatches
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
     assert min(sizes) >= min(ranks, microbatches) and len(sizes) == max(1, microbatches // ranks)

@@ -20,7 +20,7 @@ from drawloom.components.pipeline.program.builders import (
 
 
 def woven(row: Row, microbatches: int = 9, *, newest_first: bool = False) -> str:
-    """The program of a single rank with two stages, as text."""
+    """Return the program of a single rank with two stages, as text."""
     program = build_program([row], vee(1), microbatches, newest_first=newest_first)
     return " ".join(map(str, program.rank_program(0)))
 

@@ -7,8 +7,8 @@ from support.schedules import NAMES, schedule, texts
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_csv_round_trip(name: str) -> None:
-    """A program that is written as CSV and read again is the same."""
+def test_csv_survives_a_round_trip(name: str) -> None:
+    """A program written as CSV and read again is the same."""
     program = schedule(name).program(4, 9)
     back = read_csv(write_csv(program))
     assert [texts(back.rank_program(rank)) for rank in range(4)] == [

@@ -18,13 +18,13 @@ COSTS = st.lists(st.lists(st.floats(0.2, 2), min_size=4, max_size=4), min_size=6
 
 
 def slices_of(costs: list[list[float]], activations: list[float] | None = None, comm: float = 0.25) -> Slices:
-    """Slices with these costs, in stages that cost something besides."""
+    """Return slices with these costs, in stages with costs of their own."""
     return Slices(np.array(costs), np.array(activations or [1.0] * len(costs)), np.array([0.1, 0.3, 0.2, 0.1]), comm)
 
 
 @given(costs=COSTS, name=st.sampled_from(["one_f_one_b", "zero_bubble_v", "interleaved_1f1b"]))
 def test_the_best_of_few_partitions_is_found(costs: list[list[float]], name: str) -> None:
-    """Among all partitions, timed and counted one by one, it is the fastest that fits in memory, if one does."""
+    """It is the fastest of all partitions that fit in memory, timed and counted one by one, if any fits."""
     program, slices = schedule(name).program(2, 4), slices_of(costs)
     limit, makespans = len(costs) * 1.25, []
     for cuts in combinations(range(1, len(costs)), program.stages - 1):
@@ -53,7 +53,7 @@ def test_where_partitions_are_many_descent_comes_close(name: str, monkeypatch: p
     assert best.makespan <= descended.makespan <= min(1.01 * best.makespan, *starts)
 
 
-def test_a_search_starts_from_ranks_that_cost_alike() -> None:
+def test_a_search_starts_from_ranks_of_equal_cost() -> None:
     """With a head that costs three layers, its stage has fewer, and in a V its rank has; even ones come first."""
     slices = slices_of([[1.0, 2, 1, 1]] * 15 + [[4.0, 8, 4, 4]])
     assert slices.starts(loop(4)) == [(4, 4, 4, 4), (5, 5, 5, 1), (4, 4, 4, 4)]

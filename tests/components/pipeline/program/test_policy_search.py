@@ -7,7 +7,7 @@ from drawloom.components.pipeline.program.timing import Costs
 
 
 def task(ranks: int, microbatches: int) -> Task:
-    """A task with a costly last stage and the memory of 1F1B."""
+    """Return a task with a costly last stage and the memory of 1F1B."""
     costs = Costs(comm=0.25, factors=(*[1.0] * (2 * ranks - 1), 1.6))
     return Task(vee(ranks), microbatches, costs, (1.0,) * (2 * ranks), 2.0 * ranks)
 

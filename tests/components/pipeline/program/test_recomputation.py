@@ -8,7 +8,7 @@ from drawloom.components.ports.program import Program, flat
 from support.schedules import schedule
 
 
-def test_policies_are_told_by_runs_of_stages() -> None:
+def test_policies_are_described_by_runs_of_stages() -> None:
     """Neighbouring stages with the same policy are one run; stages without recomputation are left out."""
     assert text_of(("blocks", "blocks", "none", 2, "selective")) == (
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
@@ -29,7 +29,7 @@ def counts(program: Program, rank: int, stages: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zero_bubble_v", "dual_pipe_v", "v_min", "zero_bubble_h2"])
-def test_the_most_that_a_rank_holds_is_that_of_all_times(name: str) -> None:
+def test_the_peak_of_kept_times_is_the_peak_of_all_times(name: str) -> None:
     """With any bytes per microbatch, the peak over the kept times is the peak over all actions."""
     program, random = schedule(name).program(4, 9), np.random.default_rng(0)
     for rank in range(4):

@@ -30,7 +30,7 @@ def test_an_action_is_in_a_later_wave_than_its_inputs() -> None:
 
 
 def test_a_deadlock_names_the_waiting_actions() -> None:
-    """The error lists the actions that ranks wait to do."""
+    """The error lists the actions ranks wait for."""
     with pytest.raises(DeadlockError, match="rank 0 waits to do 0B0, rank 1 waits to do 1B0"):
         time(read_program("0: 0B0 0F0\n1: 1B0 1F0\n"), Costs())
 
@@ -70,8 +70,8 @@ def test_a_table_has_costs_of_each_stage() -> None:
 
 
 @pytest.mark.parametrize("name", ["dual_pipe_v", "zero_bubble_1p", "gpipe", "v_min"])
-def test_many_costs_at_once_take_as_long_as_one_by_one(name: str) -> None:
-    """The makespans equal those with single tables."""
+def test_many_costs_at_once_equal_single_ones(name: str) -> None:
+    """The makespans equal a single table's."""
     program, chance = schedule(name).program(4, 6), np.random.default_rng(0)
     lengths = chance.uniform(0.1, 2, (5, program.stages, 4))
     makespans = ManyTimings(program, 0.3).makespans(lengths)

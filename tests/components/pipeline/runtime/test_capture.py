@@ -50,7 +50,7 @@ class Recorder:
         return self.record
 
     def record(self, run: Callable[[], Any]) -> Again:
-        """A recorded function."""
+        """Return a recorded function."""
         self.recorded += 1
         return Again(run, run())
 
@@ -97,7 +97,7 @@ def test_replayed_passes_have_the_bits_of_passes_that_run(recorder: Recorder, ho
     assert recorder.recorded > 0
 
 
-def test_captured_passes_recompute_what_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both blocks in one stage are recomputed in every step, even if the model was evaluated before its first step."""
     ran: list[Any] = []
 
@@ -146,7 +146,7 @@ def test_microbatches_in_flight_have_slots_of_their_own(recorder: Recorder) -> N
 
 
 def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
-    """With rows in several lengths, only those like the first microbatch are recorded, and the numbers are right."""
+    """With rows of several lengths, only microbatches shaped like the first are recorded, and all numbers are right."""
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
         (replayed,) = steps([CASES[0]], True, (4, 1))
     assert_same(replayed, steps([CASES[0]], False, (4, 1))[0])
@@ -159,7 +159,7 @@ def test_other_shapes_run_and_are_logged_once(recorder: Recorder, caplog: pytest
 def test_rows_of_one_document_are_captured_as_packed_ones(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of packed data now and then a row is one document: its microbatch is launched as a graph as all others are."""
+    """If a packed row happens to be one document, its microbatch is launched as a graph like all others."""
     every = cycle([False, True])
     monkeypatch.setattr(TokenBatch, "has_whole_rows", lambda _batch: next(every))
     with caplog.at_level(logging.WARNING, "drawloom.pipeline"):
@@ -167,8 +167,8 @@ def test_rows_of_one_document_are_captured_as_packed_ones(
     assert not caplog.records and recorder.recorded == 2
 
 
-def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a pass that waits for the GPU, for example, the error names the stage and the remedy."""
+def test_a_pass_that_cannot_be_recorded_is_explained(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a pass waits for the GPU, for example, the error names the stage and the remedy."""
 
     def record(_run: Callable[[], Any]) -> Again:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -178,7 +178,7 @@ def test_a_pass_that_can_not_be_recorded_is_said_in_words(recorder: Recorder, mo
         steps([CASES[0]], True)
 
 
-def test_sums_begin_at_zero_or_at_what_is_there() -> None:
+def test_sums_start_at_zero_or_the_existing_gradient() -> None:
     """All steps use the same tensor; a gradient already there is not lost."""
     weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), 5.0)

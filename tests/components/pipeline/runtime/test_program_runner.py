@@ -1,4 +1,4 @@
-"""Trees of tensors that travel between stages."""
+"""Trees of tensors sent between stages."""
 
 import re
 from functools import partial
@@ -52,7 +52,7 @@ class First(nn.Module):
 
 
 class Second(nn.Module):
-    """A stage that uses most of its input, with a weight independent of the input."""
+    """A stage with most of its input in use, and a weight independent of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ SPANS = [LayerRange(0, 1, embedding=True, head=False), LayerRange(1, 2, embeddin
 
 
 def build(span: LayerRange) -> nn.Module:
-    """The module of a stage."""
+    """Return the module of a stage."""
     return First() if span.embedding else Second()
 
 
 def meta(span: LayerRange) -> nn.Module:
-    """The module of a stage on the meta device."""
+    """Return the module of a stage on the meta device."""
     with torch.device("meta"):
         return build(span)
 
@@ -116,7 +116,7 @@ def batches() -> list[TokenBatch]:
 
 
 class Faulty(First):
-    """A first stage that gives something else than on the meta device."""
+    """A first stage with another output than on the meta device."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def run_schedule(name: str, fault: str = "") -> dict[str, Any]:
 
 
 def grads_of(parameter: nn.Parameter) -> Any:
-    """A gradient as numbers; zeros are as good as none."""
+    """Return a gradient as numbers; zeros count like a missing gradient."""
     return [0.0] * parameter.numel() if parameter.grad is None else parameter.grad.flatten().tolist()
 
 
@@ -198,7 +198,7 @@ def test_trees_of_all_kinds_of_leaves_travel(name: str) -> None:
     ],
 )
 def test_a_payload_that_the_receiver_would_misread_is_refused(fault: str, text: str) -> None:
-    """A dtype, shape, structure or constant that differs from the meta pass is an error on the sender, in words."""
+    """A dtype, shape, structure or constant different from the meta pass is an error on the sender, in words."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(run_schedule, 2, "one_f_one_b", fault)
     assert re.search(r"UserError: stage 0 has another output for microbatch 1 than rank 1", caught.value.failures[0])

@@ -146,7 +146,7 @@ class Folded:
 
 
 def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mesh: Any) -> ProgramExecutor:
-    """An open executor of one rank with these stages."""
+    """Return an open executor of one rank with these stages."""
     count = len(modules)
     spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
     pairs = zip(spans, modules, strict=True)
@@ -239,7 +239,7 @@ def state_of_losses(*losses: tuple[float, dict[str, Tensor]]) -> StepState:
     return state
 
 
-def test_losses_are_in_the_order_of_microbatches_whatever_the_order_of_passes() -> None:
+def test_losses_are_in_the_order_of_microbatches() -> None:
     """A program may run microbatch 1 before 0; sums are float64, exact where float32 would round."""
     one = torch.tensor(1.0)
     state = state_of_losses((2.0**24, {"hits": 2 * one}), (1.0, {"hits": one}))

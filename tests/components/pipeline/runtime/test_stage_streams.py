@@ -27,7 +27,7 @@ class Stream:
     seen: dict[int, int] = attrs.field(factory=dict)
 
     def wait_stream(self, other: "Stream") -> None:
-        """Wait for all that another stream was given."""
+        """Wait for all work of another stream."""
         self.wait_event((other, len(other.work), dict(other.seen)))
 
     def wait_event(self, event: tuple["Stream", int, dict[int, int]]) -> None:
@@ -62,7 +62,7 @@ def stages(*modules: nn.Module) -> list[Any]:
     return [mock.Mock(spec=Stage, index=index, module=module) for index, module in enumerate(modules)]
 
 
-def test_a_pass_waits_for_what_another_stage_made_and_for_no_more(current: list[Stream]) -> None:
+def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) -> None:
     """
     Under DualPipeV on one rank, a pass comes after the pass that makes its input, and after its stage's earlier ones;
     some overlapping forward and backward passes do not wait for one another.

@@ -1,4 +1,4 @@
-"""The order in which batches come to a GPU, with streams that record their calls."""
+"""The order of uploads to a GPU, with streams that record their calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_copies_have_a_stream_that_waits_for_nothing(seen: list[str]) -> None:
         seen.clear()
 
 
-def test_what_is_there_already_is_not_copied(seen: list[str]) -> None:
+def test_tensors_on_the_device_are_not_copied(seen: list[str]) -> None:
     """A tensor on the device and values other than tensors pass unchanged."""
     there = torch.empty(2, device="meta")
     assert Uploads(torch.device("meta")).start([there, 3, None]) == [there, 3, None]
@@ -81,6 +81,6 @@ def test_every_tensor_of_an_own_batch_is_copied(seen: list[str]) -> None:
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    """Batches are made there."""
+    """Batches are already on the device."""
     batch: Any = TokenBatch(*(torch.ones(2, 3) for _ in range(5)))
     assert Uploads(torch.device("cpu")).start(batch) is batch

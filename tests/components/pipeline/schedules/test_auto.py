@@ -1,4 +1,4 @@
-"""The schedule that is searched for."""
+"""The search for a schedule."""
 
 import math
 import random
@@ -46,7 +46,7 @@ def _makespan(program: Program, lengths: Sequence[Sequence[float]], comm: float)
 
 
 def _peak(program: Program, activations: Sequence[float], pending: Sequence[float] | None = None) -> float:
-    """The most that a rank holds from forwards until input gradients, then pending until weight gradients."""
+    """Return the most memory of a rank: whole until input gradients, then pending until weight gradients."""
     peaks, pending = [], activations if pending is None else pending
     for rank in range(program.ranks):
         now = 0.0
@@ -185,7 +185,7 @@ def test_no_published_schedule_that_fits_with_any_recomputation_is_faster(seed: 
 
 @pytest.mark.parametrize(("ranks", "memory"), [(2, 1.2), (4, 1.5), (4, 2.0)])
 def test_recomputation_makes_room_for_faster_programs(ranks: int, memory: float) -> None:
-    """Where memory is short, it fits, and is faster than without; where there is enough, nothing is recomputed."""
+    """If memory is short, the schedule fits, and is faster than without; if there is enough, nothing is recomputed."""
     share = [0.25] * (4 * ranks)
     model, settings = Model(share, share, share), {"microbatches": 4 * ranks, "trials": 40}
     _, ours = model.auto(ranks, memory, recompute=AGAIN, **settings)
@@ -195,21 +195,21 @@ def test_recomputation_makes_room_for_faster_programs(ranks: int, memory: float)
 
 
 def test_two_stages_that_cost_more_than_one_are_not_taken() -> None:
-    """Where each stage costs something besides its layers, a rank gets one; where none does, two."""
+    """If a stage costs something besides its layers, a rank gets one; otherwise it gets two."""
     for per_stage, stages in ((0.0, 2), (0.5, 1)):
         made = Auto(slices=[0.25] * 16, per_stage=per_stage, memory=4.0, trials=20)
         assert len(made.stage_to_rank(4)) == 4 * stages
 
 
 def test_the_stage_with_a_head_has_fewer_layers() -> None:
-    """Where the last layer and the head cost as much as three, it balances them, and is faster than equal stages."""
+    """If the last layer and the head cost as much as three, it balances them, and is faster than equal stages."""
     slices = [1.0] * 11 + [3.0]
     made = Auto(slices=slices, stages_per_rank=1, microbatches=16, trials=20)
     sizes = made.layers_by_stage(4, 12)
     assert sizes[-1] == min(sizes) < 3
-    lengths = [_sum_per_stage(slices, each) for each in (sizes, (3, 3, 3, 3))]
-    ours, other = ([[f, 2 * f, f, f] for f in each] for each in lengths)
-    best = min(_makespan(each.program(4, 16), other, 0.0) for each in list_published(1))
+    lengths = [_sum_per_stage(slices, layers) for layers in (sizes, (3, 3, 3, 3))]
+    ours, other = ([[f, 2 * f, f, f] for f in stages] for stages in lengths)
+    best = min(_makespan(schedule.program(4, 16), other, 0.0) for schedule in list_published(1))
     assert _makespan(made.program(4, 16), ours, 0.0) < 0.9 * best
 
 
@@ -287,13 +287,15 @@ def test_stages_a_rank_can_be_asked_for() -> None:
 
 
 def test_activations_of_slices_are_counted_in_their_own_unit() -> None:
-    """Of a first stage with three times the activations, a rank holds fewer microbatches, by the limit in bytes."""
+    """
+    If the first stage has three times the activations, a rank keeps fewer of its microbatches, by the limit in bytes.
+    """
     sizes = [3e9, 1e9, 1e9, 1e9]
     made = Auto(activations=sizes, memory=8e9)
     assert _peak(made.program(2, 8), _sum_per_stage(sizes, made.layers_by_stage(2, 4))) <= 8e9
 
 
-def test_what_can_not_be_is_refused_in_words() -> None:
+def test_impossible_settings_are_refused() -> None:
     """Too little memory for one microbatch, too few or unsuitable slices, and zero costs are refused."""
     with pytest.raises(UserError, match=r"memory = 0\.5: a microbatch's activations are 1 on a rank; write more"):
         Auto(memory=0.5).program(4, 8)
@@ -311,8 +313,8 @@ def test_what_can_not_be_is_refused_in_words() -> None:
         Auto(forward=0)
 
 
-def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
-    """One slice in some is not one layer in some, so that memory would be counted wrong."""
+def test_recomputation_by_block_needs_slices_of_one_layer() -> None:
+    """One of several slices is not one of several layers: memory would be counted wrong."""
     made = Auto(slices=[1.0] * 6, trials=5, recompute={"blocks": Recomputation(again=0.9, kept=0.15)})
     assert sum(made.layers_by_stage(2, 6)) == 6
     with pytest.raises(UserError, match="write 12 slices"):
@@ -320,7 +322,7 @@ def test_blocks_of_slices_of_several_layers_are_not_recomputed() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
-def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(microbatches: int) -> None:
+def test_default_memory_has_room_for_pending_weight_gradients(microbatches: int) -> None:
     """Even with more memory waiting for weight gradients than in activations, there is a program within the limit."""
     given: dict[str, Any] = {"slices": [1.0] * 4, "activations": [1.0] * 4, "pending": [1.0, 1.0, 1.0, 9.0]}
     program = Auto(**given, stages_per_rank=2, trials=3).program(2, microbatches)
@@ -328,8 +330,8 @@ def test_memory_that_is_left_out_has_room_for_what_waits_for_weight_gradients(mi
     assert max(peaks) <= 2 * (1.0 + 9.0)
 
 
-def test_the_memory_that_is_too_little_counts_what_waits_for_weight_gradients() -> None:
-    """It is said how much is needed."""
+def test_insufficient_memory_counts_pending_weight_gradients() -> None:
+    """The error states how much memory is needed."""
     made = Auto(slices=[1.0] * 4, activations=[1.0] * 4, pending=[5.0] * 4, memory=2.0, stages_per_rank=1, trials=5)
     with pytest.raises(UserError, match="10 on a rank"):
         made.program(2, 4)

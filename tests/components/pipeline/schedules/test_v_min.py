@@ -13,7 +13,7 @@ def test_the_first_microbatch_follows_the_papers_figure() -> None:
     assert [starts[f"{stage}I0"] for stage in reversed(range(8))] == list(range(8, 16))
 
 
-def test_memory_is_a_third_of_that_of_1f1b() -> None:
+def test_memory_is_a_third_of_1f1b() -> None:
     """A rank holds at most p / 3 + 1 microbatches, for any number of ranks."""
     for ranks in range(1, 20):
         run = simulate(VMin().program(ranks, 2 * ranks), Costs())

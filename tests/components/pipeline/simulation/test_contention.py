@@ -8,7 +8,7 @@ from drawloom.components.ports.program import Action, RankProgram
 
 
 def line(rank: int, text: str) -> RankProgram:
-    """The program of one of two ranks, from labels; stage s belongs to rank s mod 2."""
+    """Return the program of one of two ranks, from labels; stage s belongs to rank s mod 2."""
     works = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "F", "B")
     made: RankProgram = []
     for label in text.split():
@@ -33,7 +33,7 @@ def test_crossed_messages_need_a_channel_each(channels: Channels, stuck: bool) -
 
 
 def test_blocking_ranks_do_not_compute_while_sending() -> None:
-    """A blocking rank does not compute while it sends, and deadlocks with a rank that sends to it."""
+    """A blocking rank does not compute while it sends, and deadlocks if both ranks send to each other."""
     lines = [line(0, "0F0 0SEND_F0 0F1"), line(1, "1F5 1F6 1RECV_F0 1F0")]
     costs = Costs(comm=0.5)
     assert run_events(lines, costs, "direction")[0, "F", 1].start == 1
@@ -43,7 +43,7 @@ def test_blocking_ranks_do_not_compute_while_sending() -> None:
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
-    """Two messages that are ready at the same time take twice as long on one channel."""
+    """Two messages ready at the same time take twice as long on one channel."""
     lines = [line(0, "0F0 2F0 0SEND_F0 2SEND_F0"), line(1, "1RECV_F0 3RECV_F0 1F0 3F0")]
     costs = Costs(comm=3)
     assert run_events(lines, costs, "free")[3, "F", 0].start == 6

@@ -35,8 +35,8 @@ def test_peaks_are_counted_in_order() -> None:
     assert run.actions == {"F": 6, "B": 3, "I": 3, "W": 3}
 
 
-def test_no_bubble_is_below_zero() -> None:
-    """Where a rank never waits, sums that are rounded in another order make none either."""
+def test_bubbles_are_never_negative() -> None:
+    """Sums rounded in another order make no bubble on a rank that never waits."""
     forwards = forward_only((0, 1), 7)
     bubbles = [simulate(forwards, Costs(number / 97, comm=0.1)).span_bubble for number in range(1, 97)]
     assert all(0 <= bubble < 1e-9 for bubble in bubbles)
@@ -50,22 +50,22 @@ def test_bars_are_in_order() -> None:
     assert bars[0].start == pytest.approx(1.3)
 
 
-def test_contention_never_makes_it_shorter() -> None:
-    """With messages that share channels, the makespan is not shorter."""
+def test_contention_never_shortens_the_makespan() -> None:
+    """With messages on shared channels, the makespan is not shorter."""
     free = simulate(PROGRAM, Costs(comm=0.4))
     for channels in ("direction", "pair", "rank", "blocking"):
         assert simulate(PROGRAM, Costs(comm=0.4), channels).makespan >= free.makespan
 
 
 def test_peak_boundary_counts_p2p_buffers() -> None:
-    """Tensors that are being sent, being received, or not consumed yet are counted."""
+    """Tensors being sent, being received, or not consumed yet are counted."""
     program = read_program("0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1B0 1F1 1B1 1F2 1B2\n")
     assert simulate(program, Costs(comm=0.25)).peak_boundary == [2, 3]
     assert simulate(read_program("0: 0F0 1F0 1B0 0B0\n"), Costs()).peak_boundary == [0]
 
 
 def test_a_deadlock_has_no_simulation() -> None:
-    """Simulating a program that can't finish raises DeadlockError."""
+    """Simulating a program that cannot finish raises DeadlockError."""
     with pytest.raises(DeadlockError):
         simulate(read_program("0: 0B0 0F0\n"), Costs())
 

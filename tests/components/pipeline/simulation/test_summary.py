@@ -9,7 +9,7 @@ from support.schedules import schedule
 
 
 def summary(name: str, ranks: int = 4, microbatches: int = 8) -> Summary:
-    """A schedule, simulated."""
+    """Return a schedule, simulated."""
     program = schedule(name).program(ranks, microbatches)
     return Summary(name, simulate(program, Costs().divide(program.stages // ranks)))
 
@@ -33,8 +33,8 @@ def test_json_has_the_figures_of_the_simulation() -> None:
     }
 
 
-def test_what_is_recomputed_is_told() -> None:
-    """In the caption of text and picture, and in JSON, if a program says it."""
+def test_recomputation_is_reported() -> None:
+    """It is in the caption of text and picture, and in JSON, if a program has recomputation."""
     program = attrs.evolve(schedule("one_f_one_b").program(2, 2), recompute=("blocks", "none"))
     summary = Summary("mine", simulate(program, Costs()))
     assert summary.caption.endswith("; recomputed: blocks in stage 0")

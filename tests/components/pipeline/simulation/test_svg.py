@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def draw_xml(simulation: Simulation) -> ElementTree.Element:
-    """The picture, read back as XML."""
+    """Return the picture, read back as XML."""
     return ElementTree.fromstring(draw_svg(simulation, "a title", "a < caption"))
 
 

@@ -11,7 +11,7 @@ from support.schedules import schedule
 
 
 def draw_lines(name: str, ranks: int, microbatches: int, width: int = 120, costs: Costs | None = None) -> list[str]:
-    """The lines of a drawing."""
+    """Return the lines of a drawing."""
     program = schedule(name).program(ranks, microbatches)
     return draw_text(simulate(program, costs or Costs()), width).splitlines()
 
@@ -54,8 +54,8 @@ def test_very_long_timelines_have_one_letter_a_unit() -> None:
     assert sum(line.count("F") + line.count("f") for line in lines if line.startswith("rank")) == 8 * 2 * 32
 
 
-def test_a_timeline_that_is_mostly_waits_has_few_columns() -> None:
-    """Messages a billion times as long as actions, and actions that differ as much, are drawn in few columns."""
+def test_a_timeline_of_mostly_waits_has_few_columns() -> None:
+    """Messages a billion times as long as actions, and equally different actions, are drawn in few columns."""
     for costs in (Costs(comm=1e9), Costs(1, 1e9, 1)):
         assert sum(map(len, draw_lines("v_half", 3, 7, costs=costs))) < 100_000
 

@@ -122,7 +122,7 @@ def test_the_weight_gradient_of_a_convolution_is_deferred(name: str) -> None:
     torch.testing.assert_close([*input_grads, *(parameter.grad for parameter in parameters)], [*expected])
 
 
-def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
+def test_a_convolution_whose_bias_cannot_wait_is_not_deferred() -> None:
     """A hook on the bias needs its gradient in the first pass, so the weight's would be computed twice."""
     layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 5, 5, requires_grad=True)
     assert layer.bias is not None
@@ -133,7 +133,7 @@ def test_a_convolution_whose_bias_can_not_wait_is_not_deferred() -> None:
 
 
 def test_the_bias_of_a_matmul_is_deferred_with_its_weight() -> None:
-    """The bias is no leaf that the first pass is asked for, unless something else uses it, or it has a hook."""
+    """The first pass does not ask for the bias as a leaf, unless something else uses it, or it has a hook."""
     layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     assert defer_products(users_of([layer(x)], [x]), Deferral())[0] == []
     assert [*map(id, defer_products(users_of([layer(x) * layer.bias], [x]), Deferral())[0])] == [id(layer.bias)]
@@ -156,7 +156,7 @@ def test_weights_that_autocast_casts_are_deferred(layer: nn.Module) -> None:
 
 
 def test_a_product_of_casts_of_weights_is_not_deferred() -> None:
-    """Where both factors are weights that were cast, a request for neither would not run the product's backward."""
+    """If both factors are cast weights, a request for neither would not run the product's backward."""
     u, v = (nn.Parameter(torch.randn(4, 4, dtype=torch.float32)) for _ in range(2))
     x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
     y = x + u.bfloat16() @ v.bfloat16().t()
@@ -167,7 +167,7 @@ Hooked = Callable[[Tensor, Callable[[Any], Any]], Any]
 
 
 def double_grads(grads: Any) -> Any:
-    """A gradient, or several, times two."""
+    """Return a gradient, or several, times two."""
     return tuple(None if grad is None else grad * 2 for grad in grads) if isinstance(grads, tuple) else grads * 2
 
 
@@ -207,7 +207,7 @@ MADE: dict[str, Callable[[Tensor], list[Tensor]]] = {
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("at", [0, -1])
-def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -> None:
+def test_hooks_on_tensors_computed_from_a_weight_are_called_once(name: str, at: int) -> None:
     """A hook on `w.t()` or a cast changes the weight's gradient, though only the second pass runs through it."""
     called = Counter[str]()
 
@@ -225,8 +225,10 @@ def test_hooks_on_what_is_made_of_a_weight_are_called_once(name: str, at: int) -
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("retained", [False, True])
 @pytest.mark.parametrize("saved_by_hooks", [False, True])
-def test_gradients_of_what_is_made_of_a_weight(name: str, saved_by_hooks: bool, retained: bool) -> None:
-    """The weight and a tensor that retains its gradient equal a full pass, even if hooks hold the saved tensors."""
+def test_gradients_of_tensors_computed_from_a_weight_are_complete(
+    name: str, saved_by_hooks: bool, retained: bool
+) -> None:
+    """The weight and a tensor with a retained gradient equal a full pass, even if hooks hold the saved tensors."""
     kept: list[Tensor] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def test_a_node_that_uses_a_leaf_twice_counts_twice() -> None:
 
 
 def test_the_search_ends_at_inputs() -> None:
-    """The graph behind an input that was itself computed is not searched."""
+    """The graph behind a computed input is not searched."""
     a, b = leaf(), leaf()
     x = leaf() @ a
     assert leaves_of(users_of([x @ b], [x]), {"b": b}) == {"b": ["MmBackward0"]}

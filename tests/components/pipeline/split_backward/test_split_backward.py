@@ -196,7 +196,7 @@ SPLIT_BY_TORCH = ["affine", "mlp", "residual", "norms", "convolutions", "dropout
 
 
 @pytest.mark.parametrize("name", SPLIT_BY_TORCH)
-def test_equals_torch_where_torch_is_right(name: str) -> None:
+def test_both_passes_equal_torch_where_torch_is_right(name: str) -> None:
     """Both passes give the gradients of torch.distributed.pipelining's split backward."""
     stage, inputs = make_stage(name, "torch")
     split_grads = in_two(stage, inputs)
@@ -214,7 +214,7 @@ def test_equals_torch_where_torch_is_right(name: str) -> None:
 
 
 def test_an_input_may_be_used_as_a_weight() -> None:
-    """A leaf that is an input gets its whole gradient in the first pass, also as a weight in our kernels."""
+    """A leaf among the inputs gets its whole gradient in the first pass, also as a weight in our kernels."""
     stage, _ = make_stage("shared in series", "ours")
     inputs = [stage.w]
     grad = torch.randn(6, 6)
@@ -267,7 +267,7 @@ def test_each_microbatch_can_use_other_weights(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_retained_gradients_of_activations(name: str, ops: Ops) -> None:
+def test_retained_gradients_of_activations_equal_a_full_pass(name: str, ops: Ops) -> None:
     """`retain_grad` keeps the gradients of a full pass, available after the first pass."""
     stage, inputs = make_stage(name, ops)
     kept: list[Tensor] = []
@@ -360,7 +360,7 @@ def test_changing_a_queued_activation_in_place_is_an_error(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_a_gradient_changed_in_place_before_it_is_queued(ops: Ops) -> None:
+def test_a_gradient_can_be_changed_in_place_before_it_is_queued(ops: Ops) -> None:
     """A gradient changed in place before it is queued, or not queued at all, gives the full pass's result."""
     linears = {name: Parts(ops).linear() for name in "ab"}
     stage = Stage(lambda s, x: InPlace.apply(s.b(InPlace.apply(s.a(x)))), **linears)  # type: ignore[no-untyped-call]
@@ -390,8 +390,10 @@ STEPS = ("product", "product", "scale", "shift", "tanh", "add", "halves", "produ
 @hypothesis.example(
     [("product", 0, 1, True), ("product", 1, 1, False)], [False, True, False, True, False, False], 1, True
 )
-def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool], outputs: int, learns: bool) -> None:
-    """Weights that are shared, multiplied, frozen, and used by our kernels and torch's get a full pass's gradients."""
+def test_any_graph_equals_a_full_pass(
+    steps: list[tuple[str, int, int, bool]], trained: list[bool], outputs: int, learns: bool
+) -> None:
+    """Weights may be shared, multiplied, frozen, and used by our kernels and torch's."""
     x = torch.randn(3, 4, requires_grad=learns)
     weights = {f"w{n}": nn.Parameter(torch.randn(4, 4), trained[n]) for n in range(4)}
     vectors = {f"v{n}": nn.Parameter(torch.randn(4), trained[n + 4]) for n in range(2)}
@@ -429,7 +431,7 @@ def test_any_graph(steps: list[tuple[str, int, int, bool]], trained: list[bool],
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_the_first_pass_frees_what_weights_do_not_need(ops: Ops) -> None:
+def test_the_first_pass_frees_tensors_weights_do_not_need(ops: Ops) -> None:
     """gate and up are freed with the first pass; their product, an input of `down`, lives until the second."""
     p = Parts(ops)
     stage = Stage(lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)), gate=p.linear(), up=p.linear(), down=p.linear())
@@ -512,7 +514,7 @@ def test_no_matmul_is_computed_twice(name: str, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("ops", get_args(Ops))
-def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
+def test_weights_of_the_first_stage_are_deferred(ops: Ops) -> None:
     """Without an input that needs a gradient, all weight gradients but a first torch operation's are deferred."""
     stage, inputs = make_stage("input without gradient", ops)
     split, outputs = split_of(stage, inputs)
@@ -524,7 +526,7 @@ def test_weights_of_the_first_stage_are_deferred_too(ops: Ops) -> None:
 
 
 def put_off(stage: Stage) -> list[str]:
-    """The parameters whose gradients are computed in the second pass alone, by its matmuls."""
+    """Return the parameters whose gradients are computed in the second pass alone, by its matmuls."""
     inputs = inputs_of(["x"])
     split, outputs = split_of(stage, inputs)
     split.backward_input(outputs, grads_for(outputs), inputs)

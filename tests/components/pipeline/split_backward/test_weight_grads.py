@@ -153,7 +153,7 @@ def test_a_new_gradient_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_gradients_are_added_to_what_there_is(name: str, ops: Ops) -> None:
+def test_gradients_are_added_to_existing_ones(name: str, ops: Ops) -> None:
     """A second microbatch adds to the `.grad` of the first in place, with the bits of two full passes."""
     stage, inputs = make_stage(name, ops)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
@@ -198,7 +198,7 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
 
 
 @pytest.mark.parametrize(("name", "ops"), KINDS)
-def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(name: str, ops: Ops) -> None:
+def test_shared_nodes_do_not_change_gradients(name: str, ops: Ops) -> None:
     """Three in flight add up to the same bits, though hooks come between them; an error in one spoils no other."""
     sums = []
     for shared in (weight_grads.WeightGrads(), None):
@@ -225,8 +225,8 @@ def test_microbatches_that_share_nodes_have_the_gradients_of_those_that_do_not(n
         assert one is other is None or (one is not None and other is not None and torch.equal(one, other))
 
 
-def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
-    """However many microbatches there are; one that fails leaves nothing behind for the next."""
+def test_weights_shared_by_microbatches_have_one_node() -> None:
+    """Any number of microbatches has one node; a failed one leaves nothing behind for the next."""
     weight = nn.Parameter(torch.randn(3, 3))
     weights = weight_grads.WeightGrads()
     roots = set()
@@ -247,6 +247,6 @@ def test_weights_that_are_shared_by_microbatches_have_one_node() -> None:
 
 
 def grad_of(weight: nn.Parameter) -> Tensor:
-    """The gradient of a weight, any shape."""
+    """Return the gradient of a weight, any shape."""
     assert weight.grad is not None
     return weight.grad

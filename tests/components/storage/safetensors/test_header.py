@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_malformed_headers_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    """An invalid header is a HeaderError that says why, in one short line."""
+    """An invalid header is a HeaderError with the reason, in one short line."""
     with pytest.raises(HeaderError) as caught:
         entries_of(tmp_path / "file", content)
     assert message in str(caught.value)
@@ -78,8 +78,8 @@ def test_malformed_headers_are_refused(tmp_path: Path, content: bytes, message: 
 
 
 @given(st.lists(st.tuples(st.sampled_from([*DTYPES]), st.lists(st.integers(0, 3), max_size=4)), max_size=5))
-def test_library_accepts_every_header_that_is_written(kinds: list[tuple[str, list[int]]]) -> None:
-    """The library finds the shapes and dtypes that the writer was given."""
+def test_the_library_accepts_every_written_header(kinds: list[tuple[str, list[int]]]) -> None:
+    """The library finds the shapes and dtypes passed to the writer."""
     specs = {f"t{n}": TensorSpec(tuple(s), DTYPES[code]) for n, (code, s) in enumerate(kinds)}
     head, entries = layout(specs)
     with TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ def write_shards(folder: Path, weight_map: Mapping[str, object], **files: list[s
     return folder
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_specs_are_known_before_reading(tmp_path: Path) -> None:
     """Shapes and dtypes are known before a tensor is read."""
     save_file({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
@@ -41,7 +41,7 @@ def test_single_file(tmp_path: Path) -> None:
     assert torch.equal(source.tensor("a"), torch.ones(2, 3, dtype=torch.bfloat16))
 
 
-def test_sharded(tmp_path: Path) -> None:
+def test_tensors_are_read_from_their_shards(tmp_path: Path) -> None:
     """Every tensor comes from the file named in the index."""
     weight_map = {"aaa": "x.safetensors", "b": "y.safetensors", "cc": "x.safetensors"}
     source = open_safetensors_folder(write_shards(tmp_path, weight_map, x=["aaa", "cc"], y=["b"]))
@@ -49,7 +49,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """Every dtype shared by torch and safetensors is read as itself."""
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     source = open_safetensors_folder(tmp_path)
@@ -152,8 +152,8 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "message"), TEXTS.values(), ids=TEXTS.keys())
-def test_broken_index(tmp_path: Path, text: str, message: str) -> None:
-    """An index that is none, or means to be too much, is a sentence within a second, and names the file."""
+def test_a_broken_index_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """A malformed or oversized index is refused with one sentence within a second, naming the file."""
     (tmp_path / INDEX).write_text(text)
     began = time.process_time()
     with pytest.raises(UserError) as caught:
@@ -197,21 +197,21 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     """The error names the absent file, and a tensor it should contain."""
     with pytest.raises(UserError, match=r"places 'a' in 'x\.safetensors': .*x\.safetensors can't be read"):
         open_safetensors_folder(write_shards(tmp_path, {"a": "x.safetensors"}))
 
 
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 64, pickle.dumps({"a": 1})])
-def test_damaged_file(tmp_path: Path, content: bytes) -> None:
-    """A file that is not safetensors is named, a pickle no less."""
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    """A file in another format is named, also a pickle."""
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors can't be read as safetensors"):
         open_safetensors_folder(tmp_path)
 
 
-def test_cut_file(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     """A truncated file is refused before a read, or during one if it is truncated later."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, path)
@@ -233,7 +233,7 @@ def test_a_file_swapped_for_another_is_noticed(tmp_path: Path) -> None:
         source.tensor("a")
 
 
-def test_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     """A folder without a model, and a path that is not a folder, are errors with the expected files."""
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_safetensors_folder(tmp_path)

@@ -31,7 +31,7 @@ def write_file(path: Path, tensors: dict[str, Tensor], order: list[str]) -> byte
 
 
 @given(KINDS, st.integers())
-def test_written_bytes_are_those_of_the_safetensors_library(
+def test_written_bytes_equal_those_of_the_safetensors_library(
     kinds: dict[str, tuple[list[int], torch.dtype]], seed: int
 ) -> None:
     """In any order of writes, the file is byte for byte the safetensors library's."""

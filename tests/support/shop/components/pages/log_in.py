@@ -1,4 +1,4 @@
-"""A filter that some shops have."""
+"""A filter in some shops."""
 
 from drawloom.graph import component
 

@@ -1,4 +1,4 @@
-"""A filter that comes last."""
+"""The last filter."""
 
 from drawloom.graph import component
 

@@ -1,4 +1,4 @@
-"""A page that leads to others."""
+"""A page with links to other pages."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ class Entry:
     """One line of a menu."""
 
     page: str = setting(doc="a node that is a page")
-    text: str = setting(default="", doc="what is shown")
+    text: str = setting(default="", doc="text of the entry")
 
 
 @component
@@ -24,8 +24,8 @@ class Menu:
     filters: list[Filter] = attrs.field(factory=list)
     backup: Store | Page | None = None
     first: str | None = setting(default=None, doc="the page that is shown first")
-    entries: list[Entry] = setting(factory=list, doc="what is listed")
-    show: list[str] = setting(factory=list, doc="what of a request is shown")
+    entries: list[Entry] = setting(factory=list, doc="entries of the menu")
+    show: list[str] = setting(factory=list, doc="shown parts of a request")
     hide: list[str] = setting(factory=list, doc="titles that are not listed")
     hue: list[str] = setting(factory=list, doc="colours, of which nobody knows")
 

@@ -1,4 +1,4 @@
-"""A filter that comes first."""
+"""The first filter."""
 
 from drawloom.graph import component
 

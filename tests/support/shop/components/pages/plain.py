@@ -8,12 +8,12 @@ from support.shop.ports import Filter, Page, Store
 
 @component
 class Plain:
-    """Answers with what a store holds."""
+    """Page with the content of a store."""
 
     store: Store
     fallback: Page | None = None
     filters: Ordered[Filter] = attrs.field(factory=Ordered)
-    title: str = setting(doc="what it is called")
+    title: str = setting(doc="title of the page")
     count: int = attrs.field(init=False, default=0)
 
     def answer(self, request: str) -> str:

@@ -1,4 +1,4 @@
-"""A store on disk that notes what happens to it."""
+"""A store on disk with a record of its calls."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ class Disk:
     """Keeps values in a folder."""
 
     folder: Path = setting(doc="where")
-    journal: list[str] = setting(factory=list, doc="what happened")
+    journal: list[str] = setting(factory=list, doc="calls, in order")
     fails: str = setting(default="", doc="the moment at which it fails")
 
     def get(self, key: str) -> Any:

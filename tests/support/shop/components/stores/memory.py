@@ -12,7 +12,7 @@ class Memory:
     """Keeps values in memory."""
 
     size: int = setting(default=10, check=at_least(1), doc="how many values it keeps", impact="safe")
-    name: str = setting(default="memory", doc="what it is called")
+    name: str = setting(default="memory", doc="name of the store")
     values: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def get(self, key: str) -> Any:

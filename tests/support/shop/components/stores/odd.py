@@ -1,4 +1,4 @@
-"""A store with settings that no recipe can write, and whose methods fail."""
+"""A store with settings no recipe can write, and whose methods fail."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -23,7 +23,7 @@ class Shelf:
     """A section of a store."""
 
     width: int = setting(doc="in cm", check=at_least(1))
-    name: str | None = setting(default=None, doc="what stands on it")
+    name: str | None = setting(default=None, doc="label")
     books: list[str] = setting(factory=list, doc="titles")
 
 

@@ -1,0 +1,78 @@
+"""score answers with a run's reward model"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drawloom.components.commands._options import integer, output_file, writing
+from drawloom.components.commands._trained import add_run, open_trained
+from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.feedback import encode_answer
+from drawloom.components.data.sources.rows import Line, lines_of
+from drawloom.components.pipeline.executor import ProgramExecutor
+from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.pipeline import Scorer
+from drawloom.components.storage.durable_files import replace_file
+from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.project import Project
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    add_run(parser)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: JSON lines, Parquet, Arrow")
+    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="the JSON-lines file to write")
+    parser.add_argument("--template", type=Path, metavar="FILE", help="a chat template (default: the tokenizer's)")
+    parser.add_argument("--rows", type=integer(), default=8, help="answers that are computed together (default 8)")
+
+
+def main(options: argparse.Namespace, project: Project) -> int:
+    """Write the lines, each with the `score` of its `completion` after its `prompt`."""
+    if options.to.exists():
+        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
+    written = []
+    with open_trained(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
+        tokenizer = run.get(ChatTokenizer)
+        text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
+        with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
+            encoded = ((line, _encode(tokenizer, line, template)) for line in lines_of(options.paths))
+            while batch := [*islice(encoded, options.rows)]:
+                scores = _score(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
+                written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
+    with writing(options.to):
+        replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
+    print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {len(written)} scores")
+    return 0
+
+
+def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
+    """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
+    try:
+        return torch.from_numpy(encode_answer(tokenizer, line.row, template).ids.astype("int64"))
+    except ValueError as error:
+        raise UserError(f"{line.position}: {error}") from error
+
+
+def _score(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
+    """Yield a score per answer, from its ids, int64 (tokens,)."""
+    lengths = torch.tensor([len(ids) for ids in answers])
+    tokens = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    context = TokenContext(positions, (positions >= lengths[:, None]).long())  # padding is a separate document
+    outputs: dict[int, Tensor] = {}
+
+    def finish(hidden: Tensor, head: Head) -> Tensor:
+        return scorer.score_tokens(hidden)
+
+    executor.infer_each([(tokens, context)], outputs.__setitem__, finish)
+    if not outputs:
+        raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
+    yield from outputs[0].float().cpu()[torch.arange(len(answers)), lengths - 1].tolist()

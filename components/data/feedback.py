@@ -1,0 +1,85 @@
+"""Answers judged good or bad by themselves, for KTO."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+
+from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
+from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
+from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.turns import render_turns
+from drawloom.components.ports.corpus import ChatTokenizer, Split
+from drawloom.graph import UserError, component
+
+FORMS = '{"prompt": ..., "completion": ..., "label": true}, with two texts or two lists of messages'
+
+
+@component(needs={"jinja2": "drawloom[chat]"})
+class Feedback(ChatCorpus):
+    """
+    Judged answers in JSON-lines, Parquet and Arrow files, in pairs for KTO.
+
+    A line has a `prompt` and a `completion`, both text or both messages, and a `label`: true for a good answer, false
+    for a bad one. Document 2n is such an answer, and document 2n + 1 its prompt with the answer of the next line in the
+    split (the last with the first), from which KTO estimates a divergence. The token weights of both sum to 1. A line
+    without a trained token is dropped, with a warning.
+    """
+
+    pairs: ClassVar[bool] = True
+    unpaired: ClassVar[bool] = True
+    kind: ClassVar[str] = "answer"
+
+    def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
+        """Return a line's document. Raises ValueError for a malformed line."""
+        if not isinstance(label := row.get("label"), bool):
+            raise ValueError(f"its label is {label!r}; write {FORMS}")
+        return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
+
+    def nothing_trained_message(self) -> str:
+        return f"no line has an answer; write {FORMS}"
+
+    def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
+        """Put the mismatched document behind each line's own. Raises UserError for a split of one line."""
+        if len(documents) == 1:
+            text = f"the {split} split has one answer, and KTO compares it with that of another line"
+            raise UserError(f"paths: {text}; write more lines, or another validation_fraction")
+        others = documents[1:] + documents[:1]
+        return [
+            part for one, other in zip(documents, others, strict=True) for part in _pair_up(one, _mismatch(one, other))
+        ]
+
+
+def encode_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
+    """Encode a line's prompt and completion, with the completion trained. Raises ValueError for a malformed line."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return encode_completion(tokenizer, prompt, completion)
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        keys = ", ".join(row) or "no keys"
+        raise ValueError(f"it has {keys}; write a prompt and a completion, two texts or two lists of messages")
+    messages = [*prompt, *completion]
+    check_messages(messages)
+    weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
+    rendered = render_turns(template, messages, weights, row.get("tools"))
+    return encode_rendered(tokenizer, rendered, messages, row.get("tools"))
+
+
+def _answer_start(document: Encoded) -> int:
+    """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
+    return 1 + int(np.argmax(document.weights[1:] > 0))
+
+
+def _mismatch(one: Encoded, other: Encoded) -> Encoded:
+    """Return one document's prompt with another's answer."""
+    first, second = _answer_start(one), _answer_start(other)
+    ids = np.concatenate([one.ids[:first], other.ids[second:]])
+    return Encoded(ids, np.concatenate([one.weights[:first], other.weights[second:]]), label=0.0)
+
+
+def _pair_up(*sides: Encoded) -> list[Encoded]:
+    """Return documents with weights that sum to 1."""
+    targets = [np.append(False, side.weights[1:] > 0) for side in sides]
+    weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
+    return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]

@@ -1,0 +1,90 @@
+"""Collator of prompts, texts or conversations, for rollouts."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import torch
+
+from drawloom.components.data.chat.corpus import check_messages
+from drawloom.components.data.chat.encode import encode_rendered
+from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.turns import Rendered, render_turns
+from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
+from drawloom.components.ports.data import Example
+from drawloom.components.ports.rollouts import PromptBatch
+from drawloom.components.state.batch import Batch
+from drawloom.graph import component, setting
+
+
+@component
+class PromptCollator:
+    """
+    Rows of prompts, one per example, with the example for the rewards.
+
+    An example has a `prompt`: a text, or a list of messages, which the chat template renders up to the beginning of
+    the answer.
+    """
+
+    batch_type: ClassVar[type[Batch]] = PromptBatch
+
+    tokenizer: Tokenizer
+    template: Path | None = setting(
+        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
+    )
+    date: str | None = setting(default=None, doc="date for templates with today's date, such as 2025-01-31")
+    _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
+
+    def close(self) -> None:
+        """End the process that renders templates, if one is running."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def files_read(self) -> dict[str, list[Path]]:
+        """Return the template file, if there is one."""
+        return {} if self.template is None else {"template": [self.template]}
+
+    def count(self, example: Example) -> int:
+        """Count a prompt's tokens. Raises ValueError for an example without a prompt, or with an empty one."""
+        return len(self._encode(example))
+
+    def collate(self, examples: Sequence[Example], length: int) -> PromptBatch:
+        """Return rows for prompts with at most `length` tokens, padded with the end token."""
+        ids = [self._encode(example) for example in examples]
+        tokens = np.full((len(ids), length), self.tokenizer.eos_id, np.int64)
+        for row, prompt in zip(tokens, ids, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = torch.tensor([len(prompt) for prompt in ids])
+        return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), examples=tuple(examples))
+
+    def _encode(self, example: Mapping[str, Any]) -> np.ndarray:
+        prompt = example.get("prompt")
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, list):
+            ids = self._encode_messages(prompt, example.get("tools"))
+        else:
+            raise ValueError(f"it has {', '.join(example) or 'no keys'}; write a prompt, a text or a list of messages")
+        if not len(ids):
+            raise ValueError("its prompt is empty; write at least one token")
+        return ids
+
+    def _encode_messages(self, messages: list[Any], tools: Any) -> np.ndarray:
+        if not isinstance(self.tokenizer, ChatTokenizer):
+            raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
+        check_messages(messages)
+        if self._renderer is None:
+            text = self.tokenizer.chat_template if self.template is None else self.template.read_text("utf-8")
+            self._renderer = ChatTemplate(text, self.tokenizer.template_tokens, self.date)
+        rendered = render_turns(self._renderer, messages, [0.0] * len(messages), tools)
+        request = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        (whole,) = self._renderer.render([request])
+        if not whole.startswith(rendered.text):
+            raise ValueError("the template changes the messages where an answer begins; take another template")
+        return encode_rendered(self.tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes need; each starts a renderer of its own."""
+        return {**self.__dict__, "_renderer": None}

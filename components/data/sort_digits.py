@@ -1,0 +1,59 @@
+"""A verifiable toy task: sort the digits of a number."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from drawloom.components.data.sources.documents import split_of
+from drawloom.components.distributed.rng import generator
+from drawloom.components.ports.corpus import Split, Tokenizer
+from drawloom.components.ports.data import IGNORE_INDEX, Example
+from drawloom.components.ports.run import RunInfo
+from drawloom.graph import at_least, between, component, setting
+
+
+@component
+class SortDigits:
+    """
+    Numbers with the `prompt` "310442>" and the `answer` "012344", drawn with the run's seed, without repetition.
+
+    An example also has the `input_ids` of both and the end token, and `labels` without the prompt, for supervised
+    training. A number's digits determine its split.
+    """
+
+    tokenizer: Tokenizer
+    job: RunInfo
+    digits: int = setting(default=6, check=between(1, 19), doc="digits of each number")
+    examples_drawn: int = setting(default=8192, check=at_least(1), doc="numbers drawn, before repetitions are dropped")
+    validation_fraction: float = setting(
+        default=0.05, check=between(0, 1), doc="fraction of numbers held out for evaluation; 0: none"
+    )
+    _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
+
+    def open(self) -> None:
+        """Draw all numbers."""
+        self._splits = {"train": [], "validation": []}
+        for number in self._numbers():
+            self._splits[split_of(number.encode(), self.validation_fraction)].append(self._example(number))
+
+    def close(self) -> None:
+        """Free the examples."""
+        self._splits = {}
+
+    def examples(self, split: Split) -> list[Example]:
+        return self._splits[split]
+
+    def _numbers(self) -> Iterator[str]:
+        shape = self.examples_drawn, self.digits
+        drawn = torch.randint(10, shape, generator=generator(self.job.seed, "sort_digits"))
+        yield from dict.fromkeys("".join(map(str, row)) for row in drawn.tolist())
+
+    def _example(self, number: str) -> Mapping[str, Any]:
+        prompt, answer = f"{number}>", "".join(sorted(number))
+        prompt_ids, answer_ids = (self.tokenizer.encode(text).tolist() for text in (prompt, answer))
+        answer_ids.append(self.tokenizer.eos_id)
+        labels = [IGNORE_INDEX] * len(prompt_ids) + answer_ids
+        ids = prompt_ids + answer_ids
+        return {"prompt": prompt, "answer": answer, "input_ids": ids, "labels": labels, "source": f"number {number}"}

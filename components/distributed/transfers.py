@@ -1,0 +1,84 @@
+"""Copies between a device and host memory, on streams of their own, ordered by events."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.memory import Copies, Ticket
+from drawloom.graph import UserError
+
+
+@attrs.define(eq=False)
+class DeviceTransfers:
+    """
+    Transfers for one device: a stream for copies to it, and one for copies from it, so both directions overlap.
+
+    Tickets are CUDA events. On a CPU copies are made at once, and tickets are None.
+    """
+
+    device: torch.device
+    _streams: dict[str, Any] = attrs.field(init=False, factory=dict)
+    _registered: list[Tensor] = attrs.field(init=False, factory=list)
+
+    def allocate(self, size: int) -> Tensor:
+        if size > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise UserError(
+                f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
+                "narrower state_dtype, more ranks along data_shard, or keep the state on the device"
+            )
+        memory = torch.zeros(size, dtype=torch.uint8)
+        if self.device.type == "cuda" and size:
+            # Torch's allocator of pinned memory would round the size up to a power of two.
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if code := int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)):
+                raise UserError(
+                    f"{size / 1e9:.1f} GB of host memory can't be pinned (CUDA error {code}); free memory of this "
+                    "host, raise `ulimit -l`, or keep the optimizer's state on the device"
+                )
+            self._registered.append(memory)
+        return memory
+
+    def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        return self._copy("fetch", copies, after)
+
+    def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        return self._copy("store", copies, after)
+
+    def mark(self) -> Ticket:
+        return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
+
+    def wait(self, ticket: Ticket) -> None:
+        if ticket is not None:
+            torch.cuda.current_stream(self.device).wait_event(ticket)
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for all copies, and unpin the memory of `allocate`."""
+        self.synchronize()
+        for memory in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+        self._registered.clear()
+        self._streams.clear()
+
+    def _copy(self, direction: str, copies: Copies, after: Sequence[Ticket]) -> Ticket:
+        if self.device.type == "cpu":
+            for target, source in copies:
+                target.copy_(source)
+            return None
+        stream = self._streams.get(direction)
+        if stream is None:
+            self._streams[direction] = stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        for ticket in after:
+            if ticket is not None:
+                stream.wait_event(ticket)
+        with torch.cuda.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()

@@ -1,0 +1,106 @@
+"""Adapters for layers that a family's files join or rename, in the joined layer's form."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.ports.adapters import AdaptedLayer, LowRank
+from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.weights.adapted import find_adapted_layers
+from drawloom.components.weights.mapper import parallel, same, sequential
+from drawloom.graph import UserError
+
+PREFIX = "base_model.model."
+"""Prefix that PEFT adds to the tensor names of transformers."""
+
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+"""PEFT's names of a linear layer's factors, and of DoRA's magnitudes."""
+
+
+@attrs.frozen(eq=False)
+class JoinedLayer:
+    """
+    Linear layer `name` in a family's files; `group` makes its weight from several layers' weights.
+
+    `parts` are the adapted ones among these layers. Their factors become one pair: in W + scale * B A, A has all parts'
+    rows, and B has a part's columns in the part's rows, and zeros elsewhere. `rows` are the row counts of the layers'
+    weights.
+    """
+
+    name: str
+    group: TensorGroup
+    parts: Mapping[str, AdaptedLayer]
+    rows: Sequence[int]
+
+    @property
+    def pair(self) -> LowRank:
+        """The factors' description for PEFT. Raises UserError for a part without DoRA beside one with it."""
+        pairs = list(self._pairs.values())
+        if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
+            others = ", ".join(name for name in self._layers if name not in self.parts)
+            raise UserError(
+                f"PEFT has {self.name} as one layer, of which a part is adapted with DoRA; adapt {others}, too"
+            )
+        return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
+
+    @property
+    def mapper(self) -> Mapper:
+        """The mapper from the parts' factors to the joined layer's, under PEFT's names."""
+        joins = {A: _join_rows, B: self._join_columns} | ({MAGNITUDE: self._join_magnitudes} if self.pair.dora else {})
+        groups = [
+            TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
+            for leaf, join in joins.items()
+        ]
+        return sequential(
+            parallel(*(layer.peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+        )
+
+    @property
+    def _layers(self) -> list[str]:
+        return [name.removesuffix(".weight") for name in self.group.inputs]
+
+    @property
+    def _pairs(self) -> dict[str, LowRank]:
+        """The descriptions of the parts' factors, by name."""
+        return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
+
+    def _join_columns(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Join the parts' B, (outputs, rank) per part, to (all outputs, all ranks)."""
+        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs
+        width, scale, start, blocks = self.pair.rank, self.pair.scale, 0, []
+        for name, rows in zip(self._layers, self.rows, strict=True):
+            block = tensors[0].new_zeros(rows, width)
+            if name in factors:
+                # One scale for all parts: a part with another one has the quotient in its factor.
+                block[:, start : start + pairs[name].rank] = factors[name] * (pairs[name].scale / scale)
+                start += pairs[name].rank
+            blocks.append(block)
+        return self.group.convert(blocks)
+
+    def _join_magnitudes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Join the parts' magnitudes, (outputs,) per part, to (all outputs,)."""
+        by_name = dict(zip(self.parts, tensors, strict=True))
+        [joined] = self.group.convert([by_name[name].unsqueeze(1) for name in self._layers])
+        return [joined.squeeze(1)]
+
+
+def _join_rows(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Join the parts' A, (rank, inputs) per part, to (all ranks, inputs)."""
+    return [torch.cat([*tensors])]
+
+
+def find_joined_layers(whole: nn.Module, files: Mapper) -> Iterator[JoinedLayer]:
+    """Yield a whole model's adapted linear layers with another form or name in files; `files` maps to these."""
+    adapted = {
+        name: layer
+        for name, layer in find_adapted_layers(whole)
+        if f"{PREFIX}{name}.{A}" in layer.peft_mapper(name).outputs
+    }
+    for group in files.groups:
+        layers = [name.removesuffix(".weight") for name in group.inputs]
+        parts = {name: adapted[name] for name in layers if name in adapted}
+        if parts and (group.outputs != group.inputs or group.convert is not same):
+            rows = [len(whole.get_parameter(name)) for name in group.inputs]
+            yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)

@@ -1,0 +1,159 @@
+"""
+Losses for sampled completions: GRPO and its relatives.
+
+A token's surrogate is -min(ratio * A, clip(ratio) * A), with the advantage A and the ratio of the token's probability
+to the probability that it was sampled with (Schulman et al. 2017, "Proximal Policy Optimization", arXiv 1707.06347,
+equation 7).
+
+- `grpo`: Shao et al. 2024, arXiv 2402.03300, equation 3: the mean over rows of the means over tokens.
+- `dr_grpo`: Liu et al. 2025, arXiv 2503.20783: the sum over tokens, divided by a constant length and the rows.
+- `dapo`: Yu et al. 2025, arXiv 2503.14476: the mean over all tokens of the step, and a higher upper clip.
+- `gspo`: Zheng et al. 2025, arXiv 2507.18071: the ratio of a row, the geometric mean over its tokens.
+- `cispo`: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585: the clipped ratio is a factor without a gradient.
+- `rloo`: Ahmadian et al. 2024, arXiv 2402.14740: the ratio of a row, the product over its tokens.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
+from drawloom.components.ports.model import Head
+from drawloom.components.ports.rollouts import PolicyBatch
+from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+Mean = Literal["rows", "tokens", "constant"]
+
+
+@attrs.frozen
+class Variant:
+    """
+    A method: a ratio's tokens, its clip's distances from 1, and the mean.
+
+    With `detached`, the clipped ratio is a factor of the log-probability.
+    """
+
+    mean: Mean
+    clip_low: float
+    clip_high: float
+    ratio: Literal["token", "row_mean", "row_sum"] = "token"
+    detached: bool = False
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "grpo": Variant("rows", 0.2, 0.2),
+    "dr_grpo": Variant("constant", 0.2, 0.2),
+    "dapo": Variant("tokens", 0.2, 0.28),
+    "gspo": Variant("rows", 3e-4, 4e-4, ratio="row_mean"),
+    "cispo": Variant("tokens", math.inf, 4.0, detached=True),
+    "rloo": Variant("rows", 0.2, 0.2, ratio="row_sum"),
+}
+
+
+@component
+class Grpo(DecoderInputs):
+    """
+    Policy-gradient loss of sampled completions: GRPO, Dr. GRPO, DAPO, GSPO, CISPO or RLOO.
+
+    The variants differ in the ratio, its clip and the mean; the phase `phases.advantages` chooses the baseline. Only
+    rows with a token to learn count in a mean, over all microbatches and ranks. The constant of `dr_grpo` is the row's
+    length. With a reference, each token's loss has `beta` times an estimate of the KL divergence to it: k3 of Schulman,
+    times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
+
+    Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
+    `largest_difference` is the largest distance of a token's log-probability from the sampled one in a microbatch.
+    """
+
+    batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "logps", "advantages")
+
+    variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"] = setting(
+        default="grpo", doc="method, which sets the defaults of the clip and the mean"
+    )
+    clip_low: float | None = setting(
+        default=None, check=at_least(0), doc="the ratio is clipped at 1 - clip_low; default: the variant's"
+    )
+    clip_high: float | None = setting(
+        default=None, check=at_least(0), doc="the ratio is clipped at 1 + clip_high; default: the variant's"
+    )
+    mean: Mean | None = setting(
+        default=None,
+        doc="mean over tokens, over rows of means over tokens, or of sums by a constant length; default: the variant's",
+    )
+    reference: Literal["none", "adapters"] = setting(
+        default="none", doc="reference model of the KL divergence: none, or this model without adapters"
+    )
+    beta: float = setting(default=0.0, check=at_least(0), doc="coefficient of the KL divergence to the reference")
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report a coefficient without a reference, a reference without a coefficient, and settings without effect."""
+        beta, reference = node.settings["beta"], node.settings["reference"]
+        if beta and reference == "none":
+            yield node.problem("beta", "there is no reference to diverge from", 'write reference = "adapters"')
+        if reference != "none" and not beta:
+            yield node.problem("reference", "the reference has no effect with beta = 0", "write beta = 0.04")
+        if VARIANTS[node.settings["variant"]].detached and node.settings["clip_low"] is not None:
+            text = f"{node.settings['variant']} clips ratios above 1 only"
+            yield node.problem("clip_low", text, "leave it out; clip_high = 4.0 clips at 5")
+
+    @property
+    def method(self) -> Variant:
+        """Return the variant with this loss's own settings."""
+        given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "mean")}
+        return attrs.evolve(
+            VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None}
+        )
+
+    def token_logps(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
+        return target_logps(hidden, head, batch)
+
+    def with_reference(self, batch: PolicyBatch, logps: Tensor) -> PolicyBatch:
+        return batch.evolve(reference=logps)
+
+    def loss(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss sum, the weight sum, and named sums; hidden is (rows, length, hidden_size)."""
+        if batch.logps is None or batch.advantages is None:
+            raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
+        method = self.method
+        logps, is_target = target_logps(hidden, head, batch), batch.weights > 0
+        differences = (logps - batch.logps).where(is_target, 0.0)
+        counts = is_target.sum(1, keepdim=True).clamp_min(1)
+        ratios = _ratios(differences, counts, method)
+        low, high = 1 - method.clip_low, 1 + method.clip_high
+        advantages, clipped = batch.advantages, ratios.clamp(low, high)
+        if method.detached:
+            losses = -clipped.detach() * advantages * logps
+        else:
+            losses = -torch.minimum(ratios * advantages, clipped * advantages)
+        if batch.reference is not None:
+            excess = (batch.reference - logps).where(is_target, 0.0)
+            kl = excess.exp() - excess - 1
+            losses = losses + self.beta * kl * ratios
+        token_weights = batch.weights.to(losses.dtype)
+        shares = token_weights if method.mean == "tokens" else token_weights / counts
+        weights = token_weights / losses.shape[1] if method.mean == "constant" else shares
+        is_clipped = ((ratios < low) & (advantages < 0)) | ((ratios > high) & (advantages > 0))
+        with torch.no_grad():
+            sums = {
+                "ratio": (ratios * shares).double().sum(),
+                "clip_fraction": (is_clipped * shares).double().sum(),
+                "largest_difference": differences.abs().max().double(),
+            }
+            if batch.reference is not None:
+                sums["kl"] = (kl * shares).double().sum()
+        return (losses * weights).sum(), shares.double().sum(), sums
+
+
+def _ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
+    """Return ratios (rows, length), equal in a row if the method has one by row, from log-probability differences."""
+    if method.ratio == "token":
+        return differences.exp()
+    logarithms = differences.double().sum(1, keepdim=True)
+    if method.ratio == "row_mean":
+        logarithms = logarithms / counts
+    return logarithms.exp().to(differences.dtype).expand_as(differences)

@@ -1,0 +1,76 @@
+"""
+Kahneman-Tversky Optimization: learn from single answers that are good or bad, relative to a reference model.
+
+Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306, equation 7. The
+reference point z is an estimate of the divergence between the model and the reference: the mean, over all answers of
+the step, of the log-ratio for an answer to another prompt. TRL takes this mean over a microbatch on all ranks.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from drawloom.components.loss.decoder_inputs import DecoderInputs, target_logps
+from drawloom.components.loss.pairwise import sum_by_pair
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.model import Head
+from drawloom.graph import UserError, above, at_least, component, setting
+
+
+@component
+class Kto(DecoderInputs):
+    """
+    KTO: 1 - sigmoid(beta * (r - z)) of a good answer, and 1 - sigmoid(beta * (z - r)) of a bad one, times a weight.
+
+    r is the answer's log-probability relative to the model without adapters. z, at least 0, is measured before the
+    step's first backward pass over all its microbatches and ranks: the loss is the same on every mesh. Named sums are
+    `signed_reward`, of beta * r for good answers and -beta * r for bad ones, and `kl`, of z.
+    """
+
+    pairs: ClassVar[bool] = True
+    unpaired: ClassVar[bool] = True
+    reference: ClassVar[Literal["adapters"]] = "adapters"
+
+    beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
+    good_weight: float = setting(default=1.0, check=at_least(0), doc="factor of the loss of good answers")
+    bad_weight: float = setting(
+        default=1.0,
+        check=at_least(0),
+        doc="factor of the loss of bad answers; the fraction of good answers over that of bad ones balances both",
+    )
+
+    def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+        return target_logps(hidden, head, batch)
+
+    def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
+        return batch.evolve(reference=logps)
+
+    def measure(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+        """Return the sum of mismatched answers' log-ratios, and their number by weight: float64 (2,)."""
+        ratios, weights = self._ratios(target_logps(hidden, head, batch), batch)
+        return torch.stack([(ratios[..., 1] * weights).sum(), weights.sum()])
+
+    def with_measured(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
+        return batch.evolve(measured=sums)
+
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size)."""
+        if batch.labels is None or batch.measured is None:
+            raise UserError('the data have no labels; write use = "data.feedback" in the corpus', 2)
+        ratios, weights = self._ratios(target_logps(hidden, head, batch), batch)
+        labels = sum_by_pair(batch.labels, batch.document_ids)[..., 0]
+        divergence = (batch.measured[0] / batch.measured[1].clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
+        is_good = labels > 0
+        distances = torch.where(is_good, 1, -1) * self.beta * (ratios[..., 0] - divergence)
+        factors = torch.where(is_good, self.good_weight, self.bad_weight) * weights
+        rewards = self.beta * ratios[..., 0].detach() * labels
+        sums = {"signed_reward": (rewards * weights).sum(), "kl": divergence * weights.sum()}
+        return (factors * torch.sigmoid(-distances)).sum(), weights.sum(), sums
+
+    def _ratios(self, logps: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return answers' and mismatched answers' log-ratios, float64 (rows, pairs, 2), and weights (rows, pairs)."""
+        documents, reference = batch.document_ids, batch.reference
+        assert reference is not None  # the executor computes it
+        weights = sum_by_pair(batch.weights, documents).sum(-1)
+        return sum_by_pair(logps, documents) - sum_by_pair(reference, documents), weights

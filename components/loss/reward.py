@@ -1,0 +1,107 @@
+"""
+Reward model: a score per answer, higher for a pair's chosen answer.
+
+The loss is that of Bradley and Terry 1952, as in Ouyang et al. 2022, arXiv 2203.02155, equation 1; with a margin as in
+Touvron et al. 2023, "Llama 2", arXiv 2307.09288, equation 2, and with centred scores as in Eisenstein et al. 2023,
+arXiv 2312.09244, equation 2.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.loss.pairwise import sum_by_pair
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.model import Head, LanguageModel
+from drawloom.graph import Problem, UserError, at_least, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+
+class ScoreHead(nn.Module):
+    """A linear layer from the last hidden state of a document to its score, in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self) -> None:
+        """Draw the weights with the standard deviation 1 / sqrt(width + 1)."""
+        with torch.no_grad():
+            self.weight.normal_(std=(len(self.weight) + 1) ** -0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return scores (..., ), at least float32, of hidden states (..., width)."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(dtype) @ self.weight.to(dtype)
+
+
+@component
+class RewardModel(DecoderInputs):
+    """
+    Reward model: -log(sigmoid(margin)) of every pair of answers, where the margin is the difference of their scores.
+
+    The score of an answer is a linear function of the hidden state at the document's last token. The data may have a
+    `margin` for each pair, by which the chosen answer's score is to exceed the other one. Named sums, weighted by pair
+    like the loss, are `reward_margin`, `reward_accuracy`, `reward_chosen` and `reward_rejected`.
+    """
+
+    pairs: ClassVar[bool] = True
+
+    model: LanguageModel
+    mesh: Mesh
+    centring: float = setting(
+        default=0.0, check=at_least(0), doc="coefficient of the squared sum of both scores, which keeps them around 0"
+    )
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report tensor parallelism, whose ranks would each add the gradient of the whole score."""
+        if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
+            text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
+            yield mesh.problem("tensor", text, "write tensor = 1")
+
+    @cached_property
+    def module(self) -> nn.Module | None:
+        """The head's parameters, on the meta device until the stages are materialized."""
+        width = self.model.hugging_face_config().get("hidden_size")
+        if not isinstance(width, int):
+            raise UserError("loss.reward needs the hidden_size of the model, and its configuration has none", 2)
+        with torch.device("meta"):
+            return ScoreHead(width)
+
+    def score_tokens(self, hidden: Tensor) -> Tensor:
+        assert self.module is not None
+        scores: Tensor = self.module(hidden)
+        return scores
+
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the sum of losses, the sum of pair weights, and named sums; hidden is (rows, length, hidden_size)."""
+        documents = batch.document_ids
+        rewards = sum_by_pair(self.score_tokens(hidden) * is_last_token(documents), documents)
+        weights = sum_by_pair(batch.weights, documents).sum(-1)
+        chosen, rejected = rewards.unbind(-1)
+        margins = 0.0 if batch.labels is None else sum_by_pair(batch.labels, documents)[..., 0]
+        losses = F.softplus(margins + rejected - chosen)  # softplus(-x) is -log(sigmoid(x))
+        if self.centring:
+            losses = losses + self.centring * (chosen + rejected).square()
+        with torch.no_grad():
+            values = {
+                "margin": chosen - rejected,
+                "accuracy": (chosen > rejected).double() + (chosen == rejected).double() / 2,
+                "chosen": chosen,
+                "rejected": rejected,
+            }
+            sums = {f"reward_{name}": (value * weights).sum() for name, value in values.items()}
+        return (losses * weights).sum(), weights.sum(), sums
+
+
+def is_last_token(documents: Tensor) -> Tensor:
+    """Return where a document ends, from document ids int64 (rows, length): bool (rows, length)."""
+    last = torch.ones_like(documents[:, :1], dtype=torch.bool)  # the end of a row
+    return torch.cat([documents[:, 1:] != documents[:, :-1], last], 1)

@@ -1,0 +1,89 @@
+"""Rewards, lengths and entropies of sampled completions, and their agreement with the training pass."""
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.metrics.named_sums import losses_of
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.rollouts import Reward, Scored
+from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.graph import Every, component
+
+LARGEST_DIFFERENCE = "largest_difference"
+
+
+@component(impact="safe")
+class RolloutMetrics:
+    """
+    Means over a step's completions: `reward`, `length` in tokens, `truncated`, and `entropy` in nats per token.
+
+    With several rewards, each has its mean as `reward/NAME`. `unscored` is the fraction of completions without a score,
+    `equal_groups` the fraction of prompts whose completions all have one reward, from which nothing is learnt.
+    `sampler_difference` is the largest distance between the log-probability that a token was sampled with and that in
+    the training pass: 0 if both have the same bits.
+    """
+
+    mesh: Mesh
+    rewards: Every[Reward] = attrs.field(factory=Every)
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """Sums over completions, tokens and groups, and one maximum."""
+        names = ["rows", "scored", "reward", "tokens", "entropy", "truncated", "groups", "equal"]
+        rewards = Accumulator(shape=(2, len(self.rewards)), scope="rows")
+        sums = {name: Accumulator(scope="rows") for name in names}
+        return {**sums, "rewards": rewards, LARGEST_DIFFERENCE: Accumulator("max")}
+
+    def update(self, step: Step) -> Mapping[str, Tensor]:
+        """Return the sums over this rank's completions; pipeline ranks have the same ones."""
+        values: dict[str, Tensor] = {}
+        if self.mesh.indices.pipeline == 0:
+            for scored in step.state.get("rollouts", []):
+                for name, value in _sums(scored, [*self.rewards]).items():
+                    values[name] = values[name] + value if name in values else value
+        losses = losses_of(step)
+        if losses is not None and LARGEST_DIFFERENCE in losses["sums"]:
+            values[LARGEST_DIFFERENCE] = losses["sums"][LARGEST_DIFFERENCE].max()
+        return values
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """Return the means; None for a mean over nothing."""
+        rows = totals["rows"]
+        values = {
+            "reward": _ratio(totals["reward"], totals["scored"]),
+            "length": _ratio(totals["tokens"], rows),
+            "entropy": _ratio(totals["entropy"], totals["tokens"]),
+            "truncated": _ratio(totals["truncated"], rows),
+            "unscored": _ratio(rows - totals["scored"], rows),
+            "equal_groups": _ratio(totals["equal"], totals["groups"]),
+        }
+        if len(self.rewards) > 1:
+            means = zip(self.rewards, *totals["rewards"], strict=True)
+            values |= {f"reward/{name}": _ratio(total, count) for name, total, count in means}
+        largest = totals[LARGEST_DIFFERENCE]
+        return values | {"sampler_difference": float(largest) if largest.isfinite() else None}
+
+
+def _sums(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
+    scores = scored.scores[:, [scored.names.index(name) for name in rewards]]
+    completions, groups = scored.completions, scored.totals.view(-1, scored.group_size)
+    is_scored = ~groups.isnan()
+    low, high = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
+    return {
+        "rows": torch.tensor(float(groups.numel())),
+        "scored": is_scored.sum(),
+        "reward": groups.nansum(),
+        "tokens": completions.counts.sum(),
+        "entropy": completions.entropies.double().sum(),
+        "truncated": (~completions.is_ended).sum(),
+        "groups": torch.tensor(float(len(groups))),
+        "equal": (high <= low).sum(),
+        "rewards": torch.stack([scores.nansum(0), (~scores.isnan()).sum(0).double()]),
+    }
+
+
+def _ratio(total: Tensor, count: Tensor) -> float | None:
+    return float(total / count) if count > 0 else None

@@ -1,0 +1,80 @@
+"""The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
+
+from typing import Any
+
+import attrs
+
+from drawloom.components.model.decoder.grouped_experts import RENAMED
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.deepseek_v3 import LatentBuilder, LatentConfig, read_ranks, write_ranks
+from drawloom.components.model.qwen3.moe import MOE
+from drawloom.graph import component, setting
+
+METHODS = {False: "greedy", True: "group_limited_greedy"}
+"""Choice of experts in files, by whether there are groups."""
+
+
+@attrs.frozen(kw_only=True)
+class DeepseekV2Config(LatentConfig):
+    """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
+
+    n_shared_experts: int = 2
+    mlp_bias: bool = False
+
+    def has_bias(self, projection: str) -> bool:
+        return super().has_bias(projection) or (self.mlp_bias and projection in ("gate_proj", "up_proj", "down_proj"))
+
+    @property
+    def routing(self) -> Routing:
+        """Routing by softmax scores, with float32 logits, within the groups with the best experts."""
+        return Routing(
+            norm_topk_prob=False,
+            routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            best_in_group=1,
+            wide_logits=True,
+        )
+
+
+def _read(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without groups if it chooses among all experts. Raises ValueError for other methods."""
+    method = config.get("topk_method", METHODS[False])
+    if method not in METHODS.values():
+        raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
+    return read_ranks(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
+
+
+def _write(config: dict[str, Any]) -> dict[str, Any]:
+    return write_ranks(config) | {"topk_method": METHODS[config["n_group"] > 1]}
+
+
+DEEPSEEK_V2 = Family(
+    "model.deepseek_v2",
+    "a DeepSeek-V2 model",
+    DeepseekV2Config,
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    needed=MOE.needed,
+    hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
+    fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+    renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
+    read=_read,
+    write=_write,
+)
+
+
+@component(impact="incompatible")
+class DeepseekV2(LatentBuilder):
+    """
+    A DeepSeek-V2 language model, with sizes from this table or a Hugging Face `config.json`.
+
+    A load-balancing loss over the tokens of a row balances the experts.
+    """
+
+    family = DEEPSEEK_V2
+
+    mlp_bias: bool | None = setting(
+        default=None, doc="add biases to the linear layers of feed-forward networks; default: false"
+    )

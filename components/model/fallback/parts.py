@@ -1,0 +1,157 @@
+"""The parts of a transformers model: base model, embedding, layers and head, by name."""
+
+import re
+from typing import Any, Self
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from drawloom.components.model.fallback.errors import SelfCheckError
+
+
+@attrs.frozen
+class Parts:
+    """
+    Names of a causal LM's parts, which differ between families: `model.layers`, `transformer.h`.
+
+    The modules `before` the layers, except for the embedding, and `after` them belong to the first and last stage. A
+    `plain_head` is a linear layer; logits of other heads are computed by transformers.
+    """
+
+    base: str
+    layers: str
+    embedding: str
+    head: str
+    tied: bool
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    plain_head: bool = True
+
+
+def value_of(config: Any, *keys: str) -> Any:
+    """Return the value of the first key that a transformers config has, unless it is null; None without such a key."""
+    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
+
+
+def name_without_layer(name: str) -> str:
+    """Return a parameter's name with the number of its layer replaced by a star."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def find_parts(whole: Any) -> Parts:
+    """Find the parts of a causal LM. Raises SelfCheckError for a model that isn't built of them."""
+    names = {part: name for name, part in whole.named_modules()}
+    embedding, head = _embeddings(whole)
+    if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
+        raise SelfCheckError("layers", "there is no base model with one embedding of tokens")
+    base = whole.get_submodule(names[embedding].partition(".")[0])
+    if type(head) is not nn.Linear or {names[part] for part in whole.children()} != {names[base], names[head]}:
+        raise SelfCheckError("head", f"{type(whole).__name__} is more than a base model and a linear layer")
+    return Parts(
+        names[base], names[_find_layers(whole, base)], names[embedding], names[head], head.weight is embedding.weight
+    )
+
+
+def _embeddings(whole: Any) -> tuple[Any, Any]:
+    try:
+        return whole.get_input_embeddings(), whole.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None, None
+
+
+def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
+    count = value_of(whole.config, "num_hidden_layers")
+    lists = [part for part in base.modules() if isinstance(part, nn.ModuleList)]
+    fitting = [part for part in lists if len(part) == count and any(True for _ in part.parameters())]
+    if not fitting:
+        lengths = sorted({len(part) for part in lists})
+        raise SelfCheckError("layers", f"num_hidden_layers is {count}, and lists of modules have the lengths {lengths}")
+    return fitting[0]
+
+
+class CallOrder:
+    """Context that records whether modules outside of the layers are called before or after these."""
+
+    def __init__(self, whole: nn.Module, parts: Parts) -> None:
+        self.parts = parts
+        self._layers_ended = False
+        self._before: dict[str, None] = {}
+        self._after: dict[str, None] = {}
+        layers: Any = whole.get_submodule(parts.layers)
+        owner = whole.get_submodule(parts.layers.rpartition(".")[0])
+        self._hooks = [owner.register_forward_pre_hook(self._start)]
+        self._hooks += [layer.register_forward_hook(self._end_layers) for layer in layers]
+        for name, part in outside_of_layers(whole, parts):
+            self._hooks.append(part.register_forward_pre_hook(self._record(name)))
+        self._parameters = {name for name, _ in whole.named_parameters()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def ordered_parts(self) -> Parts:
+        """Return the parts with the modules before and after the layers; a module called in both positions is left."""
+        before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
+        after = tuple(name for name in self._after if name not in self._before)
+        return attrs.evolve(self.parts, before=before, after=after)
+
+    def _has_parameters(self, name: str) -> bool:
+        """Return whether a module has parameters; other ones, such as rotary angles, are for every stage."""
+        return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
+
+    def _start(self, *_: Any) -> None:
+        self._layers_ended = False
+
+    def _end_layers(self, *_: Any) -> None:
+        self._layers_ended = True
+
+    def _record(self, name: str) -> Any:
+        def record(*_: Any) -> None:
+            (self._after if self._layers_ended else self._before)[name] = None
+
+        return record
+
+
+def outside_of_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
+    modules = []
+    owner = parts.layers.rpartition(".")[0]
+    while owner:
+        modules += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
+        owner = owner.rpartition(".")[0]
+    on_the_way = {name for name, _ in modules if f"{parts.layers}.".startswith(f"{name}.")}
+    return [(name, part) for name, part in modules if name not in on_the_way | {parts.embedding}]
+
+
+class PassThrough(nn.Module):
+    """
+    Placeholder for a module outside of the span, which returns its first input.
+
+    Layers keep their numbers, and plain attributes that a model's forward pass reads from a layer.
+    """
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        plain = {name: value for name, value in vars(replaced).items() if isinstance(value, str | int | float)}
+        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return hidden states (rows, length, hidden_size) unchanged."""
+        return hidden_states
+
+
+class NoVectors(PassThrough):
+    """Placeholder for a table of vectors that the first stage adds to those of tokens, such as learned positions."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Return zero, of shape (), which is added."""
+        return torch.zeros(())
+
+
+def placeholder(replaced: nn.Module) -> nn.Module:
+    """Return the placeholder of a module other than the embedding of tokens."""
+    return (NoVectors if isinstance(replaced, nn.Embedding) else PassThrough)(replaced)

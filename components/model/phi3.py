@@ -1,0 +1,114 @@
+"""The component `model.phi3`: Phi-3 (Abdin et al. 2024, arXiv 2404.14219), Phi-4 and Phi-4-mini (arXiv 2503.01743)."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import DecoderConfig, rotary_faults
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import concatenate, identity
+from drawloom.graph import at_least, between, component, setting
+
+EXPORTED_ROPES = ("default", "ntk", "longrope")
+"""Values of rope_type whose exports transformers loads as a Phi-3 model."""
+
+
+@attrs.frozen(kw_only=True)
+class Phi3Config(DecoderConfig):
+    """Config of Phi-3: like Llama, with a rotated part of each head, and an optional sliding window in all layers."""
+
+    max_position_embeddings: int = 4096
+    rope_theta: float = 1e4
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window
+
+    @classmethod
+    def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the faults in the rotated part, and in scalings that transformers does not have for this family."""
+        yield from super().faults(given)
+        yield from rotary_faults({"partial_rotary_factor": 1.0, **given})
+        for key in ("rope_scaling", "rope_parameters"):
+            if (rope := given.get(key)) and rope.rope_type not in EXPORTED_ROPES:
+                why = f"{key}.rope_type = {rope.rope_type!r}, and transformers has only longrope for Phi-3"
+                yield InvalidSetting((key, "rope_type"), why, 'write "longrope"')
+
+
+def _read(config: dict[str, Any]) -> dict[str, Any]:
+    """Rename the scaling `su`, as LongRoPE was called in the first files."""
+    rope = config.get("rope_scaling")
+    if isinstance(rope, Mapping) and rope.get("type") == "su":
+        config = {**config, "rope_scaling": {**rope, "type": "longrope"}}
+    return config
+
+
+def _write(config: dict[str, Any]) -> dict[str, Any]:
+    """Repeat the original length at the top of a config, where transformers has a default."""
+    original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
+    return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
+
+
+def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Join queries, keys and values, and gate and up, which are one tensor each in files."""
+    names = list(parameters)
+    joined = []
+    width, key_width = (
+        heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads)
+    )
+    for name in names:
+        if name.endswith("self_attn.q_proj.weight"):
+            attention = name.removesuffix("q_proj.weight")
+            parts = [f"{attention}{part}_proj.weight" for part in "qkv"]
+            joined.append(concatenate(parts, f"{attention}qkv_proj.weight", sizes=[width, key_width, key_width]))
+        elif name.endswith("mlp.gate_proj.weight"):
+            mlp = name.removesuffix("gate_proj.weight")
+            joined.append(concatenate([name, f"{mlp}up_proj.weight"], f"{mlp}gate_up_proj.weight"))
+    fused = parallel(*joined)
+    return parallel(fused, identity(*(name for name in names if name not in set(fused.inputs))))
+
+
+PHI3 = Family(
+    "model.phi3",
+    "a Phi-3 model",
+    Phi3Config,
+    "phi3",
+    "Phi3ForCausalLM",
+    hf_defaults={"rope_theta": 1e4},
+    fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
+    nullable=("sliding_window",),
+    read=_read,
+    write=_write,
+    mapper=_mapper,
+)
+
+
+@component(impact="incompatible")
+class Phi3(DecoderBuilder):
+    """A Phi-3 or Phi-4 language model, with sizes from this table or a Hugging Face `config.json`."""
+
+    family = PHI3
+
+    partial_rotary_factor: float | None = setting(
+        default=None,
+        check=between(0.01, 1.001),
+        impact="changes_training",
+        doc="part of the channels of a head that rotary positions rotate; default: 1",
+    )
+    sliding_window: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="number of tokens that a token attends to, including itself; default: all before it",
+    )

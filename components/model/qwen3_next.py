@@ -1,0 +1,78 @@
+"""The component `model.qwen3_next`: Qwen3-Next (Qwen team 2025)."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+
+from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, size
+from drawloom.components.model.decoder.hugging_face import Family, decoder_mapper
+from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, delta_nets, read_hybrid
+from drawloom.components.model.qwen3.moe import MOE
+from drawloom.components.model.qwen3_5 import convolution_mapper
+from drawloom.components.model.qwen3_5_moe import HybridMoeBuilder, Qwen35MoeConfig
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper import parallel
+from drawloom.components.weights.mapper_ops import concatenate_blocks
+from drawloom.graph import at_least, component, setting
+
+
+@attrs.frozen(kw_only=True)
+class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
+    """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
+
+
+def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    names = list(parameters)
+    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
+    return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
+
+
+def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
+    """Yield mappers to files' joined projections, in which a key head's rows are together."""
+    delta = config.delta
+    group = delta.value_heads // delta.key_heads
+    rows = {"q": delta.key_dim, "k": delta.key_dim, "v": group * delta.value_dim, "z": group * delta.value_dim}
+    for sizes in (rows, {"b": group, "a": group}):
+        parts = [f"{net}.in_proj_{part}.weight" for part in sizes]
+        target = f"{net}.in_proj_{''.join(sizes)}.weight"
+        yield concatenate_blocks(parts, target, delta.key_heads, list(sizes.values()))
+    yield convolution_mapper(net, config)
+
+
+QWEN3_NEXT = Family(
+    "model.qwen3_next",
+    "a Qwen3-Next model",
+    Qwen3NextConfig,
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    needed=MOE.needed,
+    hf_defaults=HYBRID_DEFAULTS
+    | {"num_key_value_heads": 2, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "intermediate_size": 5632},
+    derives_head_dim=False,
+    ignored=("mtp.*",),
+    read=read_hybrid,
+    mapper=_mapper,
+)
+
+
+@component(impact="incompatible")
+class Qwen3Next(HybridMoeBuilder):
+    """A Qwen3-Next language model, with sizes from this table or a Hugging Face `config.json`."""
+
+    family = QWEN3_NEXT
+
+    intermediate_size: int | None = setting(
+        default=None,
+        check=size("intermediate_size"),
+        doc="inner width of the feed-forward network in layers without experts",
+    )
+    norm_topk_prob: bool | None = setting(
+        default=None,
+        impact="changes_training",
+        doc="normalise the probabilities of a token's experts to a sum of 1; default: true",
+    )
+    decoder_sparse_step: int | None = setting(
+        default=None, check=at_least(1), doc="the last of every so many layers has experts; default: 1"
+    )
+    mlp_only_layers: list[int] | None = setting(default=None, doc="indices of layers without experts; default: none")

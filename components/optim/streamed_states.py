@@ -1,0 +1,207 @@
+"""
+AdamW steps with the optimizer's state in host memory: pieces of it are streamed through slots on the device.
+
+While the device updates a piece, the next ones arrive and the previous ones leave; both directions of the link are in
+use at once, as in llmq and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5). The arithmetic, and
+therefore every bit, is that of a state on the device.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.memory import Ticket, Transfers
+from drawloom.graph import UserError
+from drawloom.kernels.adamw import ALL, PER_DRAW, ParamState
+
+SLOTS = 3
+"""Slots on the device: of a piece that arrives, one that is updated, and one that leaves."""
+
+ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin, in a slot and in host memory."""
+
+PIECE = 512
+"""Elements at whose multiples a weight without rows is cut: an even number, for the noise of pairs."""
+
+
+@attrs.define(eq=False)
+class Slots:
+    """Memory on a device for `SLOTS` pieces of state, of `size` bytes, which launches use in turn."""
+
+    transfers: Transfers
+    device: torch.device
+    size: int
+    memory: list[Tensor] = attrs.field(init=False, factory=list)
+    free: list[Ticket] = attrs.field(init=False, factory=list)
+    _next: int = attrs.field(init=False, default=0)
+
+    def open(self) -> None:
+        """Allocate the memory."""
+        self.memory = [torch.empty(self.size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        # The allocator may hand out memory that computation still uses.
+        self.free = [self.transfers.mark()] * SLOTS
+
+    def take(self) -> int:
+        """Return the number of the slot whose turn it is."""
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        return slot
+
+
+@attrs.frozen(eq=False)
+class Range:
+    """Elements `start` to `stop` of the weight of a number, and its state in host memory, flat by field."""
+
+    number: int
+    start: int
+    stop: int
+    state: Mapping[str, Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the state in a slot."""
+        return sum(pad_size(tensor.nbytes) for tensor in self.state.values())
+
+
+def pad_size(size: int) -> int:
+    """Return a number of bytes, rounded up to whole alignments."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def state_of(param: ParamState) -> dict[str, Tensor]:
+    """Return a parameter's state by field, without the weight: tensors of the weight's shape."""
+    named = {entry.name: getattr(param, entry.name) for entry in fields(param) if entry.name != "weight"}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
+
+
+def allocate_state(
+    transfers: Transfers, specs: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+) -> dict[str, dict[str, Tensor]]:
+    """Return zeros in host memory by parameter and field, with these shapes and dtypes, in one allocation."""
+    keys = [(name, field) for name in specs for field in specs[name]]
+    sizes = [math.prod(specs[name][field][0]) * specs[name][field][1].itemsize for name, field in keys]
+    parts = torch.split(transfers.allocate(sum(map(pad_size, sizes))), [*map(pad_size, sizes)])
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
+    for (name, field), size, part in zip(keys, sizes, parts, strict=True):
+        shape, dtype = specs[name][field]
+        state[name][field] = part[:size].view(dtype).view(shape)
+    return state
+
+
+def cut(number: int, param: ParamState, size: int) -> Iterator[Range]:
+    """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
+    state = {name: tensor.view(-1) for name, tensor in state_of(param).items()}
+    unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
+    if param.has_codes:
+        # An even number of whole rows, since blocks end with rows.
+        unit = math.lcm(PER_DRAW * param.weight.shape[-1], unit if not param.is_contiguous else 1)
+    unit_bytes = sum(tensor.nbytes for tensor in state.values()) * unit // max(count, 1)
+    step = max((size - ALIGNMENT * len(state)) // unit_bytes, 1) * unit if count else 1
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        yield Range(
+            number, start, stop, {name: _cut_flat(tensor, start, stop, count) for name, tensor in state.items()}
+        )
+
+
+def _cut_flat(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
+    """Return the elements of a flat tensor for a range of `count` elements, of which it has a number or a scale."""
+    return tensor[start * len(tensor) // count : stop * len(tensor) // count]
+
+
+@attrs.frozen(eq=False)
+class _Piece:
+    """Ranges that are updated together in a slot, with the kernels' stepper and the copies in both directions."""
+
+    ranges: Sequence[Range]
+    slot: int
+    stepper: Any
+    fetches: Sequence[tuple[Tensor, Tensor]]
+    stores: Sequence[tuple[Tensor, Tensor]]
+
+
+class StreamedStep:
+    """Optimizer step like `AdamwEager`, for weights on a device whose state is in host memory."""
+
+    def __init__(self, implementation: Any, slots: Slots, params: Sequence[ParamState], maximize: bool) -> None:
+        self._slots = slots
+        self._pieces = [self._piece(group, params, implementation, maximize) for group in self._groups(params)]
+        self._stored: list[Ticket] = [None] * len(self._pieces)
+        self._arrivals: list[Ticket] = []
+
+    def step(
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
+        flat = [grad.reshape(-1) for grad in grads]
+        arrivals, self._arrivals = self._arrivals, []
+        for number, piece in enumerate(self._pieces):
+            for ahead in range(len(arrivals), min(number + SLOTS, len(self._pieces))):
+                arrivals.append(self._fetch(ahead))
+            self._slots.transfers.wait(arrivals[number])
+            parts = [flat[part.number][part.start : part.stop] for part in piece.ranges]
+            piece.stepper.step(parts, scalars, counter, found_inf, factors)
+            left = self._slots.transfers.store(piece.stores, [self._slots.transfers.mark()])
+            self._stored[number] = self._slots.free[piece.slot] = left
+
+    def prefetch(self) -> None:
+        """Start to fetch the first pieces of the next step, after all launches with the same slots."""
+        while len(self._arrivals) < min(SLOTS, len(self._pieces)):
+            self._arrivals.append(self._fetch(len(self._arrivals)))
+
+    def forget(self) -> None:
+        """Fetch again what has been fetched already, because the state in host memory has changed."""
+        self._arrivals = []
+
+    def _fetch(self, number: int) -> Ticket:
+        piece = self._pieces[number]
+        return self._slots.transfers.fetch(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
+
+    def _groups(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
+        """Yield ranges that fill a slot together."""
+        group: list[Range] = []
+        for part in (part for number, param in enumerate(params) for part in cut(number, param, self._slots.size)):
+            if group and sum(other.bytes for other in group) + part.bytes > self._slots.size:
+                yield group
+                group = []
+            group.append(part)
+        if group:
+            yield group
+
+    def _piece(self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool) -> _Piece:
+        if (needed := sum(part.bytes for part in group)) > self._slots.size:
+            text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
+            raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
+        slot, offset = self._slots.take(), 0
+        memory = self._slots.memory[slot]
+        states, fetches = [], []
+        for part in group:
+            on_device = {}
+            for name, tensor in part.state.items():
+                on_device[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+                fetches.append((on_device[name], tensor))
+                offset += pad_size(tensor.nbytes)
+            states.append(_part_of(params[part.number], part, on_device))
+        stores = [(host, device) for device, host in fetches]
+        return _Piece(group, slot, implementation(states, maximize), fetches, stores)
+
+
+def _part_of(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
+    """Return a range of a weight as a weight, whose noise is that of the range."""
+    before = part.start if param.is_contiguous else part.start // param.width * param.stride
+    width = ALL if param.is_contiguous else param.width
+    weight = param.weight.view(-1)[part.start : part.stop]
+    if param.has_codes:
+        rows = weight.numel() // param.weight.shape[-1]
+        weight, state = weight.view(rows, -1), {name: tensor.view(rows, -1) for name, tensor in state.items()}
+    changes: dict[str, Any] = {"weight": weight, "first": param.first + before, "width": width, **state}
+    return replace(param, **changes)

@@ -1,0 +1,102 @@
+"""
+Advantages of completions over others for the same prompt, and the batches to learn from.
+
+Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1 (GRPO: minus the group's mean, over its deviation); Liu
+et al. 2025, "Understanding R1-Zero-Like Training", arXiv 2503.20783 (Dr. GRPO: the mean alone); Ahmadian et al. 2024,
+"Back to Basics", arXiv 2402.14740 (RLOO: the mean of the others); Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2
+(groups with equal rewards).
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.rollouts import PolicyBatch, Scored
+from drawloom.components.ports.run import Step
+from drawloom.components.state.batch import Batch
+from drawloom.graph import component, setting
+
+EQUAL = 1e-6
+"""Spread of a group's rewards up to which they are equal: sums of several rewards differ by rounding."""
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL."""
+
+
+@component(reads=("rollouts",), writes=("batches",))
+class Advantages:
+    """
+    Advantage of every completion over its group's baseline, and the batches for the policy's loss.
+
+    A completion without a score has weight 0, and does not count in its group's mean. A group of equal rewards has
+    advantages of exactly 0.
+    """
+
+    batch_type: ClassVar[type[Batch]] = PolicyBatch
+
+    baseline: Literal["mean", "others", "none"] = setting(
+        default="mean", doc="subtracted from a reward: the group's mean, the mean of its other completions (RLOO), or 0"
+    )
+    scale: Literal["none", "std"] = setting(
+        default="none", doc="divisor of advantages: 1, or the group's standard deviation (GRPO), without bias"
+    )
+    equal_groups: Literal["keep", "drop"] = setting(
+        default="keep", doc="whether groups of equal rewards count in the loss's mean (dynamic sampling drops them)"
+    )
+    truncated: Literal["keep", "drop"] = setting(
+        default="keep", doc="whether the policy learns from completions that were cut at the maximum length"
+    )
+
+    def run_phase(self, step: Step) -> None:
+        """Write a PolicyBatch for every microbatch."""
+        scored: list[Scored] = step.state["rollouts"]
+        step.state["batches"] = [self._batch(part) for part in scored]
+
+    def _batch(self, scored: Scored) -> PolicyBatch:
+        completions = scored.completions
+        advantages, is_equal = group_advantages(scored.totals, scored.group_size, self.baseline, self.scale)
+        counts = ~scored.totals.isnan()
+        if self.equal_groups == "drop":
+            counts &= ~is_equal
+        if self.truncated == "drop":
+            counts &= completions.is_ended
+        is_target = completions.is_target & counts[:, None]
+        rows, length = completions.tokens.shape
+        following = torch.cat([completions.tokens[:, 1:], torch.full((rows, 1), IGNORE_INDEX)], 1)
+        arguments: dict[str, Any] = {
+            "tokens": completions.tokens,
+            "targets": following.where(is_target, IGNORE_INDEX),
+            "positions": torch.arange(length).expand(rows, -1).contiguous(),
+            "document_ids": torch.zeros_like(completions.tokens),
+            "weights": is_target.float(),
+            "logps": completions.logps.where(is_target, 0.0),
+            "advantages": advantages.float()[:, None].where(is_target, 0.0),
+            "padding": rows * length - int(completions.ends.sum()),
+        }
+        return PolicyBatch(**arguments)
+
+
+def group_advantages(totals: Tensor, group_size: int, baseline: str, scale: str) -> tuple[Tensor, Tensor]:
+    """
+    Return advantages, float64 (rows,), 0 for rows without a reward, and whether the row's group has equal rewards.
+
+    totals: float64 (rows,), NaN for rows without a reward; groups are `group_size` rows in succession.
+    """
+    groups = totals.view(-1, group_size)
+    is_scored = ~groups.isnan()
+    counts = is_scored.sum(1, keepdim=True).double()
+    means = groups.nansum(1, keepdim=True) / counts.clamp_min(1)
+    centred = (groups - means).where(is_scored, 0.0)
+    is_equal = centred.abs().amax(1, keepdim=True) <= EQUAL
+    if baseline == "none":
+        advantages = groups.where(is_scored, 0.0)
+    else:
+        centred = centred.masked_fill(is_equal, 0.0)
+        # The mean of the others is counts / (counts - 1) times as far away as the mean.
+        advantages = centred * counts / (counts - 1).clamp_min(1) if baseline == "others" else centred
+    if scale == "std":
+        std = (centred.square().sum(1, keepdim=True) / (counts - 1).clamp_min(1)).sqrt()
+        advantages = advantages / (std + STD_FLOOR)
+    return advantages.flatten(), is_equal.expand_as(groups).flatten()

@@ -1,0 +1,170 @@
+"""Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.data import Example, TokenBatch
+from drawloom.components.state.batch import Batch, leaf
+from drawloom.graph import port
+
+
+class PromptBatch(Batch):
+    """
+    Prompts, padded on the right: `tokens` is int64 (rows, length), and `lengths`, int64 (rows,), counts their tokens.
+
+    `examples` are the data that the prompts come from, by row, for rewards. A prompt of weight 0 is not scored.
+    """
+
+    tokens: Tensor = leaf("tokens")
+    lengths: Tensor = leaf("rows")
+    weights: Tensor = leaf("rows")
+    examples: tuple[Example, ...] = leaf("host", default=())
+
+    @classmethod
+    def outline(cls, rows: int, length: int) -> Self:
+        """Return prompts on the meta device, without examples."""
+        counts = torch.empty(rows, dtype=torch.int64, device="meta")
+        tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        return cls(tokens, counts, torch.empty_like(counts, dtype=torch.float32))
+
+
+class PolicyBatch(TokenBatch):
+    """
+    Sampled completions to learn from: rows of one document, with weights on the completion's tokens.
+
+    `logps`, float32 (rows, length), are the targets' log-probabilities when they were sampled, and `advantages`,
+    float32 (rows, length), say how much better a completion is than others of its prompt; both are 0 without a target.
+    """
+
+    logps: Tensor | None = leaf("tokens", default=None, kw_only=True)
+    advantages: Tensor | None = leaf("tokens", default=None, kw_only=True)
+
+    @classmethod
+    def outline(cls, rows: int, length: int) -> Self:
+        """Return a batch on the meta device, without a reference."""
+        batch = super().outline(rows, length)
+        return batch.evolve(logps=batch.weights, advantages=batch.weights)
+
+
+@attrs.frozen(eq=False)
+class Prompts:
+    """
+    Prompts to complete: `tokens`, int64 (rows, length), padded on the right, and `lengths`, int64 (rows,).
+
+    `keys`, int64 (rows,), at least 0, determine a row's random numbers: they do not depend on the rows beside it.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    keys: Tensor
+
+
+@attrs.frozen(eq=False)
+class Completions:
+    """
+    Sampled rows on the CPU: a prompt, its completion, and padding.
+
+    `tokens` is int64 (rows, length); a completion is in positions `starts` to before `ends`, int64 (rows,), with its
+    end token. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets do: the
+    log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere. `is_ended`,
+    bool (rows,), is False if a completion was cut at the maximum length.
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    ends: Tensor
+    logps: Tensor
+    entropies: Tensor
+    is_ended: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """Return the number of sampled tokens: int64 (rows,)."""
+        return self.ends - self.starts
+
+    @property
+    def is_target(self) -> Tensor:
+        """Return where the next token was sampled: bool (rows, length)."""
+        positions = torch.arange(self.tokens.shape[1])
+        return (positions >= self.starts[:, None] - 1) & (positions < self.ends[:, None] - 1)
+
+
+@port
+class Rollouts(Protocol):
+    """
+    Sampler of completions from the current policy, at temperature 1 and from the whole vocabulary.
+
+    Another distribution, such as that of top-p, would have other log-probabilities than the policy that learns.
+    """
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        """
+        Complete every prompt once, by microbatch; rows have one length. A collective.
+
+        The run's seed, `purpose`, `step` and a row's key determine its random numbers.
+        """
+        ...
+
+
+@attrs.frozen
+class Answer:
+    """
+    A completion to score: its text without the end token, its number of tokens with it, and the prompt's example.
+
+    `is_ended` is False for a completion that was cut at the maximum length.
+    """
+
+    text: str
+    tokens: int
+    is_ended: bool
+    example: Example
+
+
+@port(named=True)
+class Reward(Protocol):
+    """A score for completions. The rewards of a run are added up, each multiplied by its weight."""
+
+    @property
+    def weight(self) -> float:
+        """Factor in the sum over all rewards; negative for a penalty."""
+        ...
+
+    def scores(self, answers: Sequence[Answer]) -> Sequence[float | None]:
+        """
+        Return a score by answer, None if it can't be scored. Raises UserError for an example it can't use.
+        """
+        ...
+
+
+@runtime_checkable
+class MakesRows(Protocol):
+    """A phase's component that replaces each row of the data set by several longer ones, such as completions."""
+
+    @classmethod
+    def made_rows(cls, node: Any) -> tuple[int, int]:
+        """Return the number of rows made from one, and the tokens added to a row's length, from a node's settings."""
+        ...
+
+
+ROLLOUTS = "rollouts"
+"""The name of the sampled and scored completions in the state of a step: a list of `Scored`, by microbatch."""
+
+
+@attrs.frozen(eq=False)
+class Scored:
+    """
+    Completions with scores: the rows of a group, `group_size` in succession, have one prompt.
+
+    `scores` is float64 (rows, rewards), NaN where a reward has no score, in the order of `names`. `totals`, float64
+    (rows,), are the weighted sums; NaN for a row without any score.
+    """
+
+    completions: Completions
+    group_size: int
+    names: tuple[str, ...]
+    scores: Tensor
+    totals: Tensor

@@ -1,0 +1,1 @@
+"""Rewards: scores of sampled completions."""

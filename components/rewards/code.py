@@ -1,0 +1,88 @@
+"""Reward for programs that pass their tests, in processes with limited time and memory."""
+
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards import code_process
+from drawloom.components.rewards.expected import Compared
+from drawloom.graph import above, between, component, setting
+
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+@component
+class Code(Compared):
+    """
+    1 for a Python program that passes its tests, else 0.
+
+    The program is the completion's last fenced block, or all of its text. The example's value, by default `tests`, is
+    Python code that raises an error if the program is wrong, such as `assert f(2) == 4`; it runs after the program, in
+    its namespace. Each program has a process and an empty folder of its own, and limits of time, memory and files; at
+    its end all its processes are killed. That contains mistakes, not attacks: a program can read the user's files, and
+    reach the network. Run untrusted models inside a container.
+    """
+
+    key: str = setting(default="tests", doc="key of the example's tests")
+    seconds: float = setting(default=5.0, check=above(0), doc="limit of the time for a program and its tests")
+    memory: float = setting(default=0.5, check=above(0), doc="limit of a program's address space, in GB")
+    parallel: int = setting(default=2, check=between(1, 1025), impact="safe", doc="programs that run at the same time")
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        programs, tests = [program_of(answer.text) for answer in answers], map(self.read_expected_text, answers)
+        with ThreadPoolExecutor(self.parallel) as threads:
+            return [float(passed) for passed in threads.map(self._passes, programs, [*tests])]
+
+    def _passes(self, program: str, tests: str) -> bool:
+        nonce = secrets.token_hex(16)
+        request: dict[str, object] = {"program": program, "tests": tests, "nonce": nonce}
+        request |= {"seconds": math.ceil(self.seconds), "bytes": round(self.memory * 1e9)}
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)  # a process that escaped from its session may still hold the other end
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self._run(request, folder, writer)
+            return os.read(reader, len(nonce) + 1) == nonce.encode()
+        except BlockingIOError:  # nothing was written
+            return False
+        finally:
+            os.close(reader)
+            os.close(writer)
+
+    def _run(self, request: dict[str, object], folder: str, writer: int) -> None:
+        """Run a request in a new session, and kill its remaining processes."""
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", code_process.__file__, str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": os.defpath, "HOME": folder},
+            pass_fds=[writer],
+            start_new_session=True,
+        )
+        try:
+            with suppress(subprocess.TimeoutExpired):  # as wrong as a program that fails
+                process.communicate(json.dumps(request).encode(), timeout=self.seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the session's other processes outlive its first one
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def program_of(text: str) -> str:
+    """Return the last fenced block of a text, or the whole text without one."""
+    blocks = FENCE.findall(text)
+    return str(blocks[-1]) if blocks else text

@@ -1,0 +1,18 @@
+"""Reward for the expected text."""
+
+from collections.abc import Sequence
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards.expected import Compared
+from drawloom.graph import component
+
+
+@component
+class ExactMatch(Compared):
+    """1 for a completion that equals the expected text, without white space around both and to its end, else 0."""
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        return [
+            float(answer.is_ended and answer.text.strip() == self.read_expected_text(answer).strip())
+            for answer in answers
+        ]

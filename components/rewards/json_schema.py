@@ -1,0 +1,126 @@
+"""Reward for JSON of a schema."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards.expected import Weighted
+from drawloom.graph import component, setting
+
+TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: not isinstance(value, bool) and isinstance(value, int | float) and value == int(value),
+}
+
+NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples"})
+"""Keywords without an effect on validity."""
+
+
+def _check_schema(schema: Any) -> str | None:
+    """Return why a schema is not one that `is_valid` reads, else None."""
+    if isinstance(schema, bool):
+        return None
+    if not isinstance(schema, dict):
+        return f"{schema!r} is not a schema; write a table"
+    if unknown := schema.keys() - KEYWORDS.keys() - NOTES - {"additionalProperties"}:
+        return f"the keyword {min(unknown)!r} is not supported; use {', '.join(sorted(KEYWORDS))}"
+    kinds = schema.get("type", [])
+    if unknown := {*([kinds] if isinstance(kinds, str) else kinds)} - TYPES.keys():
+        return f"{min(unknown)!r} is not a type; write one of {', '.join(TYPES)}"
+    return next(filter(None, map(_check_schema, _children(schema))), None)
+
+
+def _children(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas inside of a schema."""
+    members = [schema[key] for key in ("items", "not", "additionalProperties") if key in schema]
+    members += [entry for key in ("anyOf", "allOf", "oneOf") for entry in schema.get(key, [])]
+    return [*members, *schema.get("properties", {}).values()]
+
+
+@component
+class JsonSchema(Weighted):
+    """1 for a completion that is JSON, with nothing before or after it, and valid under a schema; else 0."""
+
+    json_schema: dict[str, Any] = setting(
+        check=_check_schema, doc="JSON Schema; patterns are regular expressions of Python"
+    )
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        return [self._score(answer.text) for answer in answers]
+
+    def _score(self, text: str) -> float:
+        try:
+            value = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(is_valid(value, self.json_schema))
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def is_valid(value: Any, schema: Any) -> bool:
+    """Return whether a JSON value is valid under a schema of the keywords in KEYWORDS."""
+    if isinstance(schema, bool):
+        return schema
+    return all(KEYWORDS[key](value, argument) for key, argument in schema.items() if key in KEYWORDS) and (
+        "additionalProperties" not in schema or _has_valid_extras(value, schema)
+    )
+
+
+def _has_valid_extras(value: Any, schema: Mapping[str, Any]) -> bool:
+    if not isinstance(value, dict):
+        return True
+    extras = value.keys() - schema.get("properties", {}).keys()
+    return all(is_valid(value[key], schema["additionalProperties"]) for key in extras)
+
+
+def _has_type(value: Any, kinds: Any) -> bool:
+    return any(TYPES[kind](value) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+
+
+def _for(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Return a test that values of other types pass, as JSON Schema defines it."""
+    return lambda value, argument: not TYPES[kind](value) or test(value, argument)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Compare JSON values: true is not 1, and 1.0 is 1."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+KEYWORDS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "type": _has_type,
+    "enum": lambda value, options: any(_are_equal(value, option) for option in options),
+    "const": _are_equal,
+    "properties": _for(
+        "object", lambda value, members: all(is_valid(value[key], members[key]) for key in value.keys() & members)
+    ),
+    "required": _for("object", lambda value, names: all(name in value for name in names)),
+    "items": _for("array", lambda value, schema: all(is_valid(entry, schema) for entry in value)),
+    "minItems": _for("array", lambda value, least: len(value) >= least),
+    "maxItems": _for("array", lambda value, most: len(value) <= most),
+    "minLength": _for("string", lambda value, least: len(value) >= least),
+    "maxLength": _for("string", lambda value, most: len(value) <= most),
+    "pattern": _for("string", lambda value, pattern: re.search(pattern, value) is not None),
+    "minimum": _for("number", lambda value, least: value >= least),
+    "maximum": _for("number", lambda value, most: value <= most),
+    "anyOf": lambda value, schemas: any(is_valid(value, schema) for schema in schemas),
+    "allOf": lambda value, schemas: all(is_valid(value, schema) for schema in schemas),
+    "oneOf": lambda value, schemas: sum(is_valid(value, schema) for schema in schemas) == 1,
+    "not": lambda value, schema: not is_valid(value, schema),
+}

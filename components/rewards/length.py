@@ -1,0 +1,27 @@
+"""Penalty for length: the soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+
+from collections.abc import Iterator, Sequence
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards.expected import Weighted
+from drawloom.graph import Problem, at_least, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+
+@component
+class Length(Weighted):
+    """0 up to `max_tokens - buffer` tokens, from there falling to -1 at `max_tokens`, and -1 beyond."""
+
+    max_tokens: int = setting(check=at_least(1), doc="length in tokens, with the end token, from which the score is -1")
+    buffer: int = setting(check=at_least(1), doc="tokens over which the score falls from 0 to -1")
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report a buffer that begins before the first token."""
+        buffer, limit = node.settings.get("buffer"), node.settings.get("max_tokens")
+        if isinstance(buffer, int) and isinstance(limit, int) and buffer > limit:
+            yield node.problem("buffer", f"{buffer} tokens are more than max_tokens = {limit}", "write at most that")
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        begin = self.max_tokens - self.buffer
+        return [-min(1.0, max(0.0, (answer.tokens - begin) / self.buffer)) for answer in answers]

@@ -1,0 +1,82 @@
+r"""Reward for a number: the last \boxed{...} of a completion, or else its last number."""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards.expected import Compared
+from drawloom.graph import UserError, at_least, component, setting
+
+DECIMAL = r"\d+(?:\.\d+)?|\.\d+"
+GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"
+NUMBER = rf"[-+]?\s*(?:\\[dt]?frac\{{[-+]?\d+\}}\{{\d+\}}|(?:{GROUPED}|{DECIMAL})(?:[eE][-+]?\d{{1,3}}|\s*/\s*\d+)?)"
+PARTS = re.compile(r"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\{(?P<top>[-+]?\d+)\}\{(?P<bottom>\d+)\}|(?P<plain>.+))")
+BOXED = r"\boxed{"
+MAX_DIGITS = 400
+"""Longest text of a number: a longer one would take seconds to parse."""
+
+
+@component
+class MathEqual(Compared):
+    r"""
+    1 for a completion whose number equals the expected one, else 0.
+
+    A completion's number is in its last \boxed{...}, or is the last number in the text. Numbers are integers, decimals,
+    fractions (3/4, \frac{3}{4}), with an exponent, or with commas between thousands, and are compared exactly. The
+    expected value is a number, or a text of which the same is read: "#### 72" is 72.
+    """
+
+    tolerance: float = setting(default=0.0, check=at_least(0), doc="largest relative difference of equal numbers")
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        return [self._score(answer) for answer in answers]
+
+    def _score(self, answer: Answer) -> float:
+        expected, value = self._read_expected(answer), read_number(answer.text)
+        if value is None:
+            return 0.0
+        return float(abs(value - expected) <= Fraction(self.tolerance) * abs(expected))
+
+    def _read_expected(self, answer: Answer) -> Fraction:
+        value = self.read_expected(answer)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = read_number(str(value)) if is_number or isinstance(value, str) else None
+        if number is None:
+            source = answer.example.get("source", "an example")
+            raise UserError(f"{source}: {self.key} is {value!r}, in which there is no number; correct it", 2)
+        return number
+
+
+def read_number(text: str) -> Fraction | None:
+    """Return a text's number, None without one."""
+    boxed = _last_boxed(text)
+    numbers = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
+    return _parse(numbers[-1]) if numbers else None
+
+
+def _last_boxed(text: str) -> str | None:
+    """Return the content of the last closed box, with balanced braces; None without a box."""
+    begin = text.rfind(BOXED)
+    if begin < 0:
+        return None
+    depth, first = 1, begin + len(BOXED)
+    for index in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[first:index]
+    return ""
+
+
+def _parse(text: str) -> Fraction | None:
+    match = PARTS.fullmatch(text)
+    if match is None or len(text) > MAX_DIGITS:
+        return None
+    try:
+        if match["plain"]:
+            value = Fraction(re.sub(r"[\s,]", "", match["plain"]))
+        else:
+            value = Fraction(int(match["top"]), int(match["bottom"]))
+    except ZeroDivisionError:
+        return None
+    return -value if match["sign"] == "-" else value

@@ -1,0 +1,33 @@
+"""Reward for a format."""
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards.expected import Weighted
+from drawloom.graph import component, setting
+
+
+def _check_pattern(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"{pattern!r} is not a regular expression: {error}"
+    return None
+
+
+@component
+class Regex(Weighted):
+    """1 for a completion in which a regular expression is found, else 0."""
+
+    pattern: str = setting(
+        check=_check_pattern, doc=r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion"
+    )
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        return re.compile(self.pattern, re.DOTALL)
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        return [float(self._expression.search(answer.text) is not None) for answer in answers]

@@ -1,0 +1,1 @@
+"""Sampling of completions for reinforcement learning."""

@@ -1,0 +1,187 @@
+"""
+Completions sampled from the training stages: no copy of the weights, on any mesh.
+
+Rows of a batch are aligned at their first token: while a pass is inside a longer prompt, the row's next token is the
+prompt's and not the drawn one. So a batch needs no padding on the left, and one cache position serves all rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import itemgetter
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.rng import derive_seed, splitmix64
+from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.data import IGNORE_INDEX, MAX_LENGTH
+from drawloom.components.ports.distributed import Device, Group, Mesh
+from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.pipeline import ForwardPasses
+from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.ports.run import RunInfo
+from drawloom.components.state.trees import transform
+from drawloom.graph import Problem, UserError, between, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+TOKENS_BY_ROW = 2**32
+"""Stride of rows in the sequence of random numbers: more than the tokens of a row."""
+
+
+@component
+class StageRollouts:
+    """
+    Sampler that runs the training stages themselves, with a cache of keys and values.
+
+    A row's draws depend on the seed, the step and the row, not on other rows or the mesh. With `exact`, every token is
+    computed by a pass over the whole rows of a training microbatch, without a cache. Its log-probabilities then have
+    the bits of the training pass, in every dtype and on every mesh, and the ratio of both is exactly 1; the cost is one
+    such pass per token.
+    """
+
+    model: ForwardPasses
+    tokenizer: Tokenizer
+    job: RunInfo
+    mesh: Mesh
+    device: Device
+    max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    exact: bool = setting(
+        default=False, doc="whether log-probabilities have the bits of the training pass; slower: no cache is used"
+    )
+    _copy: Group = attrs.field(init=False, default=None)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report context parallelism, under which no rank has whole rows for a cache."""
+        mesh = node.neighbour("mesh")
+        if mesh and mesh.settings.get("context", 1) != 1:
+            text = f"[{node.name}] samples whole rows, which ranks along 'context' would share"
+            yield mesh.problem("context", text, "write context = 1")
+
+    def open(self) -> None:
+        """Connect the ranks that sample the same rows."""
+        self._copy = self.mesh.group("pipeline", "tensor")
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
+        key = derive_seed(self.job.seed, "rollouts", purpose, step)
+        if self.exact:
+            return [self._sample(microbatch, key) for microbatch in prompts]
+        together = Prompts(
+            tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
+            lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
+            keys=torch.cat([microbatch.keys for microbatch in prompts]),
+        )
+        return _split(self._sample(together, key), [len(microbatch.lengths) for microbatch in prompts])
+
+    def _sample(self, prompts: Prompts, key: int) -> Completions:
+        rows, prompt_length = prompts.tokens.shape
+        length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
+        tokens = torch.full((rows, length), end)
+        tokens[:, :prompt_length] = torch.where(
+            torch.arange(prompt_length) < prompts.lengths[:, None], prompts.tokens, end
+        )
+        logps, entropies = torch.zeros(2, rows, length)
+        ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
+        cache = None if self.exact else KeyValueCache(length)
+        position = self._smallest(prompts.lengths)
+        while self._goes_on(position, ends):
+            counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
+            drawn = self._draw(tokens, position, prompts.lengths, uniform(key, counters), cache)
+            is_sampled = (position >= prompts.lengths) & (position < ends)
+            ids = drawn[:, 0].long()
+            tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
+            logps[:, position - 1] = torch.where(is_sampled, drawn[:, 1], 0.0)
+            entropies[:, position - 1] = torch.where(is_sampled, drawn[:, 2], 0.0)
+            now_ended = is_sampled & (ids == end)
+            is_ended |= now_ended
+            ends = torch.where(now_ended, position + 1, ends)
+            position += 1
+        return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
+
+    def _draw(
+        self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
+    ) -> Tensor:
+        """Return an id, its log-probability and the entropy by row, for `position`: float64 (rows, 3)."""
+        first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
+        window = tokens[:, first:last]
+        places = torch.arange(first, last).expand(len(tokens), -1)
+        context = TokenContext(places, torch.zeros_like(window), cache=cache, whole_rows=cache is None)
+        device = self.device.device
+        uniforms = uniforms.to(device)
+        known, starts = tokens.to(device), starts.to(device)
+
+        def finish(hidden: Tensor, head: Head) -> Tensor:
+            column = position - 1 - first
+            logits = head.logits(hidden[:, column : column + 1])[:, 0]
+            ids, logps, entropies = draw_rows(logits, uniforms)
+            if cache is None:
+                logps = _training_logps(hidden, head, known, starts, ids, position)
+            return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
+
+        outputs: dict[int, Tensor] = {}
+        self.model.infer_each([(window, context)], outputs.__setitem__, finish)
+        drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
+        if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
+            drawn = outputs[0].cpu()
+        layers = torch.tensor(0 if cache is None else cache.layers)
+        self._copy.sum(drawn)
+        self._copy.sum(layers)
+        if not drawn.isfinite().all():
+            raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
+        if cache is not None and layers:  # a plugin's model may not use the cache
+            cache.advance(window.shape[1])
+        return drawn
+
+    def _smallest(self, lengths: Tensor) -> int:
+        """Return the shortest prompt's length over all ranks, because every pass may gather sharded parameters."""
+        shortest = -lengths.min()
+        self.mesh.world.max(shortest)
+        return -int(shortest)
+
+    def _goes_on(self, position: int, ends: Tensor) -> bool:
+        """Return whether any rank has a row to continue at a position."""
+        longest = ends.max().clone()
+        self.mesh.world.max(longest)
+        return position < int(longest)
+
+
+def uniform(key: int, counters: Tensor) -> Tensor:
+    """Return a number in [0, 1) per counter, int64 (rows,): float64 (rows,), from 53 random bits."""
+    return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
+
+
+def draw_rows(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Draw an id per row by inversion of the cumulative distribution.
+
+    logits: (rows, vocab_size); uniforms: float64 (rows,) in [0, 1). Returns ids, int64 (rows,), their log-probabilities
+    and the entropies, float32 (rows,); a log-probability is NaN if a row's logits are not finite.
+    """
+    logps = logits.float().log_softmax(-1)
+    probabilities = logps.exp()
+    cumulative = probabilities.double().cumsum(-1)
+    thresholds = uniforms[:, None] * cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, thresholds, right=True).clamp_max(logits.shape[-1] - 1)
+    entropies = -torch.where(probabilities > 0, probabilities * logps, 0.0).sum(-1)
+    chosen = logps.gather(-1, ids)[:, 0] + 0.0 * logits.float().amax(-1)  # NaN and infinity spread
+    return ids[:, 0], chosen, entropies
+
+
+def _training_logps(hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int) -> Tensor:
+    """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
+    length = tokens.shape[1]
+    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE_INDEX)], 1)
+    targets[:, position - 1] = ids
+    columns = torch.arange(length, device=tokens.device)
+    is_target = (columns >= starts[:, None] - 1) & (columns < position)
+    losses = head.token_losses(hidden, targets.where(is_target, IGNORE_INDEX), is_target.float())[0]
+    return torch.where(position >= starts, -losses[:, position - 1], 0.0)
+
+
+def _split(completions: Completions, rows: Sequence[int]) -> list[Completions]:
+    """Return slices with these numbers of rows."""
+    slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
+    return [transform(itemgetter(part), completions) for part in slices]

@@ -1,0 +1,67 @@
+"""Precision of a model with parameters that its layers use in the parameter dtype."""
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from drawloom.components.ports.distributed import FrozenFormat, LinearFormat, Precision, RoundingTime
+from drawloom.components.ports.model import Model, UncastParameters
+
+
+@attrs.frozen
+class ModelPrecision:
+    """A recipe's precision, with the patterns of a model beside those of `uncast`."""
+
+    recipe: Precision
+    by_model: tuple[str, ...]
+
+    @property
+    def parameter(self) -> torch.dtype:
+        return self.recipe.parameter
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.recipe.compute
+
+    @property
+    def gradient(self) -> torch.dtype:
+        return self.recipe.gradient
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return self.recipe.reduce
+
+    @property
+    def uncast(self) -> Sequence[str]:
+        return (*self.recipe.uncast, *self.by_model)
+
+    @property
+    def linear(self) -> LinearFormat:
+        return self.recipe.linear
+
+    @property
+    def linear_in_compute(self) -> Sequence[str]:
+        return self.recipe.linear_in_compute
+
+    @property
+    def gather(self) -> LinearFormat:
+        return self.recipe.gather
+
+    @property
+    def linear_weights(self) -> RoundingTime:
+        return self.recipe.linear_weights
+
+    @property
+    def frozen(self) -> FrozenFormat:
+        return self.recipe.frozen
+
+    @property
+    def frozen_in_compute(self) -> Sequence[str]:
+        return self.recipe.frozen_in_compute
+
+
+def precision_of(recipe: Precision, model: Model) -> Precision:
+    """Return the recipe's precision, with the model's own patterns if it has some."""
+    patterns = tuple(model.uncast_parameters()) if isinstance(model, UncastParameters) else ()
+    return ModelPrecision(recipe, patterns) if patterns else recipe

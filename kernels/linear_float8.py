@@ -1,0 +1,314 @@
+"""
+Linear layers and gated feed-forward networks with matrix products in float8.
+
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, but with row scales. x (tokens, inputs) and
+the weight (outputs, inputs) are rounded once, by rows, for y = x @ weight.T. The backward pass uses the same elements,
+although a product can be scaled only along the dimensions it keeps:
+
+- grad_x = (grad * weight_scale) @ weight_elements: weight scales multiply the gradient before rounding;
+- grad_weight = (grad * x_scale).T @ x_elements: x scales multiply the rounded gradient, and its columns get their own
+  scales. A factor 2^n shifts exponents, so the gradient is rounded once, too; only elements 2^15 times
+  smaller than their column's largest lose bits.
+
+Tensor cores multiply float8 along contiguous dimensions, so the backward pass needs transposed copies. A row with a
+number that is not finite gets a NaN scale, so the gradient norm is NaN, and nothing is clamped. Only the forward pass
+accumulates fast: Hopper's tensor cores keep 14 bits, too few to sum 10,000 tokens.
+
+A feed-forward network is one operation: its gate and up projections are one product, and SwiGLU and its backward pass
+write their results in float8 alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from drawloom.kernels.deferred_grads import Addable, Compute, WeightGradient, deferring, weight_gradient_of
+from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, Gradient, empty_weights
+from drawloom.kernels.operation import once_differentiable
+from drawloom.kernels.recompute import cheap, cheap_inside, note
+
+
+def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """
+    Return x @ weight.T + bias (..., outputs), multiplied in float8: x (..., inputs), weight (outputs, inputs), bias
+    (outputs,), all bfloat16; layers with the same tensor x round it once.
+    """
+    return _multiply(kernels, x, [weight], bias)[0]
+
+
+def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """
+    Return x @ weight.T (..., outputs) for up to three weights (outputs, inputs), multiplied in float8: x (..., inputs),
+    all bfloat16. The input's gradient is one product.
+    """
+    return _multiply(kernels, x, weights, None)
+
+
+def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
+    rows = _round_input(kernels, x, weights)
+    gradients = _ByWeight([weight_gradient_of(weight) for weight in weights])
+    result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """
+    Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs), multiplied in float8: x (..., inputs), gate and up
+    (width, inputs), down (outputs, width), all bfloat16.
+    """
+    weights = gate, up, down
+    check_operands(x, down)
+    rows = _round_input(kernels, x, [gate, up])
+    gradients = _ByWeight([weight_gradient_of(weight) for weight in weights])
+    result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Raise TypeError unless operands are bfloat16, and ValueError for unsuitable widths."""
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        raise TypeError(f"products in float8 round bfloat16 operands, and these are {x.dtype} and {weight.dtype}")
+    if any(width % ALIGNMENT for width in weight.shape):
+        raise ValueError(f"a weight {tuple(weight.shape)} has a width that is not divisible by {ALIGNMENT}")
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """Rounded rows, and the version their tensor had."""
+
+    rows: Float8Rows
+    version: int
+
+
+def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> Float8Rows:
+    """Round x (..., width) by rows, for products with these weights, and keep the result as long as x lives."""
+    for weight in weights:
+        check_operands(x, weight)
+    transposed = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    if x.is_inference():  # without a version
+        return _quantize(kernels, x, transposed)
+    known: _Rounded | None = getattr(x, "float8", None)
+    if known is None or known.version != x._version:
+        return keep_rows(x, Float8Rows(*cheap(_quantize, kernels, x, transposed)))
+    if not transposed or known.rows.transposed.numel():
+        return known.rows
+    rows = known.rows._replace(transposed=kernels.transpose(known.rows.data))
+    note(tuple(rows), _quantize, kernels, x, True)
+    return keep_rows(x, rows)
+
+
+def keep_rows(x: Tensor, rows: Float8Rows) -> Float8Rows:
+    """Keep rounded rows for operations in float8, as long as x (..., width) lives, and return them."""
+    if not x.is_inference():  # without a version
+        x.float8 = _Rounded(rows, x._version)  # type: ignore[attr-defined]
+    return rows
+
+
+def _quantize(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+    with torch.no_grad():
+        return kernels.quantize(x.reshape(-1, x.shape[-1]), transposed)
+
+
+class KeptWeights:
+    """An operation's rounded weights, kept in the same memory from one update to the next."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
+        self.weights = weights
+        self.rows = empty_weights(weights)
+        self._kernels: Float8Kernels | None = None
+        self._versions: list[int] = []
+        weights[0].float8 = self  # type: ignore[attr-defined]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no weight has a new version; torch's fused optimizers and ours give weights none."""
+        return self._versions == [weight._version for weight in self.weights]
+
+    def round_with(self, kernels: Float8Kernels) -> None:
+        """Round the weights, and again by the same kernels whenever `round` is called."""
+        self._kernels = kernels
+        self.round()
+
+    def round(self) -> None:
+        """Round the weights after an update; before their first use, do nothing."""
+        if self._kernels is not None:
+            with torch.no_grad():
+                self._kernels.round_weights(self.weights, self.rows)
+            self._versions = [weight._version for weight in self.weights]
+
+
+def _round_weights(kernels: Float8Kernels, weights: Sequence[Tensor]) -> Float8Rows:
+    """Round an operation's weights (outputs, inputs), or return the kept ones, with a transposed copy."""
+    kept: KeptWeights | None = getattr(weights[0], "float8", None)
+    if kept is None or [*map(id, kept.weights)] != [*map(id, weights)]:
+        elements, scale = kernels.quantize_weights(weights)
+        return Float8Rows(elements, scale, elements.new_empty(0))
+    if not kept.is_current:
+        kept.round_with(kernels)
+    return kept.rows
+
+
+def _transpose_weights(kernels: Float8Kernels, weights: Sequence[Tensor], scale: Tensor, kept: Tensor) -> Tensor:
+    """Return rounded weights, transposed (inputs, all outputs)."""
+    return kept if kept.numel() else kernels.transpose_weights(weights, scale)
+
+
+@deferring
+class _LinearFloat8(Function):
+    """Linear layers with one input; they save it in float8, and can defer their weight gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight_gradient: WeightGradient,
+        kernels: Float8Kernels,
+        data: Tensor,
+        scale: Tensor,
+        transposed: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return (..., outputs) by weight: x (..., inputs), its `Float8Rows`, bias (outputs,) for a single weight."""
+        elements, weight_scale, ctx.transposed = _round_weights(kernels, weights)
+        ctx.needs_weights = ctx.needs_input_grad[-len(weights) :]
+        ctx.save_for_backward(weight_scale, scale, transposed if any(ctx.needs_weights) else None, *weights)
+        ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
+        sizes = [*map(len, weights)]
+        parts = zip(torch.split(elements, sizes), torch.split(weight_scale, sizes), strict=True)
+        results = [kernels.multiply(data, scale, *part, fast=True) for part in parts]
+        if bias is not None:
+            results[0] += bias
+        return tuple(result.view(*x.shape[:-1], -1) for result in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight_scale, x_scale, x, *weights = ctx.saved_tensors
+        kernels: Float8Kernels = ctx.kernels
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        rounded = kernels.quantize_gradient(rows, weight_scale, x_scale if any(ctx.needs_weights) else None)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            elements = _transpose_weights(kernels, weights, weight_scale, ctx.transposed)
+            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        grad_weights = _weight_gradients(ctx, rounded, x, weights)
+        grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, None, None, None, None, None, *grad_weights
+
+
+def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients for weights (outputs, inputs) with the transposed input x, or defer them."""
+    results: list[Tensor | None] = []
+    first = 0
+    for number, weight in enumerate(weights):
+        part = slice(first, first + len(weight))
+        first = part.stop
+        if not ctx.needs_weights[number]:
+            results.append(None)
+            continue
+        factors = rounded.columns[part], rounded.column_scale[part], x.detach()
+        results.append(ctx.weight_gradient(_WeightGradient(ctx.kernels, number), *factors))
+    return results
+
+
+@dataclass(frozen=True)
+class _WeightGradient(Addable):
+    """
+    Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,).
+
+    `number` is the weight's number among its operation's weights.
+    """
+
+    kernels: Float8Kernels
+    number: int = 0
+
+    def __call__(self, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.kernels.multiply(grad, scale, x, None, fast=False)
+
+    def in_dtype(self, dtype: torch.dtype, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self(grad, scale, x).to(dtype)
+
+    def add_to(self, summed: Tensor, grad: Tensor, scale: Tensor, x: Tensor) -> None:  # type: ignore[override]
+        # In Triton, a fused product and addition took longer than both launches.
+        summed += self(grad, scale, x)
+
+
+@dataclass(frozen=True)
+class _ByWeight:
+    """Weight gradients for an operation with several weights."""
+
+    gradients: Sequence[WeightGradient]
+
+    def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
+        """Pass a gradient, whose function knows the weight's number, to its weight."""
+        assert isinstance(compute, _WeightGradient)
+        return self.gradients[compute.number](compute, *tensors)
+
+
+@deferring
+class _MlpFloat8(Function):
+    """Gated feed-forward network; it saves the outputs from gate and up, and rounded factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        weight_gradient: WeightGradient,
+        kernels: Float8Kernels,
+        data: Tensor,
+        scale: Tensor,
+        transposed: Tensor,
+    ) -> Tensor:
+        """Return (..., outputs) for x (..., inputs), its `Float8Rows`, and weights (outputs, inputs)."""
+        ctx.needs_weights = ctx.needs_input_grad[1:4]
+        *needs_first, needs_down = ctx.needs_weights
+        elements, first_scale, first_transposed = _round_weights(kernels, [gate, up])
+        both = kernels.multiply(data, scale, elements, first_scale, fast=True)
+        inner = Float8Rows(*cheap_inside(kernels.swiglu, both, needs_down))
+        elements, second_scale, second_transposed = _round_weights(kernels, [down])
+        ctx.transposed = first_transposed, second_transposed
+        ctx.save_for_backward(
+            *(gate, up, down, first_scale, second_scale, both, scale, transposed if any(needs_first) else None),
+            *(inner.scale, inner.transposed if needs_down else None),
+        )
+        ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
+        return kernels.multiply(inner.data, inner.scale, elements, second_scale, fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, _, first_scale, _, both, x_scale, x, _, _ = ctx.saved_tensors
+        kernels: Float8Kernels = ctx.kernels
+        grad_inner, grad_down = _backward_of_down(ctx, grad)
+        needs_x_scale = ctx.needs_weights[0] or ctx.needs_weights[1]
+        rounded = kernels.swiglu_gradient(grad_inner, both, first_scale, x_scale if needs_x_scale else None)
+        del grad_inner  # as large as the products that follow
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            elements = _transpose_weights(kernels, [gate, up], first_scale, ctx.transposed[0])
+            grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+            del elements
+        return grad_x, *_weight_gradients(ctx, rounded, x, [gate, up]), grad_down, None, None, None, None, None
+
+
+def _backward_of_down(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return gradients for the down projection's input (tokens, width) and weight."""
+    _, _, down, _, scale, _, _, _, inner_scale, inner = ctx.saved_tensors
+    kernels: Float8Kernels = ctx.kernels
+    needs_down = ctx.needs_weights[2]
+    rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], scale, inner_scale if needs_down else None)
+    elements = _transpose_weights(kernels, [down], scale, ctx.transposed[1])
+    grad_inner = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False)
+    if not needs_down:
+        return grad_inner, None
+    factors = rounded.columns, rounded.column_scale, inner.detach()
+    return grad_inner, ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)

@@ -1,0 +1,219 @@
+"""
+AdamW in Triton with running means of 8 bits: one launch for all weights with the same dtypes.
+
+A program decodes, updates and encodes blocks of 256 elements of a row, each with its own scale. The nearest code is
+found by bisection among the midpoints of the map. Results are bitwise equal to the eager implementation.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.adamw import ParamState
+from drawloom.kernels.dynamic_map import BLOCK, SMALLEST, tables
+from drawloom.kernels.triton.gradient_factors import multiply, with_one_dtype
+from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.primitives import philox, round_stochastically, upload
+
+TILE = 8
+"""Blocks that a program updates at a time."""
+
+PROGRAM_BLOCKS = 32
+"""Blocks of a program."""
+
+TABLE_COLUMNS = 14
+"""
+Numbers in a row of the table: the addresses of weight, gradient, means, their scales and the remainder, or 0; the count
+of blocks, the weight's index, the noise's key, first index, row width and row stride, and the weight's row width.
+"""
+
+
+@cache
+def _maps(device: torch.device) -> Tensor:
+    """Return values and midpoints of both maps, float32 (4 * 256,), with infinity after the midpoints."""
+    parts = [part for signed in (True, False) for part in tables(signed, torch.device("cpu"))]
+    padded = [torch.cat([part, torch.full((256 - len(part),), torch.inf)]) for part in parts]
+    return upload(torch.cat(padded), device)
+
+
+class FusedCodesStep:
+    """Launch for non-empty weights with equal dtypes and constants, like `_FusedStep` in adamw.py."""
+
+    def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
+        if any(not tensor.is_contiguous() for param in params for tensor in param.tensors):
+            raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
+        self._params, self._indices, self._maximize = params, indices, maximize
+        self._device = params[0].weight.device
+        parts = [(row, first) for row, p in enumerate(params) for first in range(0, _blocks(p), PROGRAM_BLOCKS)]
+        self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
+        decays = torch.tensor([param.weight_decay for param in params], dtype=torch.float32)
+        self._weight_decays = upload(decays, self._device)
+        self._weight_like = params[0].weight.view(-1)[:0]
+        self._addresses: list[int] = []
+        self._table = torch.empty(0)
+
+    def on_device(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
+        """Return the scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
+        noise_step = None if counter is None else upload(torch.tensor([counter]), self._device)
+        return upload(scalars, self._device), noise_step
+
+    def run(
+        self,
+        grads: list[Tensor],
+        scalars: Tensor,
+        counter: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """
+        Launch the step with gradients (any shape) in the weights' order, and the tensors from `on_device`.
+
+        `factors`, float32 (factors,), multiply the gradients.
+        """
+        grads, factors = with_one_dtype([grad.contiguous() for grad in grads], factors)
+        addresses = [grad.data_ptr() for grad in grads]
+        if addresses != self._addresses:
+            rows = [_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
+            self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
+        _kernel[(len(self._parts),)](
+            self._table,
+            self._parts,
+            self._weight_decays,
+            _maps(self._device),
+            scalars,
+            0 if scalars.ndim == 1 else scalars.stride(0),
+            counter,
+            found_inf,
+            factors,
+            self._weight_like,
+            grads[0].view(-1)[:0],
+            FACTORS=0 if factors is None else len(factors),
+            ROWS=not self._params[0].is_contiguous,
+            MASTER=self._params[0].remainder is not None,
+            MAXIMIZE=self._maximize,
+            BLOCK=BLOCK,
+            TILE=TILE,
+            PROGRAM_BLOCKS=PROGRAM_BLOCKS,
+            TABLE_COLUMNS=TABLE_COLUMNS,
+            SMALLEST=SMALLEST,
+            enable_fp_fusion=False,
+        )
+
+
+def _blocks(param: ParamState) -> int:
+    return 0 if param.exp_avg_scale is None else param.exp_avg_scale.numel()
+
+
+def _row(param: ParamState, grad: int, index: int) -> list[int]:
+    weight, mean, square, *others = (tensor.data_ptr() for tensor in param.tensors)
+    *remainder, mean_scale, square_scale = others
+    addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
+    noise = [param.key, param.first, param.width, param.stride]
+    return [*addresses, _blocks(param), index, *noise, param.weight.shape[-1]]
+
+
+# fmt: off
+@lean
+@triton.jit
+def _kernel(
+    table, parts, decays, maps, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
+):
+    # fmt: on
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(parts + 2 * program).to(tl.int64)
+    begin = tl.load(parts + 2 * program + 1).to(tl.int64)
+    table += row * TABLE_COLUMNS
+    weight, grad = tl.load(table).to(weight_like.dtype), tl.load(table + 1).to(grad_like.dtype)
+    mean = tl.load(table + 2).to(tl.pointer_type(tl.uint8))
+    square = tl.load(table + 3).to(tl.pointer_type(tl.uint8))
+    mean_scale = tl.load(table + 4).to(tl.pointer_type(tl.float32))
+    square_scale = tl.load(table + 5).to(tl.pointer_type(tl.float32))
+    remainder = tl.load(table + 6).to(tl.pointer_type(tl.int16))
+    blocks = tl.load(table + 7)
+    if found_inf is not None:
+        blocks = tl.where(tl.load(found_inf) == 0, blocks, 0)
+    scalars += tl.load(table + 8) * scalars_stride
+    key, first = tl.load(table + 9), tl.load(table + 10)
+    noise_width, noise_stride, width = tl.load(table + 11), tl.load(table + 12), tl.load(table + 13)
+    by_row = (width + BLOCK - 1) // BLOCK
+    lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    lr_decay = lr * tl.load(decays + row)
+    for offset in range(0, tl.minimum(PROGRAM_BLOCKS, blocks - begin), TILE):
+        block = begin + offset + tl.arange(0, TILE)
+        column = (block % by_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        is_block = block < blocks
+        mask = (column < width) & is_block[:, None]
+        element = (block // by_row)[:, None] * width + column
+        if MASTER:
+            high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
+            low = tl.load(remainder + element, mask=mask).to(tl.int32)
+            old = ((high << 16) + low).to(tl.float32, bitcast=True)
+        else:
+            old = tl.load(weight + element, mask=mask).to(tl.float32)
+        g = multiply(tl.load(grad + element, mask=mask, other=0.0), factors, FACTORS)
+        if MAXIMIZE:
+            g = -g
+        m = _decode(mean, mean_scale, maps, element, block, mask, is_block)
+        s = _decode(square, square_scale, maps + 512, element, block, mask, is_block)
+        m = m + (g - m) * one_minus_beta1
+        s = s + (g * g - s) * one_minus_beta2
+        old = old - old * lr_decay
+        new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
+        if MASTER:
+            bits = new.to(tl.int32, bitcast=True)
+            high = tl.where(new != new, bits >> 16 | 0x40, bits + 0x8000 >> 16)
+            tl.store(weight + element, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+            tl.store(remainder + element, (bits - (high << 16)).to(tl.int16), mask=mask)
+        else:
+            if counter is not None:
+                index = element
+                if ROWS:
+                    index = element // noise_width * noise_stride + element % noise_width
+                new = _round(new, key, first + index, tl.load(counter), weight)
+            tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
+        _encode(m, mean, mean_scale, maps + 256, element, block, mask, is_block, SMALLEST)
+        _encode(s, square, square_scale, maps + 768, element, block, mask, is_block, SMALLEST)
+
+
+@triton.jit
+def _round(x, key, index, counter, pointer):
+    """Round x stochastically if the pointer is to bfloat16, else return it."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        word, _, _, _ = philox(key, index >> 1, counter)
+        x = round_stochastically(x, tl.where((index & 1) > 0, word >> 16, word & 0xFFFF))
+    return x
+
+
+@triton.jit
+def _decode(codes, scales, values, element, block, mask, is_block):
+    """Return the numbers of codes; 0 outside of the mask."""
+    code = tl.load(codes + element, mask=mask, other=0).to(tl.int32)
+    scale = tl.load(scales + block, mask=is_block, other=0.0)
+    return tl.where(mask, tl.load(values + code) * scale[:, None], 0.0)
+
+
+@triton.jit
+def _encode(numbers, codes, scales, midpoints, element, block, mask, is_block, SMALLEST: tl.constexpr):
+    """Store the nearest codes, and the largest magnitudes as scales."""
+    # An undefined number makes the scale undefined, as in torch.
+    magnitude = tl.where(mask, tl.abs(numbers), 0.0)
+    undefined = tl.max(tl.where(magnitude != magnitude, 1, 0), 1)
+    scale = tl.max(tl.where(magnitude != magnitude, 0.0, magnitude), 1)
+    scale = tl.where(undefined > 0, float("nan"), scale)
+    smallest = tl.full(scale.shape, SMALLEST, tl.float32)  # a number below float32's normal ones would be float64
+    divisor = tl.maximum(scale, smallest, propagate_nan=tl.PropagateNan.ALL)
+    relative = tl.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
+    code = tl.zeros_like(element).to(tl.int32)
+    # 255 midpoints and infinity: the count of those below the number, bit by bit; none is below NaN's place, the end.
+    for power in tl.static_range(8):
+        step = 128 >> power
+        midpoint = tl.load(midpoints + code + (step - 1))
+        code = tl.where((relative > midpoint) | (relative != relative), code + step, code)
+    tl.store(codes + element, code.to(tl.uint8), mask=mask)
+    tl.store(scales + block, scale, mask=is_block)

@@ -1,0 +1,192 @@
+"""
+Gates of feed-forward networks in Triton: act(gate) * up for several functions, with or without a scale for each vector.
+
+Contiguous tensors without a scale are treated as one long row, so that one compiled kernel serves all sizes.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.triton.launch import lean
+from drawloom.kernels.triton.primitives import as_rows, cdiv, next_power_of_2
+
+TILE = 2048
+"""Elements that a program processes at a time: 8 per thread, 16 bytes of each tensor in half precision."""
+
+SILU, GELU_TANH, CLAMPED = 0, 1, 2
+"""
+Functions of gate and up: silu(gate) * up; gelu(gate) * up with the tanh approximation; and (up + 1) * gate *
+sigmoid(alpha * gate), where gate is at most `limit`, and up is between -limit and limit.
+"""
+
+
+GELU_TANH_GATE, CLAMPED_GATE = tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED)
+
+
+class Gate(NamedTuple):
+    """A function, and the numbers of CLAMPED."""
+
+    function: int
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+def launch_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None) -> None:
+    """Fill the result; `tensors` are gate, up and result, (..., width) in one dtype, and scale is (...)."""
+    if not tensors[0].numel():
+        return
+    rows = _rows(tensors, whole=scale is not None)
+    count, width = rows[0].shape
+    block = _block(count, width)
+    tiles = cdiv(width, block)
+    _forward_kernel[(count * tiles,)](
+        *rows,
+        None if scale is None else scale.contiguous(),
+        width,
+        tiles,
+        *(x.stride(0) for x in rows),
+        BLOCK=block,
+        FUNCTION=gate.function,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        num_warps=max(1, block // 256),
+        enable_fp_fusion=True,
+    )
+
+
+def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
+    """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
+    if not tensors[0].numel():
+        grad_scale.zero_()
+        return
+    rows = _rows(tensors, whole=scale is not None)
+    count, width = rows[0].shape
+    block = _block(count, width)
+    tiles = 1 if scale is not None else cdiv(width, block)
+    _backward_kernel[(count * tiles,)](
+        *rows,
+        None if scale is None else scale.contiguous(),
+        None if scale is None else grad_scale,
+        width,
+        tiles,
+        *(x.stride(0) for x in rows),
+        BLOCK=block,
+        FUNCTION=gate.function,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        num_warps=max(1, block // 256),
+        enable_fp_fusion=True,
+    )
+
+
+def _rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
+    """Return tensors as rows of equal shape, or as a single row if all are contiguous and rows need not stay whole."""
+    if not whole and all(x.is_contiguous() for x in tensors):
+        return [x.view(1, -1) for x in tensors]
+    return [as_rows(x) for x in tensors]
+
+
+def _block(count: int, width: int) -> int:
+    """Return the elements of a tile: one size for a single row of any length, so that no other kernel is compiled."""
+    return TILE if count == 1 else min(TILE, next_power_of_2(width))
+
+
+@triton.jit
+def _bound(x, least: tl.constexpr, most: tl.constexpr):
+    """Return x between two bounds; NaN stays NaN, unlike in tl.clamp."""
+    return tl.where(x > most, most, tl.where(x < least, least, x))
+
+
+@triton.jit
+def _activate(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the function of the gate, and its derivative."""
+    if FUNCTION == GELU_TANH_GATE:
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 10 it is 0 or 1, and
+        # the cube of a large gate would overflow.
+        near = _bound(gates, -10.0, 10.0)
+        square = near * near
+        double = near * (1.5957691216057308 + 0.07135481627260025 * square)
+        sigmoid = tl.sigmoid(double)
+        slope = 1.5957691216057308 + 0.21406444881780076 * square
+        value = gates * sigmoid
+        # tl.sigmoid(-double) is 1 - sigmoid, of which a difference would keep few digits, and the slope is large.
+        derivative = sigmoid + near * sigmoid * tl.sigmoid(-double) * slope
+    elif FUNCTION == CLAMPED_GATE:
+        bounded = tl.where(gates > LIMIT, LIMIT, gates)
+        sigmoid = tl.sigmoid(ALPHA * bounded)
+        value = bounded * sigmoid
+        derivative = tl.where(gates > LIMIT, 0.0, sigmoid + ALPHA * value * (1.0 - sigmoid))
+    else:
+        sigmoid = tl.sigmoid(gates)
+        value = gates * sigmoid
+        derivative = sigmoid + value * (1.0 - sigmoid)
+    return value, derivative
+
+
+@triton.jit
+def _multiplier(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the factor of the activated gate, and its derivative."""
+    if FUNCTION == CLAMPED_GATE:
+        inside = (ups <= LIMIT) & (ups >= -LIMIT)
+        return _bound(ups, -LIMIT, LIMIT) + 1.0, tl.where(inside, 1.0, 0.0)
+    return ups, 1.0
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["tiles"])
+def _forward_kernel(
+    gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):
+    # fmt: on
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    values, _ = _activate(gates, FUNCTION, ALPHA, LIMIT)
+    factors, _ = _multiplier(ups, FUNCTION, LIMIT)
+    values *= factors
+    if scale is not None:
+        values *= tl.load(scale + row).to(tl.float32)
+    tl.store(result + row * result_stride + column, values.to(result.dtype.element_ty), mask=inside)
+
+
+# fmt: off
+@lean
+@triton.jit(do_not_specialize=["tiles"])
+def _backward_kernel(
+    grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,
+    grad_gate_stride, grad_up_stride, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    # fmt: on
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK
+    last = first + BLOCK
+    if scale is not None:
+        factor = tl.load(scale + row).to(tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        # A vector's scale has one gradient, so one program processes the whole row.
+        last = tl.cast(width, tl.int64)
+    for start in range(first, last, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+        values, derivative = _activate(gates, FUNCTION, ALPHA, LIMIT)
+        factors, up_derivative = _multiplier(ups, FUNCTION, LIMIT)
+        if scale is not None:
+            total += grads * values * factors
+            grads *= factor
+        grad_gates = (grads * factors * derivative).to(grad_gate.dtype.element_ty)
+        grad_ups = (grads * values * up_derivative).to(grad_up.dtype.element_ty)
+        tl.store(grad_gate + row * grad_gate_stride + column, grad_gates, mask=inside)
+        tl.store(grad_up + row * grad_up_stride + column, grad_ups, mask=inside)
+    if scale is not None:
+        tl.store(grad_scale + row, tl.sum(total, 0).to(grad_scale.dtype.element_ty))

@@ -1,0 +1,63 @@
+"""GeGLU in Triton."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from drawloom.kernels.costs import no_flops, no_scratch
+from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.triton.gate_kernels import GELU_TANH, Gate, launch_backward, launch_forward
+from drawloom.kernels.triton.primitives import check_floats
+
+GEGLU = Gate(GELU_TANH)
+
+
+def geglu_triton(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute geglu_eager for float32, bfloat16 and float16: gate and up (..., width)."""
+    check_floats("geglu_triton", gate, up)
+    result: Tensor = _GeGlu.apply(gate, up)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GeGlu(Function):
+    """GeGLU that saves its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Return a tensor like gate, for gate and up (..., width) of one dtype."""
+        ctx.save_for_backward(gate, up)
+        return _forward(gate, up)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _backward(grad, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+def _like_forward(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@register_kernel("geglu(Tensor gate, Tensor up) -> Tensor", fake=_like_forward, flops=no_flops, scratch=no_scratch)
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    result = _like_forward(gate, up)
+    launch_forward(GEGLU, (gate, up, result), None)
+    return result
+
+
+def _like_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gradients of gate and up."""
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@register_kernel(
+    "geglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    fake=_like_backward,
+    flops=no_flops,
+    scratch=no_scratch,
+)
+def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    results = _like_backward(grad, gate, up)
+    launch_backward(GEGLU, (grad, gate, up, *results), None, grad.new_empty(0))
+    return results

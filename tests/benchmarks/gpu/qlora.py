@@ -1,0 +1,92 @@
+"""
+Training steps with LoRA on frozen weights in bfloat16 and in quantized formats, on one GPU: `make bench-qlora-gpu`.
+
+First the time to dequantize one large weight, then steps with the shape of Llama 3 8B and LoRA of rank 16 on all
+projections, with the peak memory and, relative to bfloat16, the speed.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import clock
+from benchmarks.gpu.breakdown import describe_operations, traced_operations
+from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case, our_step
+from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.mesh import RankMesh
+from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.ports.distributed import FrozenFormat
+from drawloom.kernels.weight_formats import FORMATS
+
+FROZEN: tuple[FrozenFormat, ...] = ("compute", "mxfp4") if TINY else ("compute", "nf4", "float8", "mxfp4")
+SHAPE = (14_336, 4096)
+REPEATS = 20
+
+
+def main() -> None:
+    """Measure the formats named on the command line, or all, after bfloat16; or with "experts" Qwen3-30B-A3B alone."""
+    device = ComputeDevice(kind="cpu" if TINY else "cuda")
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    chosen = [name for name in FROZEN if not words or name in words]
+    try:
+        if device.device.type == "cuda":
+            for name in FORMATS:
+                _measure_dequantization(name, device.device)
+        mesh = RankMesh(processes=processes, data_replicate=1)
+        mesh.open()
+        speeds = {}
+        if "experts" in words:
+            _measure(
+                Case(QWEN_30B, 1, 1, lora=True, frozen="mxfp4" if TINY else "nf4", recompute="blocks"), mesh, device
+            )
+            return
+        for name in dict.fromkeys(["compute", *chosen]):
+            speeds[name] = _measure(Case(LARGE, 2, 1, lora=True, frozen=name), mesh, device)
+        for name in chosen:
+            print(f"{name:<10}{speeds[name] / speeds['compute']:.3f} times the speed of bfloat16", flush=True)
+    finally:
+        processes.close()
+
+
+def _measure_dequantization(name: str, device: torch.device) -> None:
+    """Print the time and the rate of one launch."""
+    from drawloom.kernels.triton.dequantize import dequantize_triton
+
+    stored = FORMATS[name].quantize(torch.randn(SHAPE, device=device))
+    result = dequantize_triton(stored, name)
+    begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(REPEATS):
+        dequantize_triton(stored, name)
+    end.record()
+    torch.cuda.synchronize(device)
+    seconds = begin.elapsed_time(end) / 1e3 / REPEATS
+    rate = (stored.nbytes + result.nbytes) / seconds / 1e12
+    print(f"dequantize {name:<8}{SHAPE[0]} x {SHAPE[1]}: {seconds * 1e6:.0f} us, {rate:.2f} TB/s", flush=True)
+
+
+def _measure(case: Case, mesh: RankMesh, device: ComputeDevice) -> float:
+    """Print lines about a case, and return its tokens per second."""
+    step: Callable[[], None] = our_step(case, mesh, device)
+    cost = clock.step_cost(step, device.device)
+    speed = case.tokens / cost.seconds
+    print(f"{case.name:<75}{speed:>9,.0f} tokens/s, {cost.seconds * 1e3:.1f} ms, {cost.allocated:.1f} GiB", flush=True)
+    if device.device.type == "cuda":
+        for line in describe_operations(list(traced_operations(step))):
+            print(f"    {line}", flush=True)
+    del step
+    gc.collect()
+    if device.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return speed
+
+
+if __name__ == "__main__":
+    main()

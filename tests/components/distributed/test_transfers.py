@@ -1,0 +1,32 @@
+"""Copies between a device and host memory."""
+
+import re
+
+import pytest
+import torch
+
+from drawloom.components.distributed.transfers import DeviceTransfers
+from drawloom.graph import UserError
+from support.kernels import DEVICE
+
+
+def test_a_round_trip_through_the_device_keeps_bytes() -> None:
+    """Host memory begins as zeros, arrives on the device, and returns after the tickets that a copy waits for."""
+    transfers = DeviceTransfers(DEVICE)
+    first, second = transfers.allocate(3000).view(3, 1000).unbind()[:2]
+    assert not first.any() and first.is_pinned() == (DEVICE.type == "cuda")
+    first.copy_(torch.arange(1000) % 251)
+    on_device = torch.empty(1000, dtype=torch.uint8, device=DEVICE)
+    arrived = transfers.fetch([(on_device, first)], [transfers.mark()])
+    transfers.wait(arrived)
+    on_device += 1
+    transfers.store([(second, on_device)], [transfers.mark()])
+    transfers.synchronize()
+    assert torch.equal(second, first + 1)
+    transfers.close()
+
+
+def test_more_than_the_memory_of_the_host_is_refused() -> None:
+    """The error has both sizes and remedies, before anything is allocated."""
+    with pytest.raises(UserError, match=re.escape("1000000000.0 GB of state do not fit into the host's memory, ")):
+        DeviceTransfers(torch.device("cpu")).allocate(10**18)

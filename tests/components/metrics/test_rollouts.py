@@ -1,0 +1,61 @@
+"""Metrics for sampled completions."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom.components.metrics.rollouts import RolloutMetrics
+from drawloom.components.ports.rollouts import Completions, Scored
+from drawloom.components.ports.run import Step
+
+NAN = torch.nan
+
+
+def score_rows(rewards: list[float], counts: list[int], cut: list[bool]) -> Scored:
+    """Two-row groups with these totals and lengths; tokens have entropy 0.5, and a second reward is twice that."""
+    rows, ends = len(rewards), 1 + torch.tensor(counts)
+    totals = torch.tensor(rewards, dtype=torch.float64)
+    positions = torch.arange(6).expand(rows, -1)
+    entropies = torch.where(positions < (ends - 1)[:, None], 0.5, 0.0)
+    starts = torch.ones(rows, dtype=torch.int64)
+    completions = Completions(positions, starts, ends, -entropies, entropies, ~torch.tensor(cut))
+    return Scored(completions, 2, ("one", "two"), torch.stack([totals, 2 * totals], 1), totals)
+
+
+def test_means_are_over_all_completions_of_the_step(one_rank: Any) -> None:
+    """Rows without a score count in lengths and not in rewards; a group with one reward, or none, is equal."""
+    metric = RolloutMetrics(mesh=one_rank, rewards={"two": None, "one": None})  # type: ignore[arg-type]
+    step = Step(1, 1)
+    step.state["rollouts"] = [
+        score_rows([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 4], [False] * 4),
+        score_rows([NAN, NAN, NAN, 1.0], [5, 5, 5, 3], [True, False, False, True]),
+    ]
+    largest = torch.tensor([1e-6, 3e-6])
+    step.state["losses"] = {"weight": torch.ones(2), "sums": {"largest_difference": largest}}
+    totals = {name: torch.as_tensor(value).double() for name, value in metric.update(step).items()}
+    assert totals.keys() == metric.accumulators.keys()
+    assert all(totals[name].shape == part.shape for name, part in metric.accumulators.items())
+    assert metric.compute(totals, step) == {
+        "reward": pytest.approx(3.0 / 5),
+        "reward/one": pytest.approx(3.0 / 5),
+        "reward/two": pytest.approx(6.0 / 5),
+        "length": 28 / 8,
+        "entropy": 0.5,
+        "truncated": 2 / 8,
+        "unscored": 3 / 8,
+        "equal_groups": 3 / 4,
+        "sampler_difference": pytest.approx(3e-6),
+    }
+
+
+def test_each_completion_counts_once_over_a_pipeline(mesh_of: Any) -> None:
+    """Later pipeline ranks have the same completions, and contribute the difference that the last stage saw alone."""
+    metric = RolloutMetrics(mesh=mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}))
+    step = Step(1, 1)
+    step.state["rollouts"] = [score_rows([1.0, 0.0], [1, 2], [False, False])]
+    assert metric.update(step) == {}
+    step.state["losses"] = {"weight": torch.ones(1), "sums": {"largest_difference": torch.tensor([0.0])}}
+    assert [*metric.update(step)] == ["largest_difference"]
+    empty = {name: part.identity() for name, part in metric.accumulators.items()}
+    assert set(metric.compute(empty, step).values()) == {None}

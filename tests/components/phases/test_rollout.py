@@ -1,0 +1,258 @@
+"""Phases for reinforcement learning: rollouts, advantages, and the evaluation by rewards."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.phases.advantages import STD_FLOOR, Advantages, group_advantages
+from drawloom.components.phases.evaluate_rewards import EvaluateRewards
+from drawloom.components.phases.policy_gradient import PolicyGradient
+from drawloom.components.phases.rollout import Rollout
+from drawloom.components.ports.data import IGNORE_INDEX, TrainingData, ValidationData
+from drawloom.components.ports.pipeline import Executor
+from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
+from drawloom.components.ports.run import Batching, Events, Step
+from drawloom.graph import Ordered, UserError
+from drawloom.graph.testing import fake
+
+NAN = torch.nan
+END = 256
+
+
+class Echo:
+    """A sampler that repeats the prompt's first token key % 3 times, and then ends; key 5 is cut."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[list[int]], str, int]] = []
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        self.calls.append(([part.keys.tolist() for part in prompts], purpose, step))
+        return [self._complete(part) for part in prompts]
+
+    def _complete(self, prompts: Prompts) -> Completions:
+        rows, length = prompts.tokens.shape
+        tokens = torch.full((rows, length + 3), END)
+        tokens[:, :length] = prompts.tokens
+        is_ended = prompts.keys != 5
+        counts = prompts.keys % 3 + is_ended.long()
+        for row, (start, count) in enumerate(zip(prompts.lengths.tolist(), counts.tolist(), strict=True)):
+            tokens[row, start:] = END
+            tokens[row, start : start + count - int(is_ended[row])] = prompts.tokens[row, 0]
+        ones = torch.ones(rows, length + 3)
+        return Completions(tokens, prompts.lengths, prompts.lengths + counts, -ones, ones, is_ended)
+
+
+@attrs.frozen
+class Count:
+    """A reward: how often the example's letter is in the text; None for an example without one."""
+
+    weight: float = 1.0
+
+    def scores(self, answers: Sequence[Answer]) -> list[float | None]:
+        return [
+            float(answer.text.count(answer.example["letter"])) if answer.example["letter"] else None
+            for answer in answers
+        ]
+
+
+@attrs.frozen
+class Cut:
+    """A reward: 1 for a completion that was cut."""
+
+    weight: float = -10.0
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        return [float(not answer.is_ended) for answer in answers]
+
+
+def prompts_of(*letters: str) -> PromptBatch:
+    tokens = torch.tensor([[ord(letter), ord(">"), END] for letter in letters])
+    examples = tuple({"letter": "" if letter == "z" else letter, "source": f"line {letter}"} for letter in letters)
+    return PromptBatch(tokens, torch.full((len(letters),), 2), torch.ones(len(letters)), examples=examples)
+
+
+def rollout(mesh: Any, batches: list[Any], rewards: dict[str, Any], group_size: int = 2) -> tuple[Rollout, Echo]:
+    echo = Echo()
+    counts = [len(batch.examples) if isinstance(batch, PromptBatch) else 1 for batch in batches]
+    positions = [[10 + sum(counts[:index]) + row for row in range(count)] for index, count in enumerate(counts)]
+    phase = Rollout(
+        data=fake(TrainingData, next_step=lambda: batches),
+        rollouts=echo,
+        tokenizer=Bytes(),
+        batching=fake(Batching, start=lambda step: 10, positions=lambda step: positions),
+        mesh=mesh,
+        events=fake(Events, emit=lambda event: None),
+        rewards=Ordered([*rewards.values()], [*rewards]),
+        group_size=group_size,
+    )
+    phase.open()
+    return phase, echo
+
+
+def test_each_prompt_has_a_group_of_scored_completions(one_rank: Any) -> None:
+    """
+    A prompt's rows follow one another, with keys unique in the step, and every reward sees text and example.
+
+    Totals are weighted sums over the rewards with a score.
+    """
+    phase, echo = rollout(one_rank, [prompts_of("a", "z"), prompts_of("b", "c")], {"count": Count(2.0), "cut": Cut()})
+    step = Step(3, 9)
+    phase.run_phase(step)
+    assert echo.calls == [([[0, 1, 2, 3], [4, 5, 6, 7]], "train", 3)]
+    first, second = step.state["rollouts"]
+    assert first.names == ("count", "cut") and first.group_size == 2
+    torch.testing.assert_close(first.scores[:, 0], torch.tensor([0.0, 1.0, NAN, NAN]).double(), equal_nan=True)
+    torch.testing.assert_close(first.totals, torch.tensor([0.0, 2.0, 0.0, 0.0]).double())
+    assert second.totals.tolist() == [2.0, 2 * 2 - 10.0, 0.0, 2.0]
+
+
+class Broken:
+    """A reward that fails as its text says."""
+
+    weight = 1.0
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def scores(self, answers: Sequence[Answer]) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (ZeroDivisionError("no"), r"\[bad\] raised ZeroDivisionError: no; a reward returns None"),
+        (UserError("line a has no letter", 2), r"\[bad\]: line a has no letter"),
+        ([1.0], r"\[bad\] returned 1 scores for 2 completions; return one for each"),
+        ([0.0, NAN], r"\[bad\] scored a completion of line a with nan; return a finite number or None"),
+        ([0.0, "x"], r"\[bad\] scored a completion of line a with 'x'"),
+    ],
+)
+def test_a_failing_reward_ends_the_run_with_its_name(one_rank: Any, result: Any, message: str) -> None:
+    """An exception, missing scores and an invalid score name the reward and the example."""
+    phase, _ = rollout(one_rank, [prompts_of("a")], {"bad": Broken(result)})
+    with pytest.raises(UserError, match=message):
+        phase.run_phase(Step(1, 1))
+
+
+def test_batches_without_prompts_are_refused(one_rank: Any) -> None:
+    """Rows of a data set for supervised training can't be completed."""
+    phase, _ = rollout(one_rank, [object()], {"count": Count()})
+    with pytest.raises(UserError, match="rollouts complete prompts, and the run's batches are object"):
+        phase.run_phase(Step(1, 1))
+
+
+def test_the_policy_learns_completions_and_nothing_else(one_rank: Any) -> None:
+    """Weights, targets, log-probabilities and advantages are on sampled tokens in scored rows alone."""
+    phase, _ = rollout(one_rank, [prompts_of("a", "z"), prompts_of("b", "c")], {"count": Count()})
+    step = Step(1, 1)
+    phase.run_phase(step)
+    Advantages(truncated="drop").run_phase(step)
+    first, second = step.state["batches"]
+    assert isinstance(first, PolicyBatch) and first.logps is not None and first.advantages is not None
+    first.check()
+    # The rows of "a" have 1 and 2 tokens; those of "z" have no score.
+    assert first.weights.tolist() == [[0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0.0] * 6, [0.0] * 6]
+    assert first.targets[1].tolist() == [IGNORE_INDEX, ord("a"), END, *[IGNORE_INDEX] * 3]
+    assert first.logps.equal(-first.weights)
+    assert first.advantages.tolist() == [[0, -0.5, 0, 0, 0, 0], [0, 0.5, 0.5, 0, 0, 0], [0.0] * 6, [0.0] * 6]
+    assert first.token_count == sum(2 + count for count in (1, 2, 3, 1)) and first.has_whole_rows()
+    assert second.weights.sum(1).tolist() == [2, 0, 1, 2]  # the second row was cut
+
+
+def totals(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        ("mean", "none", [-1.0, 1.0, 0.0, 0.0, -0.5, 0.0, 0.5]),
+        ("others", "none", [-1.5, 1.5, 0.0, 0.0, -1.0, 0.0, 1.0]),
+        ("none", "none", [0.0, 2.0, 1.0, 0.1, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_baselines_are_of_the_group(baseline: str, scale: str, expected: list[float]) -> None:
+    """A group's mean, or its other rows' mean, is subtracted; a row without a reward has 0 and is in no mean."""
+    rewards = totals(0, 2, 1, 0.3, 0.3, 0.1 + 0.2, 0, NAN, 1)
+    advantages, is_equal = group_advantages(rewards, 3, baseline, scale)
+    wanted = [*expected[:3], *([0.3] * 3 if baseline == "none" else [0.0] * 3), *expected[4:]]
+    torch.testing.assert_close(advantages, totals(*wanted))
+    assert is_equal.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    if baseline != "none":
+        assert advantages[3:6].tolist() == [0.0] * 3  # exactly, although the sums differ in their last bit
+
+
+def test_scaled_advantages_are_those_of_grpo() -> None:
+    """With `std`, a group's advantages are (r - mean) / (std + 1e-4) with Bessel's correction, as in TRL."""
+    rewards = torch.rand(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + STD_FLOOR)
+    torch.testing.assert_close(group_advantages(rewards.flatten(), 5, "mean", "std")[0], expected.flatten())
+
+
+def test_equal_groups_are_dropped_on_demand() -> None:
+    """Dynamic sampling: rows in a group with one reward have no weight, and others keep theirs."""
+    (completions,) = Echo().sample([Prompts(torch.full((4, 2), 65), torch.full((4,), 2), torch.arange(4))], "train", 1)
+    step = Step(1, 1)
+    step.state["rollouts"] = [Scored(completions, 2, ("r",), torch.zeros(4, 1), totals(1, 1, 0, 1))]
+    for equal_groups, counted in (("keep", [True] * 4), ("drop", [False, False, True, True])):
+        Advantages(equal_groups=equal_groups).run_phase(step)  # type: ignore[arg-type]
+        (batch,) = step.state["batches"]
+        assert (batch.weights.sum(1) > 0).tolist() == counted
+
+
+def test_the_expected_gradient_of_a_bandit_is_that_of_its_mean_reward() -> None:
+    """
+    Over all groups of 3 draws from two tokens, the mean of A dlogp is (1 - 1/3) p (1 - p), and p (1 - p) for RLOO.
+    """
+    p = 0.3
+    for baseline, factor in (("mean", 1 - 1 / 3), ("others", 1.0), ("none", 1.0)):
+        mean = 0.0
+        for case in range(8):
+            rewards = totals(*((case >> bit) & 1 for bit in range(3)))
+            probability = torch.where(rewards == 1, p, 1 - p).prod()
+            gradients = rewards - p  # of log-probabilities, with respect to the logit of the token with reward 1
+            advantages, _ = group_advantages(rewards, 3, baseline, "none")
+            mean += float(probability * (advantages * gradients).mean())
+        assert mean == pytest.approx(factor * p * (1 - p))
+
+
+def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -> None:
+    """Keys follow from a prompt's number over all ranks, and prompts without a weight do not count."""
+    mesh, echo = mesh_of(), Echo()
+    padding = prompts_of("b").without_weights()
+    phase = EvaluateRewards(
+        data=fake(ValidationData, batches=lambda: iter([prompts_of("a", "z"), padding])),
+        rollouts=echo,
+        tokenizer=Bytes(),
+        batching=fake(Batching, dp_rank=1, dp_size=2),
+        mesh=mesh,
+        rewards={"count": Count()},  # type: ignore[arg-type]
+        samples=3,
+        every=2,
+    )
+    phase.open()
+    phase.after_restore(0)
+    steps = [Step(index, 9) for index in (1, 2)]
+    for step in steps:
+        phase.run_phase(step)
+    assert steps[0].state.number("initial_validation_reward") == steps[1].state.number("validation_reward")
+    assert "validation_reward" not in steps[0].state and "initial_validation_reward" not in steps[1].state
+    keys = [[3, 4, 5, 9, 10, 11], [15, 16, 17]]
+    assert echo.calls == [(keys, "validation", 0)] * 2
+    assert steps[1].state.number("validation_reward") == pytest.approx((0 + 1 + 2) / 3)
+
+
+def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
+    """The executor trains on the state from earlier phases."""
+    seen: list[Any] = []
+    step = Step(1, 1)
+    PolicyGradient(executor=fake(Executor, train=seen.append)).run_phase(step)
+    assert seen == [step.state]

@@ -1,0 +1,142 @@
+"""Completions sampled from a run's stages."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.rollouts.stages import StageRollouts, draw_rows, uniform
+from drawloom.graph import UserError
+from drawloom.graph.project import Recipe
+from support.observers_of_runs import TINY
+
+PROMPTS = ["31044>", "9>", "5512345>", "0>"]
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yield a run's open nodes with a small random model, whose distributions are far from uniform."""
+    folder = tmp_path_factory.mktemp("run")
+    values: dict[str, Any] = {
+        "vars": {"base": "unused"},
+        "run": {"name": "tiny", "folder": str(folder)},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
+        "rollouts": {"max_tokens": NEW},
+    }
+    with Recipe.load("grpo").with_values(values).open(["rollouts", "executor", "tokenizer"]) as objects:
+        yield objects
+
+
+def prompts_of(texts: list[str], keys: list[int]) -> Prompts:
+    """Prompts in bytes, padded to 8 tokens with another id than a run's."""
+    tokens = torch.full((len(texts), 8), 7)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(list(text.encode()))
+    return Prompts(tokens, torch.tensor([len(text) for text in texts]), torch.tensor(keys))
+
+
+def sample(run: Any, *prompts: Prompts, step: int = 1, **changes: Any) -> list[Completions]:
+    rollouts: StageRollouts = attrs.evolve(run["rollouts"], **changes)
+    rollouts.open()
+    return rollouts.sample(prompts, "train", step)
+
+
+def test_completions_have_log_probabilities_from_a_whole_pass(run: Any) -> None:
+    """
+    With and without a cache, different prompts have the log-probabilities and entropies from one whole pass.
+
+    A completion begins after its prompt, and ends with the end token or at the maximum length; the rest is padding.
+    """
+    prompts = prompts_of(PROMPTS * 8, [*range(32)])
+    (cached,), (exact,) = sample(run, prompts), sample(run, prompts, exact=True)
+    assert cached.tokens.equal(exact.tokens) and cached.ends.equal(exact.ends)
+    end = run["tokenizer"].eos_id
+    for row, length in enumerate(prompts.lengths.tolist()):
+        first, last = int(cached.starts[row]), int(cached.ends[row])
+        assert first == length and cached.tokens[row, :first].equal(prompts.tokens[row, :first])
+        sampled = cached.tokens[row, first:last]
+        assert bool(cached.is_ended[row]) == (int(sampled[-1]) == end) and end not in sampled[:-1]
+        assert len(sampled) == NEW or cached.is_ended[row]
+        assert (cached.tokens[row, last:] == end).all()
+    whole = logits_of(run, cached.tokens).log_softmax(-1)
+    following = torch.cat([cached.tokens[:, 1:], cached.tokens[:, :1]], 1)
+    logps = whole.gather(-1, following[..., None])[..., 0].where(cached.is_target, 0.0)
+    entropies = -(whole.exp() * whole).sum(-1).where(cached.is_target, 0.0)
+    for completions in (cached, exact):
+        torch.testing.assert_close(completions.logps, logps, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(completions.entropies, entropies, atol=1e-4, rtol=1e-4)
+    assert int(cached.is_target.sum()) == int(cached.counts.sum())
+
+
+def test_exact_log_probabilities_have_the_bits_of_the_training_pass(run: Any) -> None:
+    """The loss's operation and shapes give every sampled token the same bits, which a cache does not."""
+    (exact,) = sample(run, prompts_of(PROMPTS * 4, [*range(16)]), exact=True)
+    targets = torch.cat([exact.tokens[:, 1:], exact.tokens[:, :1]], 1).where(exact.is_target, -100)
+    rows: dict[int, Tensor] = {}
+
+    def finish(hidden: Tensor, head: Head) -> Tensor:
+        return -head.token_losses(hidden, targets, exact.is_target.float())[0]
+
+    context = TokenContext(torch.arange(exact.tokens.shape[1]).expand(16, -1), torch.zeros_like(exact.tokens))
+    run["executor"].infer_each([(exact.tokens, context)], rows.__setitem__, finish)
+    assert rows[0].equal(exact.logps)
+
+
+def test_a_row_is_drawn_by_its_key_alone(run: Any) -> None:
+    """Rows in another order, in other microbatches or beside others are the same; another key, step or purpose not."""
+    keys = [5, 3, 9, 4]
+    (together,) = sample(run, prompts_of(PROMPTS, keys))
+    order = [2, 0, 3, 1]
+    parts = [prompts_of([PROMPTS[row]], [keys[row]]) for row in order]
+    for row, part in zip(order, sample(run, *parts), strict=True):
+        assert part.tokens[0].equal(together.tokens[row]) and part.ends[0] == together.ends[row]
+    (same,) = sample(run, prompts_of(["9>"] * 64, [*range(64)]))
+    assert len({tuple(tokens.tolist()) for tokens in same.tokens}) > 32
+    for other in (sample(run, prompts_of(PROMPTS, [1, 2, 6, 7])), sample(run, prompts_of(PROMPTS, keys), step=2)):
+        assert not other[0].tokens.equal(together.tokens)
+
+
+def logits_of(run: Any, tokens: Tensor) -> Tensor:
+    places = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    logits: Tensor = run["executor"].infer(tokens, TokenContext(places, torch.zeros_like(tokens)))
+    return logits
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Evenly spread numbers draw each id as often as its probability says, and never an impossible one."""
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
+    numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    numbers[0], numbers[-1] = 0.0, 1 - 2.0**-53
+    ids, logps, entropies = draw_rows(probabilities.log().expand(1000, -1), numbers)
+    assert torch.bincount(ids, minlength=6).tolist() == [0, 500, 0, 300, 200, 0]
+    torch.testing.assert_close(logps.double(), probabilities.log()[ids], rtol=1e-6, atol=1e-6)
+    entropy = -(probabilities[probabilities > 0].log() * probabilities[probabilities > 0]).sum()
+    torch.testing.assert_close(entropies.double(), entropy.expand(1000), rtol=1e-6, atol=1e-6)
+
+
+def test_uniform_numbers_are_spread_over_the_interval() -> None:
+    """Neighbouring counters give uncorrelated numbers in [0, 1) with a uniform mean and variance."""
+    numbers = uniform(7, torch.arange(100_000))
+    assert 0 <= float(numbers.min()) < 1e-4 and 1 - 1e-4 < float(numbers.max()) < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.005 and abs(float(numbers.var()) - 1 / 12) < 0.002
+    assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 0.02
+
+
+def test_logits_that_are_not_finite_end_the_run(run: Any) -> None:
+    """A diverged model samples nothing."""
+    parameter = next(iter(run["executor"].stages.local)).module.get_parameter("model.norm.weight")
+    with torch.no_grad():
+        before = parameter.clone()
+        parameter.fill_(torch.nan)
+        try:
+            with pytest.raises(UserError, match="no completion can be sampled: the model's logits are not finite"):
+                sample(run, prompts_of(PROMPTS, [0, 1, 2, 3]))
+        finally:
+            parameter.copy_(before)

@@ -1,0 +1,74 @@
+"""Reward models on one process and on meshes, and `drawloom score`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.chat import tokenizer_folder
+from support.runs import drawloom, series
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+extends = "reward"
+device.share = true
+adapters.lora = { targets = ["*_proj"], rank = 4, alpha = 8.0 }
+batch = { global_size = 4, micro_size = 4 }
+evaluate.every = 12
+optimizer.lr = 1e-2
+trainer.steps = 12
+trainer.on_finish = []
+
+[model]
+use = "model.qwen3.dense"
+num_hidden_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 16
+intermediate_size = 32
+"""
+LAYOUTS = {
+    "shards": (2, ("mesh.data_shard=2", "batch.micro_size=1")),
+    "stages": (2, ("mesh.pipeline=2", "batch.micro_size=2")),
+}
+
+
+def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
+    """
+    Losses equal one process's, and `drawloom score` gives chosen answers higher scores than rejected ones.
+
+    The checkpoint has the head: a score does not depend on the answers that are computed together.
+    """
+    (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
+    pairs = ROOT / "docs/examples/preferences.jsonl"
+    data = (f'tokens.paths=["{pairs}"]', f"vars.base={tokenizer_folder(tmp_path / 'base')}")
+    learned = {}
+    for name, (ranks, words) in {"one": (1, ()), **LAYOUTS}.items():
+        outcomes = drawloom(tmp_path, "run", "tiny.toml", f"run.name={name}", *data, *words, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        learned[name] = series(tmp_path / "runs" / name, "loss", "grad_norm", "reward_margin")
+    assert learned["one"][-1][0] < 0.5 * learned["one"][0][0]
+    for name in LAYOUTS:
+        for ours, theirs in zip(learned[name], learned["one"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4), name
+    rows = [json.loads(line) for line in pairs.read_text("utf-8").splitlines()]
+    answers = [
+        {"prompt": row["prompt"], "completion": row[side]}
+        for row in rows
+        if "prompt" in row
+        for side in ("chosen", "rejected")
+    ]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)), "utf-8")
+    scores = {}
+    for count in ("1", "5"):
+        words = ("score", "runs/one", "answers.jsonl", "--to", f"scores{count}.jsonl", "--rows", count)
+        (outcome,) = drawloom(tmp_path, *words)
+        assert outcome.code == 0 and f"{len(answers)} scores" in outcome.text, outcome.text
+        written = (tmp_path / f"scores{count}.jsonl").read_text("utf-8").splitlines()
+        scores[count] = [json.loads(line)["score"] for line in written]
+    assert scores["1"] == pytest.approx(scores["5"], rel=1e-4, abs=1e-5)
+    is_right = [chosen > rejected for chosen, rejected in zip(scores["1"][::2], scores["1"][1::2], strict=True)]
+    assert sum(is_right) > 0.7 * len(is_right)
+    (refused,) = drawloom(tmp_path, "score", "runs/one", "answers.jsonl", "--to", "scores1.jsonl")
+    assert refused.code == 2 and "scores1.jsonl exists" in refused.text

@@ -1,0 +1,29 @@
+"""Small models for all families, as words for a recipe with sizes for four layers."""
+
+_EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
+_SPARSE = (*_EXPERTS, "model.moe_intermediate_size=32")
+_LATENT = (*_SPARSE, "model.num_key_value_heads=2", "model.kv_lora_rank=10", "model.first_k_dense_replace=1")
+_TYPED = 'model.layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]'
+_HYBRID = (
+    *("model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_num_key_heads=1"),
+    *("model.linear_num_value_heads=2", "model.partial_rotary_factor=0.5"),
+)
+_FAMILIES = {
+    "gemma3": (_TYPED, "model.sliding_window=8"),
+    "olmo3": (_TYPED, "model.sliding_window=8"),
+    "smollm3": (),
+    "granite": ("model.residual_multiplier=0.5", "model.embedding_multiplier=2.0"),
+    "phi3": ("model.partial_rotary_factor=0.5", "model.sliding_window=8"),
+    "gpt_oss": (_TYPED, "model.sliding_window=8", *_EXPERTS),
+    "glm4_moe": _SPARSE,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": (*_HYBRID, *_SPARSE),
+    "qwen3_next": (*_HYBRID, *_SPARSE),
+}
+
+FAMILY_WORDS = {
+    family: (f"model.use=model.{family}", "model.intermediate_size=48", *words) for family, words in _FAMILIES.items()
+}
+"""Words by the name of a family's component."""

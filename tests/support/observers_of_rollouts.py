@@ -1,0 +1,198 @@
+"""Observers for reinforcement learning settings; used by test_settings."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.components.ports.data import TrainingData, ValidationData
+from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
+from drawloom.components.ports.run import Batching, Events, RunInfo, Step
+from drawloom.graph import Ordered
+from drawloom.graph.project import Recipe
+from drawloom.graph.testing import build, fake
+from support.chat import say, tokenizer_folder
+from support.checkpoints import SingleRankMesh
+from support.losses import sample
+from support.observers_of_runs import TINY
+
+Values = dict[str, Any]
+
+
+def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return the loss, its weight and its named sums, on another policy's samples."""
+    inputs = sample()
+    tensors: Values = {name: tensor for name, _, tensor in inputs.batch.named_tensors()}
+    zeros = torch.zeros(3, 5)
+    zeros[0, 3:] = -9.0
+    advantages = torch.tensor([[1.0], [-1.0], [2.0]]).expand(3, 5)
+    batch = PolicyBatch(**tensors, logps=zeros - 2.0, advantages=advantages)
+    loss = build(use, **values)
+    if loss.reference != "none":
+        batch = loss.with_reference(batch, zeros - 1.0)
+    total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
+    return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
+
+
+def distill_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a distillation loss on two likely tokens and the rest."""
+    inputs = sample()
+    logps = torch.tensor([0.5, 0.3, 0.2]).log().expand(3, 5, 3)
+    batch = inputs.batch.evolve(teacher_ids=torch.tensor([1, 4]).expand(3, 5, 2), teacher_logps=logps)
+    return build(use, **values).loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def teacher_of(use: str, values: Values, place: Path) -> Any:
+    """Return the predictions that a folder has for a row."""
+    for number, name in enumerate(("one_teacher", "other_teacher")):
+        folder = place / name
+        folder.mkdir()
+        (folder / "train.ids").write_bytes(np.full(1, number, np.int32).tobytes())
+        (folder / "train.logps").write_bytes(np.zeros(2, np.float16).tobytes())
+        (folder / "teacher.json").write_text('{"rows": {}, "length": 1, "top_k": 1}')
+    ids, logps = build(use, path=place / values["path"]).predictions("train", [0])
+    return ids.tolist(), logps.tolist()
+
+
+def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a reward model's loss on pairs."""
+    inputs = sample()
+    model = fake(LanguageModel, hugging_face_config={"hidden_size": 8})
+    loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.module.to_empty(device="cpu")
+    torch.nn.init.ones_(loss.module.weight)
+    batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1))
+    return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def judged_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a loss on one good and two bad answers, and its named sums."""
+    inputs = sample()
+    weights = torch.full((3, 5), 0.2)
+    labels = torch.zeros(3, 5)
+    labels[:, 0] = torch.tensor([1.0, -1.0, -1.0])
+    changes: Values = {"weights": weights, "labels": labels, "reference": torch.full((3, 5), -2.0)}
+    batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1), **changes)
+    loss = build(use, **values)
+    batch = loss.with_measured(batch, loss.measure(inputs.hidden.detach(), inputs.head(), batch).detach())
+    total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
+    return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
+
+
+def scores_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a reward's weight and its scores for some texts."""
+    example = {"answer": "12", "other": "13", "tests": "assert x == 1", "wrong": "assert x == 2"}
+    example["more"] = "import time; time.sleep(1); del x"
+    texts = ("12", "13", "13.1", "a12", "[1]", "x = 1", "x = bytearray(10**8) and 1")
+    reward = build(use, **values)
+    return reward.weight, reward.scores([Answer(text, count, True, example) for count, text in enumerate(texts, 3)])
+
+
+def encode_prompts(use: str, values: Values, place: Path) -> Any:
+    """Return the ids for a prompt with messages."""
+    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(place / "tokenizer"))
+    tokenizer.open()
+    collator = build(use, tokenizer=tokenizer, **values)
+    try:
+        return collator.collate([{"prompt": say("hello")}], 99).tokens.tolist()
+    finally:
+        collator.close()
+
+
+def digits_of(use: str, values: Values, _place: Path) -> Any:
+    """Return both splits' examples."""
+    task = build(use, tokenizer=Bytes(), job=_job(), **values)
+    task.open()
+    return task.examples("train"), task.examples("validation")
+
+
+def advantages_of(use: str, values: Values, _place: Path) -> Any:
+    """Return weights and advantages for two groups, one with equal rewards; one completion was cut."""
+    tokens, starts = torch.zeros(6, 4, dtype=torch.int64), torch.ones(6, dtype=torch.int64)
+    ends = torch.tensor([2, 3, 4, 2, 3, 4])
+    completions = Completions(tokens, starts, ends, torch.zeros(6, 4), torch.zeros(6, 4), ends < 4)
+    totals = torch.tensor([0.0, 0.5, 2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    step = Step(1, 1)
+    step.state["rollouts"] = [Scored(completions, 3, ("r",), totals[:, None], totals)]
+    build(use, **values).run_phase(step)
+    (batch,) = step.state["batches"]
+    return batch.weights.tolist(), batch.advantages.tolist()
+
+
+class Ends:
+    """A sampler that returns only end tokens; `rows` counts them."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        return [self._complete(part) for part in prompts]
+
+    def _complete(self, prompts: Prompts) -> Completions:
+        rows = len(prompts.tokens)
+        self.rows += rows
+        zeros = torch.zeros(rows, 2)
+        ones = torch.ones(rows, dtype=torch.int64)
+        return Completions(torch.full((rows, 2), 256), ones, ones + 1, zeros, zeros, ones > 0)
+
+
+class Fixed:
+    """A reward of 1 for everything."""
+
+    weight = 1.0
+
+    def scores(self, answers: Sequence[Answer]) -> list[float]:
+        return [1.0] * len(answers)
+
+
+def rollouts_of(use: str, values: Values, _place: Path) -> Any:
+    """Return the completions sampled up to every step, and the phase's numbers."""
+    batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
+    sampler = Ends()
+    is_training = use == "phases.rollout"
+    data = fake_data(batch, is_training)
+    rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
+    batching = fake(Batching, dp_size=1, positions=lambda step: [[0]])
+    edges: Values = {"events": fake(Events)} if is_training else {}
+    edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
+    phase = build(use, data=data, batching=batching, **edges, **values)
+    phase.open()
+    if not is_training:
+        phase.after_restore(0)
+    seen = []
+    for index in range(1, 5):
+        step = Step(index, 4)
+        phase.run_phase(step)
+        seen.append((sampler.rows, sorted(step.state)))
+    return seen
+
+
+def fake_data(batch: PromptBatch, is_training: bool) -> Any:
+    """Return training data or validation data with one batch."""
+    if is_training:
+        return fake(TrainingData, next_step=lambda: [batch])
+    return fake(ValidationData, batches=lambda: iter([batch]))
+
+
+def completions_of(use: str, values: Values, place: Path) -> Any:
+    """Return tokens and log-probabilities sampled by a small run's stages."""
+    tables: Values = {
+        "vars": {"base": "unused"},
+        "run": {"name": "small", "folder": str(place / "run")},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
+        "rollouts": {"use": use, **values},
+    }
+    with Recipe.load("grpo").with_values(tables).open(only="rollouts") as objects:
+        prompts = Prompts(torch.full((1, 3), 65), torch.tensor([3]), torch.tensor([0]))
+        (completions,) = objects["rollouts"].sample([prompts], "train", 1)
+        return completions.tokens.tolist(), completions.logps.tolist()
+
+
+def _job() -> Any:
+    return fake(RunInfo, seed=3)
