@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from drawloom.components.model.granite import Granite
 from drawloom.graph import UserError
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.wiring.graph import Graph
@@ -20,6 +19,7 @@ from drawloom.graph.wiring.graph import Graph
 Values = dict[str, dict[str, Any]]
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "logits_scaling")
 HIDDEN = ["*_proj.weight"]
 
 
@@ -29,7 +29,7 @@ def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
 
     Raises UserError for a model without the multipliers, sizes from a file, or an optimizer with groups of its own.
     """
-    model, optimizer = _node(graph, Granite), _optimizer(graph)
+    model, optimizer = _model(graph), _optimizer(graph)
     settings = graph.nodes[model].settings
     if missing := [name for name in (*WIDTHS, "head_dim") if not settings[name]]:
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the narrowest model in the recipe", 2)
@@ -58,12 +58,10 @@ def overlay(values: Mapping[str, Mapping[str, Any]], head: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _node(graph: Graph, cls: type) -> str:
-    names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, cls)]
+def _model(graph: Graph) -> str:
+    names = [name for name, node in graph.nodes.items() if {*WIDTHS, *MULTIPLIERS} <= node.settings.keys()]
     if len(names) != 1:
-        raise UserError(
-            f"the recipe has {len(names)} nodes that are a {cls.__name__}; write model.use=model.granite", 2
-        )
+        raise UserError(f"the recipe has {len(names)} models with muP's multipliers; write model.use=model.granite", 2)
     return names[0]
 
 

@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 MAX_CHUNK_LOGITS = 2**26
@@ -37,7 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Set single values with node.key=value."
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
+@output_class
+class TeacherResult(Result):
+    """A folder with a teacher's likeliest tokens."""
+
+    folder: Path = output("written folder")
+    rows: Mapping[str, int] = output("number of rows by split")
+    top_k: int = output("tokens by position")
+
+    def render(self, format: str) -> str:
+        """Return one line with the counts."""
+        counts = ", ".join(f"{count} rows of {split}" for split, count in self.rows.items())
+        return f"wrote {self.folder}: {counts}, {self.top_k} tokens by position"
+
+
+def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     """Write ids and log-probabilities of both splits, and the manifest last."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new folder", 2)
@@ -46,7 +61,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
     names = [only(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
     with recipe.open(names) as run:
         rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
-        counts = ", ".join(f"{rows.count(split)} rows of {split}" for split in SPLITS)
+        counts: dict[str, int] = {split: rows.count(split) for split in SPLITS}
         with writing(options.to):
             options.to.mkdir(parents=True)
             for split in SPLITS:
@@ -59,8 +74,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
                         logps.write(row_logps.tobytes())
             manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
             replace_file(options.to / MANIFEST, json.dumps(manifest, indent=1).encode())
-    print_text(f"wrote {options.to}: {counts}, {options.top_k} tokens by position")
-    return 0
+    return TeacherResult(options.to, counts, options.top_k)
 
 
 def _predictions(

@@ -47,6 +47,8 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "reference-logps": (["tiny.toml", "--to", "logps.jsonl"], 2),
     "report": ([RUN], 0),
     "schedule": (["gpipe", "--ranks", "2", "--microbatches", "3", "--costs", "unshard=1"], 0),
+    "score": ([RUN, "corpus/part0.py", "--to", "scores.jsonl"], 2),
+    "teacher-logps": (["tiny.toml", "--to", "teacher", "--top-k", "2"], 0),
     "sweep": (["tiny.toml", "optimizer.lr=1e-3,3e-4", "--dry-run"], 0),
     "tokenize": (["corpus", "--to", "store", "--workers", "1"], 0),
     "verify": ([RUN], 0),
