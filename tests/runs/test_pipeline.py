@@ -207,3 +207,12 @@ def test_a_model_with_experts_has_the_losses_of_one_process(folder: Path) -> Non
     assert (run / "sample.txt").read_bytes() == (one / "sample.txt").read_bytes()
     assert (run / "export/config.json").read_text() == (one / "export/config.json").read_text()
     assert drawloom(folder, "generate", str(run), "--prompt", "def", "--tokens", "3")[0].text.startswith("def")
+
+
+def test_sharded_stages_offload_activations_with_the_same_bits(folder: Path) -> None:
+    """FSDP's parameters are freed between passes; activations that wait in host memory change no loss or norm."""
+    words = [*COMMON, "trainer.on_finish=[]", "mesh.data_shard=2", *schedule_words("gpipe")]
+    for name, offload in (("resident", "false"), ("waiting", "true")):
+        outcomes = drawloom(folder, *words, f"run.name={name}", f"stages.offload={offload}", ranks=2)
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert series(folder / "runs/waiting", *LEARNED) == series(folder / "runs/resident", *LEARNED)

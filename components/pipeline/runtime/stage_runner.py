@@ -15,6 +15,7 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss
+from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
@@ -144,7 +145,8 @@ class StageRunner:
             raise ValueError(f"stage {self.stage.index} has no host memory for activations")
         in_flight = self._in_flight[microbatch]
         # The memory of inputs, outputs and parameters stays, whoever saved it.
-        others = (*in_flight.inputs, *in_flight.outputs, *self.stage.module.parameters())
+        parameters = (parameter for parameter in self.stage.module.parameters() if not is_dtensor(parameter))
+        others = (*in_flight.inputs, *in_flight.outputs, *parameters)
         in_flight.offloaded = self.offloads.begin(in_flight.kept, others)
         return in_flight.offloaded
 
