@@ -18,7 +18,9 @@ from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
 from drawloom.graph import Ordered, UserError
+from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
+from support.observers_of_runs import TINY
 
 NAN = torch.nan
 END = 256
@@ -256,3 +258,39 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     step = Step(1, 1)
     PolicyGradient(executor=fake(Executor, train=seen.append)).run_phase(step)
     assert seen == [step.state]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["rollout.rewards=[]"], "no completion has a reward"),
+        (["mesh.context=2"], "[rollouts] samples whole rows, which ranks along 'context' would share"),
+        (["collator.use=data.pad_collator"], "[collator] makes TokenBatch, and rollouts complete prompts"),
+        (["loss.beta=0.1"], "there is no reference to diverge from"),
+        (["loss.reference=adapters"], "the reference has no effect with beta = 0"),
+        (["loss.variant=cispo", "loss.clip_low=0.2"], "cispo clips ratios above 1 only"),
+        (
+            ['trainer.phases=["@rollout", "@policy_gradient", "@sync_gradients", "@lr", "@optimizer", "@report"]'],
+            "[policy_gradient] reads batches",
+        ),
+    ],
+)
+def test_a_loop_that_can_not_learn_is_refused_before_it_runs(words: list[str], problem: str) -> None:
+    """`check` reports a missing reward, rows that are no prompts, settings without effect, and a wrong order."""
+    tables: dict[str, Any] = {"vars": {"base": "unused"}, "tokenizer": {"use": "data.bytes"}}
+    tables["model"] = {"use": "model.qwen3.dense", **TINY}
+    problems = Recipe.load("grpo", *words).with_values(tables).graph.problems
+    assert any(problem in str(text) for text in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "problem"),
+    [
+        ("kto", "loss.use=loss.dpo", "[tokens] has answers that are good or bad by themselves"),
+        ("dpo", "loss.use=loss.kto", "learns from answers that are good or bad by themselves, and the data have none"),
+    ],
+)
+def test_judged_answers_and_pairs_are_not_mixed_up(recipe: str, word: str, problem: str) -> None:
+    """KTO needs judged answers, and judged answers KTO."""
+    problems = Recipe.load(recipe, "vars.base=none", 'tokens.paths=["none"]', word).graph.problems
+    assert any(problem in str(text) for text in problems), problems
