@@ -39,6 +39,19 @@ class FailureHandler(Protocol):
 
 
 @runtime_checkable
+class Predecessor(Protocol):
+    """A component with values for its successor: the same node, when a graph is opened again after a failure."""
+
+    def hand_over(self) -> Any:
+        """Return the values; the component is open, and closed right afterwards."""
+        ...
+
+    def take_over(self, values: Any) -> None:
+        """Accept the values of the predecessor, before the first node is opened."""
+        ...
+
+
+@runtime_checkable
 class StageWatcher(Protocol):
     """A component around the opening and closing of others, such as a timeout."""
 

@@ -92,6 +92,19 @@ class ReportedError(UserError):
     """Error already printed, once for several processes. Uncaught, it ends a process silently."""
 
 
+class ReopenError(UserError):
+    """
+    Request to close a graph and open it again, after a failure the same nodes can survive.
+
+    The container fills `handed_over` with the nodes' values for their successors, by node. A caller without support for
+    reopening lets it end the run.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.handed_over: dict[str, Any] = {}
+
+
 def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
     """Return problems sorted by file, line and column without duplicates. Problems without a position come last."""
     last = Position("\U0010ffff")

@@ -19,13 +19,14 @@ from drawloom.components.checkpoint.manifest import (
     quick_check,
     step_of,
 )
+from drawloom.components.checkpoint.memory import HeldState, StateMemory
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
 from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
 from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
-from drawloom.components.ports.distributed import Group, Mesh, Processes
+from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
 from drawloom.components.ports.run import (
     Cadence,
     Durable,
@@ -63,7 +64,8 @@ class Checkpointer:
     Checkpointer for all stateful nodes at a cadence and after the last step; restores the newest valid checkpoint.
 
     With `staging`, a copy is written while training continues; otherwise training waits for the disk. Training
-    continues after an I/O error, up to `failures` consecutive failed saves.
+    continues after an I/O error, up to `failures` consecutive failed saves. If the run survives losses, the newest
+    state is also held in memory, and restored from there after a loss.
     """
 
     number_settings: ClassVar[tuple[str, ...]] = ("best",)
@@ -90,13 +92,25 @@ class Checkpointer:
     _saved: int = attrs.field(init=False, default=0)  # the step of the newest successful or pending save
     _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
     _pending: PendingSave | None = attrs.field(init=False, default=None)
+    _memory: StateMemory | None = attrs.field(init=False, default=None)  # None unless the run survives losses
+    _is_successor: bool = attrs.field(init=False, default=False)
     _world: Group = attrs.field(init=False)
     _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         self._world, self._group = self.mesh.world, self.processes.control_group("checkpoint")
+        if self._memory is None and isinstance(self.processes, SurvivingProcesses) and self.processes.survives_losses:
+            self._memory = StateMemory()
         run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
+
+    def hand_over(self) -> StateMemory | None:
+        """Return the memory."""
+        return self._memory
+
+    def take_over(self, values: StateMemory | None) -> None:
+        """Restore from this memory."""
+        self._memory, self._is_successor = values, values is not None
 
     def close(self) -> None:
         """Wait up to CLOSE_TIMEOUT for the pending save, and free the copies' memory."""
@@ -132,6 +146,12 @@ class Checkpointer:
         """Wait until the stager has copied the state, which may change from then on."""
         if self.staging is not None:
             self.staging.synchronize_staging()
+        if self._memory is not None:
+            self._memory.copy()
+
+    def hold(self, step: Step) -> None:
+        if self._memory is not None and not step.goes_back:
+            self._memory.hold(step.index, self.states)
 
     def restore(self) -> int:
         """
@@ -141,6 +161,11 @@ class Checkpointer:
         space for another checkpoint.
         """
         self._finish()  # in a run that goes back, the newest checkpoint may be pending
+        is_successor, self._is_successor = self._is_successor, False
+        if is_successor and (done := self._restore_from_memory()):
+            return done
+        if self._memory is not None:
+            self._memory = StateMemory()  # a run that goes back repeats no later step
         loaded = self._load_newest()
         if loaded is not None:
             self._load(loaded)
@@ -169,6 +194,26 @@ class Checkpointer:
     @cached_property
     def _protocol(self) -> commit.CommitProtocol:
         return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
+
+    def _restore_from_memory(self) -> int:
+        """Load the newest state that all ranks hold, and return its step; 0 if a checkpoint is newer."""
+        assert self._memory is not None
+        states = {step: state for step, state in self._memory.states_by_step().items() if state.fits(self.states)}
+        steps = set[int].intersection(*map(set, self._world.gather_json([*states])))
+        saved = run_on_rank0(self._world, lambda: [step_of(path) for path in list_checkpoints(self._checkpoints)])
+        newest = max(saved, default=0)
+        if not steps or max(steps) < newest:
+            return 0
+        state = states[max(steps)]
+        run_on_all(self._world, lambda: self._load_held(state))
+        self._memory.keep(state)  # for another loss in the next step
+        self._saved = state.step if state.step == newest else 0
+        log.info("restored the state after step %d from memory", state.step)
+        return state.step
+
+    def _load_held(self, state: HeldState) -> None:
+        for name, node in self.states.items():
+            node.load_state_dict(state.states[name])
 
     def _start(self, step: Step) -> None:
         """Stage and write a snapshot for an unsaved step, in the background if staging copies."""

@@ -2,7 +2,8 @@
 run a command in several processes on one or more machines
 
 torchrun's agent starts the processes. Unlike torchrun, this command prints nothing if a process has already reported
-its error, exits with that process's code, and waits until a stopped run has saved its checkpoint.
+its error, exits with that process's code, and waits until a stopped run has saved its checkpoint. It lets the other
+processes continue after a loss if the run does (`processes.on_failure`).
 """
 
 import argparse
@@ -11,14 +12,20 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 from uuid import uuid4
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawloom.components.commands._options import integer
 from drawloom.components.distributed.cpu_threads import THREADS, threads_of_process
+from drawloom.components.distributed.launch_store import call_with_timeout, connect
+from drawloom.components.distributed.torchrun import CONTINUES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
@@ -27,6 +34,8 @@ from drawloom.graph.project import Project
 
 # These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
 AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
+
+STORE_SECONDS = 3.0  # for the launch's store to answer
 
 SHUTDOWN_SECONDS = 30 * 24 * 3600
 """Time for processes to end after a signal, long because `stop.grace` is the limit; torch 2.11's default is 30 s."""
@@ -63,6 +72,38 @@ class LaunchResult(Result):
         return ""
 
 
+class _Agent(LocalElasticAgent):
+    """Agent of torchrun that lets workers continue without a lost one, if they have declared that they do."""
+
+    _surviving = ""  # the attempt whose workers survive losses
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the workers' state; a loss that they survive counts as healthy while one of them runs."""
+        workers: Any = self._pcontext  # torch's SubprocessContext, because the entry point is a command
+        codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
+        if any(codes) and self._survives(worker_group):
+            if None in codes:
+                return RunResult(state=WorkerState.HEALTHY)
+            if OK in codes:  # of a worker that has completed the run without the lost ones
+                values = {worker.global_rank: None for worker in worker_group.workers}
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        outcome: RunResult = super()._monitor_workers(worker_group)
+        return outcome
+
+    def _survives(self, worker_group: WorkerGroup) -> bool:
+        """Return whether these workers have set the key CONTINUES in the store, as Launch.attempt names it."""
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
+
+        def ask() -> bool:
+            group: Any = worker_group  # torch declares the address as None
+            return bool(connect(group.master_addr, group.master_port, attempt, STORE_SECONDS).check([CONTINUES]))
+
+        if self._surviving != attempt and call_with_timeout(STORE_SECONDS, ask):
+            self._surviving = attempt
+        return self._surviving == attempt
+
+
 def main(options: argparse.Namespace, project: Project) -> LaunchResult:
     """Run the command in all processes."""
     if not options.arguments:
@@ -74,6 +115,8 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
     for name in AGENT_LOGS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     command = [*options.arguments, *options.words, *(f"--import={path}" for path in options.imports)]
+    launcher: Any = api
+    launcher.LocalElasticAgent = _Agent  # elastic_launch has no argument for the agent's class
     package = project.registry.package.partition(".")[0]
     try:
         start = elastic_launch(_config(options), sys.executable)

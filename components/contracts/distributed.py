@@ -5,7 +5,7 @@ from math import prod
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import Device, Mesh, Neighbours, Precision, Processes, Reduce
+from drawloom.components.ports.distributed import Device, Mesh, Neighbours, Precision, Processes, Reduce, ReplicaLimit
 from drawloom.graph.testing import expect
 
 
@@ -62,6 +62,11 @@ def group_returns_the_set_with_this_rank(processes: Processes) -> None:
     alone = processes.group("alone", [[rank] for rank in world])
     expect((alone.rank, alone.size) == (0, 1), "the group of one rank is another")
     expect(alone.gather_json({"a": [1, None]}) == [{"a": [1, None]}], "a group of one rank gathers another value")
+
+
+def some_number_of_replicas_fits(limit: ReplicaLimit) -> None:
+    """The work can be shared by some number of replicas, at least by a single one."""
+    expect(any(limit.fits_replicas(count) for count in range(1, 65)), "no number of replicas fits")
 
 
 def total_is_a_sum(reduce: Reduce) -> None:

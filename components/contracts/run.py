@@ -375,6 +375,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
+        restorer.hold(Step(index, 10))
         restorer.wait_until_staged()
         restored = restorer.restore()
         expect(restored == index, f"step {index} was saved, and step {restored} is restored")

@@ -11,6 +11,7 @@ from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
     MODEL,
+    REPLICA,
     SHARDS,
     Layout,
     MeshView,
@@ -18,7 +19,7 @@ from drawloom.components.distributed.mesh_layout import (
     resolve_shape,
 )
 from drawloom.components.distributed.p2p_links import Edge, p2p_links
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
+from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes, SurvivingProcesses
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
@@ -61,6 +62,7 @@ class RankMesh(MeshView):
 
     layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
     _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
+    _has_lost_replicas: bool = attrs.field(init=False, default=False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -76,6 +78,8 @@ class RankMesh(MeshView):
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
+        if self._has_lost_replicas:
+            settings["data_replicate"] = "auto"
         expert = settings.pop("expert")
         self.layout = resolve_shape(settings, expert, self.processes.world_size)
         # every rank makes the same groups in the same order, as torch.distributed requires
@@ -83,6 +87,17 @@ class RankMesh(MeshView):
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
+        if isinstance(self.processes, SurvivingProcesses):
+            # experts may be partitioned over several replicas, and then no replica can leave alone
+            self.processes.replicas = self.layout.sets(*REPLICA) if expert == 1 else [range(self.layout.world_size)]
+
+    def hand_over(self) -> bool:
+        """Return True: ranks are lost."""
+        return True
+
+    def take_over(self, values: bool) -> None:
+        """Use as many replicas as there are ranks for."""
+        self._has_lost_replicas = values
 
     @property
     def rank(self) -> int:

@@ -5,27 +5,31 @@ import os
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.launch_store import connect
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel
 from drawloom.components.distributed.parent import watch_parent
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, peer_errors, with_diagnosis
 from drawloom.components.distributed.rank_monitor import RankMonitor
-from drawloom.components.distributed.torchrun import Launch, machine, read_launch
-from drawloom.components.ports.distributed import Device, Group, P2PChannel
+from drawloom.components.distributed.survivors import Survivors, agree_on_survivors
+from drawloom.components.distributed.torchrun import CONTINUES, Launch, machine, read_launch
+from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
-from drawloom.graph import UserError, above, component, setting
-from drawloom.graph.problems import ReportedError
+from drawloom.graph import Every, UserError, above, component, setting
+from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.problems import ReopenError, ReportedError
 
 log = logging.getLogger("drawloom.distributed")
 
@@ -35,11 +39,22 @@ NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watch
 
 @component(impact="safe")
 class TorchProcesses:
-    """Processes described by torchrun's variables, or a single process if the variables are unset."""
+    """
+    Processes described by torchrun's variables, or a single process if the variables are unset.
+
+    With `on_failure` "continue", the ranks that are left after a killed process agree on the complete `replicas`, and
+    raise a ReopenError: the graph is opened again with these processes, renumbered. This works with gloo.
+    """
 
     device: Device
+    limits: Every[ReplicaLimit] = attrs.field(factory=Every)
     timeout: float = setting(
         default=600.0, check=above(0), doc="seconds until a collective that waits for other ranks fails"
+    )
+    _on_failure: Literal["stop", "continue"] = setting(
+        default="stop",
+        alias="on_failure",
+        doc="after a process is killed: end the run, or continue it in memory with the replicas that are left (gloo)",
     )
 
     _launch: Launch = attrs.field(init=False, factory=Launch)
@@ -50,6 +65,10 @@ class TorchProcesses:
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
     _store: Any = attrs.field(init=False, default=None)
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
+    replicas: Sequence[Sequence[int]] = attrs.field(init=False, factory=list)
+    _connections: Connections = attrs.field(init=False, factory=Connections)
+    _name: str = attrs.field(init=False, default="")  # of this launch, in the store's keys
+    _survivors: Survivors | None = attrs.field(init=False, default=None)
 
     @property
     def rank(self) -> int:
@@ -78,6 +97,13 @@ class TorchProcesses:
     def open(self) -> None:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
+        self._connections = Connections(self._launch.port)
+        if self.survives_losses and self.device.backend != "gloo" and not self._launch.alone:
+            raise UserError(
+                f"on_failure: 'continue' needs device.backend = 'gloo', and the backend is {self.device.backend!r}; "
+                "write on_failure = 'stop'",
+                exit_code=2,
+            )
         if self._launch.address:
             watch_parent(os.getppid())
         self._limit = self._torch_timeout(self.timeout)
@@ -102,12 +128,31 @@ class TorchProcesses:
         self._monitor.close()
         self._monitor = RankMonitor()
 
+    @property
+    def survives_losses(self) -> bool:
+        return self._on_failure == "continue"
+
+    def hand_over(self) -> Survivors | None:
+        """Return the ranks that continue."""
+        return self._survivors
+
+    def take_over(self, values: Survivors) -> None:
+        """Join the ranks that continue when the node is opened."""
+        self._survivors = values
+
     def on_failure(self, error: BaseException) -> BaseException | None:
-        """Report this rank's failure, which ends all ranks, and return a ReportedError if there are several ranks."""
+        """
+        Report this rank's failure, which ends all ranks, and return a ReportedError if there are several ranks.
+
+        If the run survives a loss, return a ReopenError instead on the ranks that continue.
+        """
         if not isinstance(error, Exception):
             return None
         if self._monitor.store is not None:
-            failure = self._monitor.report_exception(with_diagnosis(error, self._monitor))
+            error = with_diagnosis(error, self._monitor)  # gives the monitor time to notice a killed rank
+            if self._monitor.lost_ranks and (outcome := self._survive()):
+                return outcome
+            failure = self._monitor.report_exception(error)
             sys.excepthook = _print_unless_reported  # a script that catches nothing would repeat it on each rank
             return ReportedError(failure.text, failure.exit_code)
         if not isinstance(error, UserError) and log.hasHandlers():
@@ -134,7 +179,8 @@ class TorchProcesses:
         if not self._joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
-        handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
+        with self._connections.record():
+            handle = dist.new_group(ranks, backend="gloo", timeout=NO_TIMEOUT)
         return TorchGroup(name, ranks, handle, torch.device("cpu"), self._monitor)
 
     def set_timeout(self, seconds: float) -> None:
@@ -179,14 +225,53 @@ class TorchProcesses:
             self._store = connect(launch.address, launch.port, f"{name}/p2p", self.timeout)
             del peers[self.rank]
             monitor.peers = peers
+            self._name = name
+            if self.survives_losses:
+                monitor.on_loss = self._connections.break_all
+                if self._launch.agent_store:
+                    connect(launch.address, launch.port, launch.attempt, self.timeout).set(CONTINUES, b"1")
             monitor.where = f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else ""
             monitor.start()
         return monitor
 
+    def _survive(self) -> ReopenError | ReportedError | None:
+        """Agree with the other live ranks on who continues, and return the error to raise; None to end the run."""
+        end, monitor = time.monotonic() + self.timeout, self._monitor
+        try:
+            members = agree_on_survivors(
+                monitor.store,
+                self.rank,
+                self.replicas,
+                fits=lambda count: all(limit.fits_replicas(count) for limit in self.limits.values()),
+                lost=lambda: monitor.lost_ranks,
+                is_over=lambda: monitor.failure is not None or monitor.is_lost or time.monotonic() > end,
+            )
+        except RuntimeError:  # the store was in a lost process
+            return None
+        if not members:
+            return None
+        losses = monitor.describe_losses()
+        if self.rank not in members:
+            text = f"rank {self.rank} ends, because its replica is incomplete or not needed: {losses}"
+            log.warning("%s", text)
+            return ReportedError(text)
+        text = f"{losses}; {len(members)} of {self.world_size} processes continue"
+        log.warning("%s", text, extra={PRINTED: True})
+        if self.rank == members[0]:
+            print_text(text, "stderr")
+        self._survivors = Survivors(members, f"{self._name}/survivors")
+        self._survivors.renumber(self.rank)
+        return ReopenError(f"{text} if `drawloom run` started them")
+
     def _join(self) -> None:
         bound = self.device.device if self.device.backend == "nccl" else None
+        meeting = {}
+        if self._survivors is not None:
+            store = connect(self._launch.address, self._launch.port, self._survivors.meeting, self.timeout)
+            meeting = {"store": store, "rank": self.rank, "world_size": self.world_size}
         try:
-            dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound)
+            with self._connections.record():
+                dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound, **meeting)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
             raise UserError(
                 f"rank {self.rank} did not find the other {self.world_size - 1} within {self.timeout:g} s; is "
@@ -209,7 +294,8 @@ class TorchProcesses:
         if len(own) == 1:
             return None
         # without local synchronization, every rank would have to make every group
-        return dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
+        with self._connections.record():
+            return dist.new_group(list(own), timeout=self._limit, use_local_synchronization=True)
 
     def _communicator(self, name: str, sender: int, receiver: int) -> TorchCommunicator:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
@@ -222,7 +308,7 @@ class TorchProcesses:
         if self._tensor_device.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
-        with peer_errors(self._monitor, "a connection", name, ranks):
+        with peer_errors(self._monitor, "a connection", name, ranks), self._connections.record():
             backend = self._make_backend(name, ranks)
         communicator = TorchCommunicator(name, ranks, backend, self._tensor_device, self._monitor)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order

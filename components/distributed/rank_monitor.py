@@ -10,6 +10,8 @@ The first failure of any rank ends every rank, and is printed once: the first ra
 the others end silently. A process that is still busy after its grace period is killed: a gloo collective can't be
 interrupted from another thread, and with NCCL no host thread waits where it could be interrupted. A killed process sets
 no failure; the other processes on its machine notice its death by a pidfd, which then becomes readable.
+
+If the run survives losses, such a death is no failure: it is published as a loss, and every rank calls `on_loss`.
 """
 
 import json
@@ -49,7 +51,8 @@ class RankMonitor:
 
     `store` is shared by all ranks (None: a single process). `peers` are the other ranks' process ids on this machine,
     by rank, and `where` names the machine if there are several. `location` is the step and phase, for messages.
-    `is_lost` is True if the store is gone. The constructing thread is the main thread.
+    `is_lost` is True if the store is gone. With `on_loss`, which is called in the monitor's thread, killed ranks are
+    collected in `lost_ranks`, and end no other rank. The constructing thread is the main thread.
     """
 
     rank: int = 0
@@ -62,6 +65,8 @@ class RankMonitor:
     location: str = ""
     failure: Failure | None = None
     is_lost: bool = False
+    on_loss: Callable[[], object] | None = None
+    lost_ranks: frozenset[int] = frozenset()
 
     _main: int = attrs.field(init=False, factory=threading.get_ident)
     _blocked: dict[int, str] = attrs.field(init=False, factory=dict)  # by thread
@@ -115,6 +120,8 @@ class RankMonitor:
         asking.join(ANSWER_TIMEOUT + TICK)
         if self.failure is not None:
             return self.failure.text
+        if self.lost_ranks:
+            return self.describe_losses()
         if self.is_lost or not answers:
             return STORE_LOST
         if len(answers) == self.size and is_waited_for(self.rank, answers):
@@ -158,8 +165,15 @@ class RankMonitor:
             with self._lock:
                 self._record(failure)
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
-        for rank in [] if self.failure else self._dead_peers():
-            self.report(f"rank {rank} (process {self.peers[rank]}{self.where}) is gone: it was killed, or it crashed")
+        dead = [] if self.failure else self._dead_peers()
+        if self.on_loss is not None:
+            self._record_losses({*dead})
+        elif dead:
+            self.report(self._describe_loss(dead[0]))
+
+    def describe_losses(self) -> str:
+        """Return a message that names the lost ranks."""
+        return "; ".join(map(self._describe_loss, sorted(self.lost_ranks)))
 
     def exit_if_overdue(self) -> None:
         """Kill this process if a rank has failed and the grace period is over."""
@@ -185,7 +199,7 @@ class RankMonitor:
             self.store.set("requested", b"1")
             answers[self.rank] = self._status()
             end = time.monotonic() + ANSWER_TIMEOUT
-            while len(answers) < self.size and time.monotonic() < end and self.failure is None:
+            while len(answers) < self.size and time.monotonic() < end and not (self.failure or self.lost_ranks):
                 for rank in range(self.size):
                     if rank not in answers and self.store.check([str(rank)]):
                         answers[rank] = RankStatus(**json.loads(self.store.get(str(rank))))
@@ -213,6 +227,21 @@ class RankMonitor:
             poll.register(descriptor, select.POLLIN)
         ranks = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
         return [rank for rank in ranks if not self.store.check([f"exiting/{rank}"])]
+
+    def _describe_loss(self, rank: int) -> str:
+        process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
+        return f"rank {rank}{process} is gone: it was killed, or it crashed"
+
+    def _record_losses(self, dead: set[int]) -> None:
+        """Publish dead ranks, read the other ranks' findings, and call `on_loss` if there is a new one."""
+        for rank in dead - self.lost_ranks:
+            self.store.set(f"lost/{rank}", b"1")
+            self.store.set("lost", b"1")
+        if dead or self.store.check(["lost"]):
+            published = {rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])}
+            before, self.lost_ranks = self.lost_ranks, self.lost_ranks | dead | published
+            if self.on_loss is not None and self.lost_ranks > before:
+                self.on_loss()
 
     def _wait_for_failure(self, seconds: float) -> None:
         end = time.monotonic() + seconds

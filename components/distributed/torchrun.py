@@ -15,6 +15,9 @@ from drawloom.components.distributed.launch_store import Failure, call_with_time
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import Console
 
+CONTINUES = "continues"
+"""Key in the launcher's store: the workers go on if one of them is lost, so the launcher must not end them."""
+
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -58,7 +58,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     needed=MOE.needed,
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
-    fixed={"norm_topk_prob": False, "scoring_func": "softmax"},
+    fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     read=_read,
     write=_write,

@@ -1,7 +1,7 @@
 """Ports for process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -223,6 +223,32 @@ class Processes(Protocol):
 
         The group has no timeout. All processes make the same groups in the same order.
         """
+        ...
+
+
+@runtime_checkable
+class SurvivingProcesses(Protocol):
+    """
+    Processes that may continue without the replicas of lost ranks.
+
+    `replicas` are the sets of ranks that leave as a whole; the mesh sets them. `survives_losses` is True if the run
+    continues after a loss.
+    """
+
+    replicas: Sequence[Sequence[int]]
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the run continues after a loss."""
+        ...
+
+
+@port
+class ReplicaLimit(Protocol):
+    """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
+
+    def fits_replicas(self, count: int) -> bool:
+        """Return whether `count` replicas (DDP) can share the work; the node is open."""
         ...
 
 

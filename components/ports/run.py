@@ -491,7 +491,11 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the save in progress has copied the state, so that the state may change."""
+        """Wait until the save in progress, and the memory, have copied the state, so that the state may change."""
+        ...
+
+    def hold(self, step: Step) -> None:
+        """Hold the state after a step in memory, if the run survives losses."""
         ...
 
 

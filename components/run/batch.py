@@ -67,6 +67,10 @@ class GlobalBatch:
     def dp_rank(self) -> int:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
+    def fits_replicas(self, count: int) -> bool:
+        replicas = count * self.mesh.sizes.data_shard
+        return not any(_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
+
     def start(self, step: int) -> int:
         return self._locate(step)[0]
 

@@ -223,6 +223,8 @@ class Trainer:
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
         self._skipped.add(step)
+        if self.checkpointer:
+            self.checkpointer.hold(step)
         if signal := self.stop.agree_on_signal():
             self._skipped.read()
             self._stop(step, signal)

@@ -1,8 +1,10 @@
 """The commands for any graph."""
 
 import argparse
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from drawloom.graph.cli.result import JSON, Result
 from drawloom.graph.cli.results import (
@@ -26,7 +28,7 @@ from drawloom.graph.inspect.listing import (
     list_fitting,
     list_plugins,
 )
-from drawloom.graph.problems import Problem, RecipeError, UserError, sort_problems
+from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, sort_problems
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import format_timings
 from drawloom.graph.schema import recipe_schema
@@ -135,10 +137,21 @@ def _run(options: argparse.Namespace, project: Project) -> RunResult:
     recipe = _load_checked_recipe(options, project)
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())
+    handed_over: Mapping[str, Any] = {}
+    while True:
+        try:
+            return _open_and_run(recipe, options, project.root, handed_over)
+        except ReopenError as request:
+            handed_over = request.handed_over
+        gc.collect()  # frees the closed graph, whose nodes refer to one another
+
+
+def _open_and_run(recipe: Recipe, options: argparse.Namespace, root: str, handed_over: Mapping[str, Any]) -> RunResult:
     run = recipe.open(accept_changes=options.accept_changes)
+    run.handed_over = handed_over
     try:
         with run:
-            signal = run[project.root].run()  # the signal that stopped the run, or 0
+            signal = run[root].run()  # the signal that stopped the run, or 0
             outcome = run.outcome()
     finally:
         if options.timings:

@@ -12,7 +12,7 @@ import attrs
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import pause_collection
 from drawloom.graph.lifecycle import Stage
-from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
+from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.runtime.origin import find_raising_node, locate_setting
@@ -138,14 +138,16 @@ class Container(Mapping[str, Any]):
     checked like nodes, but neither opened nor closed. None leaves out a node reached only by optional edges.
 
     After a failure, the container calls `on_failure(error)` of open objects before it closes any object. `on_failure`
-    may return another exception to raise instead. The container enters the contexts from `stage_context(stage, node)`
-    of all other objects, open or not, around every open() and close().
+    may return another exception to raise instead. If it is a ReopenError, nodes hand values over to their successors
+    (`hand_over`), and the next container passes them on (`take_over`) before it opens a node. The container enters the
+    contexts from `stage_context(stage, node)` of all other objects, open or not, around every open() and close().
     """
 
     graph: Graph
     roots: list[str]
     recipe: ResolvedRecipe
     replacements: Mapping[str, Any] = attrs.field(factory=dict)
+    handed_over: Mapping[str, Any] = attrs.field(factory=dict)
     timings: list[NodeTiming] = attrs.field(factory=list, init=False)
     _objects: dict[str, Any] = attrs.field(factory=dict, init=False)
     _opened: NamedExitStack = attrs.field(factory=NamedExitStack, init=False)
@@ -273,6 +275,10 @@ class Container(Mapping[str, Any]):
             self.build()
             if problems := self.check_machine():
                 raise RecipeError(problems)
+            for name, values in self.handed_over.items():
+                if hasattr(self._objects[name], "take_over"):
+                    self._objects[name].take_over(values)
+            self.handed_over = {}  # the values may be large
             self._watchers = [name for name, item in self._built.items() if hasattr(item, "stage_context")]
             for name, item in self._built.items():
                 self._open(name, item)
@@ -331,6 +337,9 @@ class Container(Mapping[str, Any]):
         # Popped first: a handler that raises must not be called again.
         while self._failure_handlers:
             replacement = self._objects[self._failure_handlers.pop()].on_failure(replacement) or replacement
+        if isinstance(replacement, ReopenError):
+            predecessors = {name: item for name, item in self._built.items() if hasattr(item, "hand_over")}
+            replacement.handed_over = {name: item.hand_over() for name, item in predecessors.items()}
         self._opened.close_all(replacement)
         if replacement is not error:
             raise replacement from error

@@ -64,10 +64,12 @@ from drawloom.components.ports.distributed import (
     Pending as Pending,
     Precision as Precision,
     Processes as Processes,
+    ReplicaLimit as ReplicaLimit,
     Reduce as Reduce,
     RoundingTime as RoundingTime,
     PerDimension as PerDimension,
     SymmetricMemory as SymmetricMemory,
+    SurvivingProcesses as SurvivingProcesses,
     Timed as Timed,
 )
 from drawloom.components.ports.experts import (
@@ -272,6 +274,9 @@ from drawloom.components.ports.stages import (
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,
+)
+from drawloom.components.ports.teacher import (
+    TeacherPredictions as TeacherPredictions,
 )
 from drawloom.components.ports.tracking import (
     Context as Context,

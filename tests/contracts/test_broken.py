@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_that_keep_shapes_do
+from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Stateful, Step
@@ -129,6 +130,17 @@ class ForgetsSteps:
     def wait_until_staged(self) -> None:
         """Do nothing."""
 
+    def hold(self, step: Step) -> None:
+        """Do nothing."""
+
+
+class FitsNothing:
+    """Work that can't be shared by any number of replicas, not even by one."""
+
+    def fits_replicas(self, count: int) -> bool:
+        """False."""
+        return False
+
 
 class OneThread:
     """A log whose flush fails outside its own thread."""
@@ -152,6 +164,7 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
     (Peeks, Predictor, "a later token changes"),
     (NeverFinished, FinalTask, "has run and is not finished"),
     (ForgetsSteps, Restorer, "step 1 was saved, and step 0 is restored"),
+    (FitsNothing, ReplicaLimit, "no number of replicas"),
     (OneThread, Durable, "in another thread"),
 ]
 

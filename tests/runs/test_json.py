@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "export": ([RUN, "--to", "exported"], 0),
     "generate": ([RUN, "--prompt", "def ", "--tokens", "4", "--temperature", "0"], 0),
     "lm-eval": ([RUN, "--tasks", "no_such_task"], 2 if find_spec("lm_eval") else 1),
+    "ladder": (["tiny.toml"], 2),
     "lr": (["tiny.toml"], 0),
     "new": (["mine"], 0),
     "plan": (["tiny.toml", "--device", "cpu", "--mtbf", "24"], 0),

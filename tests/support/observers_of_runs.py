@@ -240,6 +240,15 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     return timeouts
 
 
+def join_by_nccl(use: str, values: Values, _place: Path) -> Any:
+    """Join two processes with NCCL up to their meeting, which ends with a TimeoutError."""
+    node = build(use, device=fake(Device, device=torch.device("cpu"), backend="nccl"), **values)
+    launch = Launch(rank=0, world_size=2)
+    meeting = mock.patch("torch.distributed.init_process_group", side_effect=TimeoutError)
+    with mock.patch.object(joining, "read_launch", lambda: launch), meeting, suppress(TimeoutError):
+        node.open()
+
+
 def randomness_of(use: str, values: Values, _place: Path) -> Any:
     """Return the run folder, numbers of a stream, and whether torch is deterministic while it is open."""
     of_job = use == "run.job"

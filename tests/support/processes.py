@@ -53,13 +53,14 @@ def run_ranks(
     timeout: float = 60,
     variables: bool = True,
     lost: Set[int] = frozenset(),
+    grace: float = GRACE,
 ) -> list[Any]:
     """
     Return the results of `function(*arguments)` in each of `world_size` new processes, by rank.
 
     The function is a plain function of a module; arguments and results are pickled. Each process has torchrun's
     variables, unless `variables` is false. Raise RanksFailedError if a rank raises, dies or is not done after `timeout`
-    seconds; ranks in `lost` are not waited for, and count as failed.
+    seconds; ranks in `lost` are not waited for, and count as failed. After a failure the others have `grace` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     _start_fork_server()
@@ -81,7 +82,7 @@ def run_ranks(
             sender.close()
             processes.append(process)
             pipes.append(receiver)
-        return _results(processes, pipes, timeout, lost)
+        return _results(processes, pipes, timeout, lost, grace)
     finally:
         for process in processes:
             _end(process)
@@ -114,7 +115,9 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]
     }
 
 
-def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: float, lost: Set[int]) -> list[Any]:
+def _results(
+    processes: list[BaseProcess], pipes: list[Connection], timeout: float, lost: Set[int], grace: float
+) -> list[Any]:
     values: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -129,7 +132,7 @@ def _results(processes: list[BaseProcess], pipes: list[Connection], timeout: flo
             done, value = _receive(processes[rank], pipe)  # type: ignore[arg-type]
             (values if done else failures)[rank] = value
         if failures:
-            end = min(end, time.monotonic() + GRACE)
+            end = min(end, time.monotonic() + grace)
     failures |= {rank: "was not waited for" for rank in lost if rank not in {*values, *failures}}
     if failures:
         raise RanksFailedError(failures, values)

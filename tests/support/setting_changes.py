@@ -389,7 +389,9 @@ ROWS: dict[str, Row] = {
             ),
         },
     ),
-    "distributed.processes": Row(runs.join_timeouts, {}, {"timeout": 7.0}),
+    "distributed.processes": Row(
+        runs.join_timeouts, {}, {"timeout": 7.0, "on_failure": Change("continue", {}, runs.join_by_nccl, refused=True)}
+    ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
     "gradients.clip_group_norm": Row(
@@ -448,6 +450,12 @@ ROWS: dict[str, Row] = {
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
     "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
     "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
+    "loss.distill": Row(
+        policy.distill_loss_of,
+        {},
+        {"divergence": "reverse", "beta": Change(0.2, {"divergence": "jsd"}), "task_weight": 0.5},
+    ),
+    "data.teacher_logps": Row(policy.teacher_of, {"path": "one_teacher"}, {"path": "other_teacher"}),
     "loss.grpo": Row(
         policy.policy_loss_of,
         {},

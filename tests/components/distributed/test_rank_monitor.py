@@ -166,3 +166,20 @@ def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any,
     messages = [json.loads(path.read_text())["message"] for path in paths]
     assert {message["extraInfo"]["py_callstack"] for message in messages} == {"no room"}
     assert int(messages[1]["extraInfo"]["timestamp"]) < int(messages[0]["extraInfo"]["timestamp"])
+
+
+def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank sees the death of a process, all call `on_loss` once, and no rank fails."""
+    calls: list[int] = []
+    zero = RankMonitor(0, 3, store, on_loss=lambda: calls.append(0))
+    two = RankMonitor(2, 3, store, on_loss=lambda: calls.append(2))
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        zero.peers = {1: process.pid}
+        zero.watch_peers()
+        process.wait()
+    for monitor in (two, zero, two, zero, two):
+        monitor.check_failures()
+    assert zero.lost_ranks == two.lost_ranks == {1} and calls == [0, 2]
+    assert zero.failure is two.failure is None and capsys.readouterr().err == ""
+    assert zero.diagnose().startswith(f"rank 1 (process {process.pid}) is gone") and "rank 1 is gone" in two.diagnose()
+    zero.close()

@@ -27,6 +27,14 @@ def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, sh
     return [GlobalBatch(mesh=mesh, global_size=global_size, micro_size=micro_size) for mesh in meshes]
 
 
+def test_replicas_fit_if_all_get_whole_microbatches(mesh_of: MeshOf) -> None:
+    """24 rows in microbatches of 2 fit 1, 2, 3 and 6 replicas of two shards; a ramp must fit, too."""
+    batch = ranks(mesh_of, 24, 2, 1, 2)[0]
+    assert [count for count in range(1, 13) if batch.fits_replicas(count)] == [1, 2, 3, 6]
+    batch.ramp = [RampStage(size=8, until_step=2)]
+    assert [count for count in range(1, 13) if batch.fits_replicas(count)] == [1, 2]
+
+
 @given(sizes, sizes, sizes, sizes, st.integers(1, 5))
 def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     mesh_of: MeshOf, micro_size: int, microbatches: int, replicate: int, shard: int, step: int

@@ -10,9 +10,10 @@ import tomli
 import drawloom
 from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.main import main, split_words
-from drawloom.graph.problems import RecipeError
+from drawloom.graph.problems import RecipeError, ReopenError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides
+from drawloom.graph.runtime.container import Container
 
 
 def test_three_ways_to_set_a_value() -> None:
@@ -41,6 +42,25 @@ def test_a_malformed_override_is_refused(word: str) -> None:
 def test_run_runs_the_root(project: Project) -> None:
     """A fine recipe runs, with exit code 0."""
     assert main(["run", "small"], project) == 0
+
+
+def test_run_opens_the_graph_again_on_request(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values that nodes hand over reach the next container, until a run ends without a request."""
+    seen: list[object] = []
+
+    def enter(container: Container) -> Container:
+        seen.append(container.handed_over)
+        if len(seen) < 3:
+            request = ReopenError("again")
+            request.handed_over = {"page": len(seen)}
+            raise request
+        container.handed_over = {}
+        return original(container)
+
+    original = Container.__enter__
+    monkeypatch.setattr(Container, "__enter__", enter)
+    assert main(["run", "small"], project) == 0
+    assert seen == [{}, {"page": 1}, {"page": 2}]
 
 
 @pytest.mark.parametrize(

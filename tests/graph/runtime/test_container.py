@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.problems import UserError
+from drawloom.graph.problems import ReopenError, UserError
 from drawloom.graph.project import Project
 from drawloom.graph.runtime.container import NamedExitStack, NodeTiming, StageTimer, format_timings
 from drawloom.graph.wiring.graph import Graph
@@ -192,6 +192,30 @@ def test_a_failure_while_opening_calls_the_handlers_of_open_objects(
         "second close",
         "store close",
     ]
+
+
+def test_nodes_hand_values_over_to_their_successors(
+    reset_stores: None, shop: Shop, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a request to reopen, values are read before anything closes, and passed on before anything opens."""
+    container = project.container(shop(disk_recipe()))
+    happened = _record_failures(container, ReopenError("again"))
+
+    def hand_over(disk: Disk) -> Path:
+        happened.append(f"{disk.folder} hands over")
+        return Path(disk.folder)
+
+    monkeypatch.setattr(Disk, "hand_over", hand_over, raising=False)
+    monkeypatch.setattr(Disk, "take_over", lambda _, values: happened.append(f"gets {values}"), raising=False)
+    with pytest.raises(ReopenError) as caught, container:
+        raise ValueError("the cause")
+    assert happened[2:] == ["first hands over", "second hands over", "second close", "store close"]
+    assert caught.value.handed_over == {"store": Path("first"), "second": Path("second")}
+    successor = project.container(shop(disk_recipe()))
+    successor.handed_over = {"second": "a value"}
+    monkeypatch.setattr(Disk, "open", lambda _: happened.append("open"))
+    with successor:
+        assert happened[6:] == ["gets a value", "open", "open"] and successor.handed_over == {}
 
 
 def test_without_a_failure_no_handler_is_called(reset_stores: None, shop: Shop, project: Project) -> None:

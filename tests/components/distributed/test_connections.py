@@ -1,0 +1,46 @@
+"""Breaking gloo's connections from another thread."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from drawloom.components.distributed.connections import Connections
+from support.processes import run_ranks
+
+
+def _broken() -> tuple[float, int, int]:
+    """Break rank 0's wait for rank 1, which is busy; return its seconds, the broken connections, and a later sum."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    connections = Connections(port)
+    with connections.record():
+        group: Any = dist.ProcessGroupGloo(PrefixStore("first", store), rank, 2, timedelta(seconds=30))
+    group.allreduce([torch.ones(1)]).wait()
+    counts: list[int] = []
+    timer = threading.Timer(0.2, lambda: counts.append(connections.break_all()))
+    start = time.monotonic()
+    if rank == 0:
+        timer.start()
+        try:
+            group.allreduce([torch.ones(1)]).wait()
+        except RuntimeError:
+            store.set("raised", "1")
+        timer.join()
+    store.get("raised")  # waits: neither the store's connections nor gloo's listening socket are broken
+    seconds = time.monotonic() - start
+    number = torch.ones(1)
+    group = dist.ProcessGroupGloo(PrefixStore("second", store), rank, 2, timedelta(seconds=30))
+    group.allreduce([number]).wait()
+    return seconds, sum(counts), int(number)
+
+
+def test_a_waiting_collective_raises_and_new_groups_can_be_made() -> None:
+    """Rank 0 stops waiting for a busy rank at once, and both make another group over the same store."""
+    (seconds, broken, total), (_, _, other) = run_ranks(_broken, 2)
+    assert 0.2 <= seconds < 5 and broken >= 1 and total == other == 2
