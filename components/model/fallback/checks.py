@@ -48,7 +48,7 @@ class PlainKernels:
 @attrs.frozen
 class Verdict:
     """
-    Result of a self-check that a model passed: its parts, and why it can't be a pipeline's stages, or "".
+    Result of a passed self-check: its parts, and why it can't be a pipeline's stages, or "".
 
     `constants` maps names without layer numbers to the initial value of parameters that start at a constant.
     """
