@@ -41,7 +41,7 @@ class RemoteCopy:
 
     def update(self, run: Path) -> None:
         """
-        Copy new checkpoints and changed files, and remove checkpoints that the run has removed.
+        Copy new checkpoints and changed files, and remove checkpoints no longer in the run.
 
         A checkpoint's manifest is written last and removed first, so a checkpoint with a manifest is whole. Raises
         StoreError if the store fails; a later call goes on.

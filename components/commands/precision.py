@@ -209,7 +209,7 @@ class _Probe:
 
 
 def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the norm of the difference of gradients (any shapes), divided by the norm of `exact`."""
+    """Return the norm of the gradients' difference (any shapes), divided by `exact`'s norm."""
     difference = sum(_square(gradient.double() - other) for gradient, other in zip(gradients, exact, strict=True))
     return float((difference / sum(map(_square, exact))) ** 0.5)
 

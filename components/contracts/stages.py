@@ -73,7 +73,7 @@ def owned_parameters_are_a_subset(parameters: SpreadParameters) -> None:
 
 
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
-    """A gradient of ones becomes the number of ranks that have the parameter."""
+    """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
         gradient_of(parameter).fill_(1)
     parameters.sum_gradients()

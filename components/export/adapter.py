@@ -65,7 +65,7 @@ class AdapterExport:
         self._plan()
 
     def is_finished(self, step: int) -> bool:
-        """Return whether the folder, which is never incomplete, is from this step. A collective, with equal results."""
+        """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:

@@ -47,7 +47,7 @@ class OriginFolder:
         return sequential(mapper, rename(names)) if self.style else mapper
 
     def add_to(self, share: Share) -> Share:
-        """Return a rank's share of the export with the tensors that are not loaded."""
+        """Return a rank's share of the export with the tensors not loaded."""
         source = _Both(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 

@@ -93,7 +93,7 @@ Finish = Callable[[Path, list[PlannedFile]], None]
 
 @attrs.frozen
 class Share:
-    """One rank's share: the source and mapper for its groups, and the output names that it writes."""
+    """One rank's share: the source and mapper for its groups, and its output names."""
 
     source: TensorSource
     mapper: Mapper
@@ -185,7 +185,7 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
 
 
 def _specs_json(own: Share) -> dict[str, Any]:
-    """Return shapes and dtypes for the tensors that a rank will write, as JSON."""
+    """Return shapes and dtypes for the tensors a rank will write, as JSON."""
     specs = {name: spec for name, spec in output_specs(own.source, own.mapper).items() if name in own.writes}
     check_names(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}

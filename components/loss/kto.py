@@ -1,5 +1,5 @@
 """
-Kahneman-Tversky Optimization: learn from single answers that are good or bad, relative to a reference model.
+Kahneman-Tversky Optimization: learn from single good or bad answers, relative to a reference model.
 
 Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306, equation 7. The
 reference point z is an estimate of the divergence between the model and the reference: the mean, over all answers of

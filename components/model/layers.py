@@ -176,7 +176,7 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
         return vectors if is_local is None else vectors * is_local
 
     def head(self) -> Head:
-        """Return the head that is tied to the table."""
+        """Return the head tied to the table."""
         return LinearHead(self.weight, self.num_embeddings, self.kernels, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:

@@ -127,7 +127,7 @@ class PartedEmbedding(Embedding):
         return vectors
 
     def head(self) -> Head:
-        """Return the head that is tied to the layer."""
+        """Return the head tied to the layer."""
         return ChunkedHead(partial(_logits, self), self.split.size)
 
     def parameter_roles(self) -> Mapping[str, Role]:

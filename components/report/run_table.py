@@ -115,7 +115,7 @@ def _row(name: str, record: RunRecord, state: State, differs: dict[str, str]) ->
 
 
 def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
-    """Return the settings in which each recipe differs from the others. Empty for an unknown recipe."""
+    """Return every recipe's settings that differ from the others. Empty for an unknown recipe."""
     known = [number for number, recipe in enumerate(recipes) if recipe]
     differing: list[dict[str, str]] = [{} for _ in recipes]
     for key, values in differences([recipes[number] for number in known]):

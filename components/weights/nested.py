@@ -1,4 +1,4 @@
-"""Names of a text model's tensors in files of a multimodal model, of which it is a part."""
+"""Names of a text model's tensors in the files of a multimodal model that contains it."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property

@@ -303,7 +303,7 @@ def name_joined_layers(
 
 
 def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Return a whole model's operations, which may be on the meta device."""
+    """Return a whole model's operations; the model may be on the meta device."""
     shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
     by_parameter = {}
     for name, role in parameter_roles(whole):

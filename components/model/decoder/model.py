@@ -1,4 +1,4 @@
-"""The module of a span of layers, with the submodules and names of Hugging Face's models."""
+"""The module for a span of layers, with the submodules and names of Hugging Face's models."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -93,7 +93,7 @@ class CallOrder:
         for hook in self._hooks:
             hook.remove()
 
-    def ordered_parts(self) -> Parts:
+    def order_parts(self) -> Parts:
         """Return the parts with the modules before and after the layers; a module called in both positions is left."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)

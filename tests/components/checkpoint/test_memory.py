@@ -55,7 +55,7 @@ def test_a_state_of_other_nodes_or_slices_does_not_fit() -> None:
     """An optimizer before its first step has no slices, and everything fits."""
     memory, whole = StateMemory(), Node(slices={"weight": TensorSlice.whole((3,))})
     memory.hold(1, {"node": whole})
-    held = memory.states_by_step()[1]
+    state = memory.states_by_step()[1]
     other = Node(slices={"weight": TensorSlice((6,), (3,), (3,))})
-    assert held.fits({"node": whole}) and held.fits({"node": Node()})
-    assert not held.fits({"node": other}) and not held.fits({"other": whole})
+    assert state.fits({"node": whole}) and state.fits({"node": Node()})
+    assert not state.fits({"node": other}) and not state.fits({"other": whole})

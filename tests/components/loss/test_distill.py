@@ -121,7 +121,7 @@ def test_the_task_has_its_share_of_the_loss() -> None:
 
 
 def test_rows_without_a_teacher_are_refused() -> None:
-    """The message names the edge that is missing."""
+    """The message names the missing edge."""
     case, batch, _ = make_case(3)
     missing: Any = {"teacher_ids": None}
     with pytest.raises(UserError, match='write teacher = "@teacher" in the packing'):
