@@ -22,6 +22,7 @@ UNBOUNDED = {
     },
     "a limit above which there is nothing to limit": {
         *("rows_used", "max_shard", "top_k", "queue_size", "bucket_bytes", "recompute", "sliding_window"),
+        "slot_bytes",
     },
     "a number of layers or groups that is compared with the model's": {
         *("first_k_dense_replace", "max_window_layers", "decoder_sparse_step", "n_group", "topk_group"),

@@ -138,7 +138,9 @@ def calls() -> dict[str, Callable[[int], object]]:
     return {
         "swiglu of any size": lambda size: swiglu._forward(torch.empty(size), torch.empty(size), None),
         "swiglu backward": lambda size: swiglu._backward(*(torch.empty(size, 96) for _ in "123"), None),
-        "rms_norm of any rows": lambda size: rms_norm._forward(torch.empty(size, 2048), None, weight, 1e-6, False),
+        "rms_norm of any rows": lambda size: rms_norm._forward(
+            torch.empty(size, 2048), None, weight, 1e-6, False, False
+        ),
         "rope of any length": lambda size: rope._rotate(
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
         ),
@@ -235,7 +237,7 @@ def lean_launches() -> dict[str, Any]:
     for _, first, dtype in product("12", (0, 1), (torch.bfloat16, torch.float32)):
         x = torch.empty(64 * 64 + 8, dtype=dtype)[first : 64 * 64 + first].view(64, 64)
         swiglu._forward(x, x, None)
-        rms_norm._forward(x, None, x[0], 1e-6, first == 0)
+        rms_norm._forward(x, None, x[0], 1e-6, first == 0, False)
     return {**counts, "wrong": wrong}
 
 
