@@ -163,7 +163,7 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
             f"qk_norm_rope backward of far {name}",
             lambda x=vectors, c=cos, i=inverses: qk_norm_rope._backward(x, x, x, x, norm, norm, i, i, c, c),
         )
-    yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False)
+    yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False, False)
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
     yield "swiglu of far rows", lambda: swiglu._forward(rows, rows, numbers)
     yield "swiglu backward of far rows", lambda: swiglu._backward(rows, rows, rows, numbers)
