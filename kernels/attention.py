@@ -1,7 +1,7 @@
 """
 Causal attention within documents: a token attends to itself and to earlier tokens of its document.
 
-All layers of a model have the same mask, so it is computed once per microbatch and passed to each layer.
+All layers have the same mask, so it is computed once per microbatch and passed to every layer.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ class AttentionImplementation(NamedTuple):
     """
     Implementation of attention: `mask` computes the mask that `attend` takes.
 
-    `mask` takes document ids int64 (rows, length), and a window or None: tokens of a row with the same id are one
+    `mask` takes document ids int64 (rows, length), and a window or None: tokens with the same id in a row are one
     document, and a token attends to the last `window` tokens of its document, itself included. With `queries`, int64
-    (tokens,), the queries are the tokens of each row at these positions, and all tokens are keys. `attend` takes q
+    (tokens,), the queries are every row's tokens at these positions, and all tokens are keys. `attend` takes q
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,
     options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads. `whole_rows`,
     if it is not None, replaces the mask where every row is one document and there is no window.
@@ -62,7 +62,7 @@ def attention_eager(
     q (rows, length, heads, head_dim), k (rows, keys, kv_heads, head_dim), v (rows, keys, kv_heads, v_dim), mask bool
     (rows, 1, length, keys) from `causal_document_mask` or `causal_mask`. Query head h attends to key head
     h // (heads // kv_heads). `sinks` (heads,) are scores for one more key, whose value is 0. Returns
-    (rows, length, heads, v_dim) in the dtype of q.
+    (rows, length, heads, v_dim) in q's dtype.
     """
     if options.softcap is not None or sinks is not None:
         return _attend_by_scores(q, k, v, mask, options, sinks)
@@ -95,7 +95,7 @@ def causal_document_mask(document_ids: Tensor, window: int | None = None, querie
     """
     Return the keys that queries attend to: bool (rows, 1, queries, keys) from document ids int64 (rows, length).
 
-    `queries`, int64 (tokens,), are the positions of the queries in the row; default: all.
+    `queries`, int64 (tokens,), are the queries' positions in the row; default: all.
     """
     mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril_()
     mask = mask if window is None else mask.triu_(1 - window)

@@ -1,9 +1,8 @@
 """
 Causal attention within documents by torch's flex_attention, which skips fully masked blocks.
 
-The least and the greatest document id in a block of queries and in a block of keys decide whether one attends to the
-other: blocks whose ranges do not overlap have no document in common. The mask is computed on the device, without a
-sync.
+The least and the greatest document id in a query block and in a key block decide whether one attends to the other:
+blocks whose ranges do not overlap have no document in common. The mask is computed on the device, without a sync.
 """
 
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
     """
     Return the blocks that attend to each other, fully or in part, for document ids int64 (rows, length).
 
-    `queries`, int64 (tokens,), are the positions of the queries in the row; default: all.
+    `queries`, int64 (tokens,), are the queries' positions in the row; default: all.
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     query_positions = positions if queries is None else queries

@@ -1,4 +1,4 @@
-"""Attention on the meta device, where a plan of a run counts its FLOPs and the memory it keeps."""
+"""Attention on the meta device, where a run's plan counts its FLOPs and the memory it keeps."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def attention_on_meta(
 
     k is (rows, keys, kv_heads, head_dim), v (rows, keys, kv_heads, v_dim) and sinks (heads,). The same tensors are kept
     for the backward pass as by implementations for GPUs and by torch's for the CPU; the latter also keeps a bool mask
-    (rows, 1, length, keys), in the dtype of q.
+    (rows, 1, length, keys), in q's dtype.
     """
     return attention_and_lse_on_meta(q, k, v, mask, sinks)[0]
 
@@ -26,7 +26,7 @@ def attention_on_meta(
 def attention_and_lse_on_meta(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `attention_on_meta`, and the log-sum-exp of scores, float32 (rows, heads, length)."""
+    """Return the result of `attention_on_meta`, and the scores' log-sum-exp, float32 (rows, heads, length)."""
     return _OnMeta.apply(q, k, v, mask, sinks)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -68,7 +68,7 @@ def _(grad: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 def attention_flops(pairs: float, head_dim: int, v_dim: int, *, backward: bool = False) -> float:
     """
-    Return the FLOPs of attention for `pairs` pairs of queries and keys, counted for every head.
+    Return attention's FLOPs for `pairs` query-key pairs, counted for every head.
 
     A forward pass has a product over `head_dim` channels and one over `v_dim`. A backward pass, which
     computes the scores again, has three products over `head_dim` channels and two over `v_dim`.

@@ -11,8 +11,8 @@ def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """
     Return silu(sum over lags: weight[:, taps - 1 - lag] * x[:, token - lag]), in the dtype of x.
 
-    x (rows, length, channels), weight (channels, taps), and document numbers, ids int32 (rows, length), which
-    never decrease along a row; tokens in earlier documents count as 0.
+    x (rows, length, channels), weight (channels, taps), and ids int32 (rows, length), document numbers that never
+    decrease along a row; tokens in earlier documents count as 0.
     """
     taps, wide = weight.shape[1], upcast(x)
     summed = wide * upcast(weight[:, -1])

@@ -1,8 +1,8 @@
 """
 Products with quantized frozen weights: a weight is dequantized where it is used, and again in the backward pass.
 
-At training sizes a product takes far longer than dequantizing its weight, so a matrix product of bfloat16 after one
-pass over the weight is as fast as a fused kernel. Only the storage is saved for the backward pass, which computes the
+At training sizes a product takes far longer than dequantizing its weight, so a bfloat16 matrix product after one pass
+over the weight is as fast as a fused kernel. Only the storage is saved for the backward pass, which computes the
 input's gradient alone.
 """
 
@@ -37,13 +37,13 @@ def linear_quantized(
     dequantize: Dequantize, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
 ) -> Tensor:
     """
-    Return x @ weight.T + bias (..., outputs), bfloat16: x (..., inputs), storage of the weight (outputs, units).
+    Return x @ weight.T + bias (..., outputs), bfloat16: x (..., inputs), the weight's storage (outputs, units).
     """
     y = _product(x, stored, weight_format, dequantize, _linear, torch.matmul)
     return y if bias is None else y + bias
 
 
-def grouped_gemm_quantized(
+def multiply_quantized_experts(
     dequantize: Dequantize,
     grouped_gemm: GroupedGemm,
     x: Tensor,
@@ -95,7 +95,7 @@ class _Product(Function):
         product: Product,
         gradient: Product,
     ) -> Tensor:
-        """Return rows (..., outputs): x (..., inputs), and the storage of the weight, any shape."""
+        """Return rows (..., outputs): x (..., inputs), and the weight's storage, any shape."""
         ctx.save_for_backward(stored)
         ctx.name, ctx.dequantize, ctx.gradient = name, dequantize, gradient
         return product(x, dequantize(stored, name))

@@ -1,9 +1,9 @@
 """
-8-bit numbers in blocks of a row, with a scale for each block, for the running means of an optimizer.
+8-bit numbers for an optimizer's running means, in blocks along a row; every block has a scale.
 
-Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, section 2; values have the bits
-of bitsandbytes. A code stands for a value from -1 or 0 to 1; the spacing grows with the magnitude. Blocks of 256
-elements begin anew in every row, so a slice of rows has the codes and scales of the whole.
+Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, section 2; values have
+bitsandbytes' bits. A code stands for a value from -1 or 0 to 1; the spacing grows with the magnitude. Blocks (256
+elements) begin anew in every row, so slicing rows changes neither codes nor scales.
 """
 
 from functools import cache
@@ -45,7 +45,7 @@ def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def blocks_in_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales (..., blocks) of numbers (..., width)."""
+    """Return the scales' shape (..., blocks) for numbers (..., width)."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 

@@ -22,11 +22,11 @@ def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 @deferring
 class _Linear(Function):
-    """Linear layer that can defer the gradient of its weight; the gradient of the bias is a cheap sum."""
+    """Linear layer that can defer its weight's gradient; the bias's gradient is a cheap sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradient: WeightGradient) -> Tensor:
-        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,), all of one dtype."""
+        """Return (..., outputs): x (..., inputs), weight (outputs, inputs), bias (outputs,), all with one dtype."""
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_gradient = weight_gradient
         y = F.linear(x, weight, bias)
@@ -57,7 +57,7 @@ def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
 
 @deferring
 class _Embedding(Function):
-    """Embedding that saves only the tokens, and can defer the gradient of its weight."""
+    """Embedding that saves only the tokens, and can defer its weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, weight_gradient: WeightGradient) -> Tensor:
@@ -88,7 +88,7 @@ class _EmbeddingGradient(Addable):
         return self(grad.to(dtype), tokens)
 
     def add_to(self, summed: Tensor, grad: Tensor, tokens: Tensor) -> None:  # type: ignore[override]
-        """Add once to the row of every distinct token, so that the order of additions is fixed."""
+        """Add once to every distinct token's row, so additions have a fixed order."""
         ordered, order = tokens.reshape(-1).sort(stable=True)
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]

@@ -29,11 +29,11 @@ def linear_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Return each token's loss, -log softmax(hidden @ weight.T)[target], and its logits' log-sum-exp.
+    Return every token's loss, -log softmax(hidden @ weight.T)[target], and its logits' log-sum-exp.
 
-    hidden (..., width) and weight (vocabulary, width) of one dtype, targets int64 (...), token_weights float32 (...),
-    the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
-    `ignore_index`. Both are differentiable in hidden and weight.
+    hidden (..., width) and weight (vocabulary, width) in one dtype, targets int64 (...), token_weights float32 (...),
+    the losses' factors. Losses and lse are (...), at least float32; a loss is 0 where the target is `ignore_index`.
+    Both are differentiable in hidden and weight.
     """
     chunk = max(MIN_CHUNK_TOKENS, MIN_CHUNK_LOGITS // len(weight))
     if targets.numel() > chunk:
@@ -52,7 +52,7 @@ class _WholeProbabilities(Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, weight_gradient: WeightGradient
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss and the log-sum-exp of each token, both (tokens,), at least float32."""
+        """Return every token's loss and log-sum-exp, both (tokens,), at least float32."""
         log_probs, lse = _log_softmax(hidden, weight)
         losses = F.nll_loss(log_probs, targets, ignore_index=ignore_index, reduction="none")
         ctx.save_for_backward(hidden, weight, targets, log_probs)

@@ -18,8 +18,8 @@ class Routes(NamedTuple):
 
     `dest_row` (tokens, top_k): the choice's row, or -1. `source_choice` (tokens * top_k,): the row's choice, as token *
     top_k + the index among the token's choices, or -1. `offsets` (experts,): the end of the expert's rows; expert 0
-    begins at row 0. If the host knows the number of rows, `source_choice` may be cut to that length: its length is the
-    row count.
+    begins at row 0. If the host knows how many rows there are, `source_choice` may be cut to that length: its length is
+    the row count.
     """
 
     dest_row: Tensor
@@ -60,8 +60,8 @@ def moe_unpermute_eager(rows: Tensor, routes: Routes, probabilities: Tensor | No
     """
     Sum the rows of a token's choices, times their probabilities if any, in at least float32.
 
-    rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size) in the dtype of
-    rows, zero for a token without a kept choice.
+    rows (tokens * top_k, hidden_size), probabilities (tokens, top_k); returns (tokens, hidden_size) in the rows' dtype,
+    zero for a token without a kept choice.
     """
     summed: Tensor = _Unpermute.apply(rows, probabilities, *routes)  # type: ignore[no-untyped-call]
     return summed

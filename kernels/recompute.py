@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn import Parameter
 
 LEAF: type[Node] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 TRANSPOSE: type[Node] = torch._C._functions.TBackward0  # type: ignore[attr-defined]
@@ -55,6 +56,13 @@ class Kept(Saved):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version
+        if (collected := _collected.get()) is not None and not _is_parameter(tensor):
+            collected.append(ref(self))
+
+    def replace(self, tensor: Tensor) -> None:
+        """Take over a tensor (same shape) with the same values, in other memory."""
+        self._tensor = tensor
+        self._version = tensor._version
 
     def value(self) -> Tensor:
         """Return the tensor, with any shape and dtype; RuntimeError if it was changed in place."""
@@ -66,6 +74,33 @@ class Kept(Saved):
                 "copy instead"
             )
         return self._tensor
+
+
+class Collecting:
+    """Context manager for a forward pass, in which `kept` gets all wrappers of kept tensors but parameters."""
+
+    __slots__ = ("_hooks", "_token", "kept")
+
+    def __init__(self) -> None:
+        self.kept: list[ref[Kept]] = []
+        self._hooks = saved_tensors_hooks(Kept, unpack)
+
+    def __enter__(self) -> "Collecting":
+        self._token: Token[list[ref[Kept]] | None] = _collected.set(self.kept)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+        _collected.reset(self._token)
+
+
+_collected: ContextVar[list[ref[Kept]] | None] = ContextVar("collected", default=None)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor (any shape) is a parameter or a view of one."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or _is_weight(tensor)
 
 
 class _Repeatable(ABC):

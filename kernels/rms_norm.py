@@ -13,7 +13,7 @@ from drawloom.kernels.operation import accumulation_dtype, as_new_tensor, once_d
 
 def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False) -> Tensor:
     """
-    Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in the dtype of x.
+    Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in x's dtype.
 
     weight (hidden_size,) in any float dtype; if `zero_centered`, the factor is 1 + weight. Computed in at least
     float32 and rounded once. With `float8`, layers that multiply the result in float8 find its rounded rows.
@@ -28,9 +28,9 @@ def add_rms_norm_eager(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
-    Return the norm of x + residual, and the sum; all are (..., hidden_size), and results have the dtype of x.
+    Return the norm of x + residual, and the sum; all are (..., hidden_size), and results have x's dtype.
 
-    The sum is rounded to the dtype of x before it is normalized, like the result of a separate addition.
+    The sum is rounded to x's dtype before it is normalized, as after a separate addition.
     """
     summed = (x + residual).to(x.dtype)
     return rms_norm_eager(summed, weight, eps, zero_centered, float8), summed
@@ -41,7 +41,7 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """Return a tensor like x (..., hidden_size); weight (hidden_size,) is of any float dtype."""
+        """Return a tensor like x (..., hidden_size); weight (hidden_size,) has any float dtype."""
         rstd = _rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered

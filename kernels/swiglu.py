@@ -12,7 +12,7 @@ from drawloom.kernels.operation import as_new_tensor, once_differentiable, upcas
 
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
     """
-    Return silu(gate) * up for gate and up (..., width) of one dtype, computed in at least float32 and rounded once.
+    Return silu(gate) * up for gate and up (..., width) in one dtype, computed in at least float32 and rounded once.
 
     `scale` (...,) multiplies each vector before rounding. An expert's output can be weighted here instead of after its
     down projection, which is linear; this saves a pass over memory.
@@ -33,7 +33,7 @@ class _SwiGlu(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Return a tensor like gate, for gate and up (..., width) of one dtype."""
+        """Return a tensor like gate, for gate and up (..., width) in one dtype."""
         ctx.save_for_backward(gate, up)
         return as_new_tensor(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
 
@@ -45,11 +45,11 @@ class _SwiGlu(Function):
 
 
 class _ScaledSwiGlu(Function):
-    """SwiGLU with a scale for each vector."""
+    """SwiGLU with a scale per vector."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-        """Return a tensor like gate, for gate and up (..., width) of one dtype and scale (...)."""
+        """Return a tensor like gate, for gate and up (..., width) in one dtype and scale (...)."""
         ctx.save_for_backward(gate, up, scale)
         return as_new_tensor(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
 
@@ -62,7 +62,7 @@ class _ScaledSwiGlu(Function):
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, given the gradient of the output in at least float32."""
+    """Return the gradients of gate and up from the output's gradient in at least float32."""
     wide_gate = upcast(gate)
     grad_up = F.silu(wide_gate).mul_(grad)
     grad_gate = torch.ops.aten.silu_backward(grad * up, wide_gate)

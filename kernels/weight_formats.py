@@ -1,15 +1,15 @@
 """
-Quantized formats of frozen weights: NF4, float8 in tiles, and MXFP4.
+Quantized formats for frozen weights: NF4, float8 in tiles, and MXFP4.
 
-A weight (..., outputs, inputs) is stored as bfloat16 numbers (..., outputs, units), whose bits are blocks of a row: the
-scale of a block, then the codes of its elements. Every row contains all that its values need. So a slice of rows, and a
-slice of whole blocks of columns, equals the slice of the quantized weight, and ranks can split, shard and gather
-storage like any bfloat16 matrix.
+A weight (..., outputs, inputs) is stored as bfloat16 numbers (..., outputs, units). Their bits are a row's blocks: a
+block's scale, then its elements' codes. Every row contains all that its values need. So slicing the storage, along rows
+or by whole blocks, equals quantizing the weight's slice, and ranks can split, shard and gather storage like any
+bfloat16 matrix.
 
 - NF4: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314, section 3; codes and
-  scales have the bits of bitsandbytes. Scales are not quantized again, which would save 0.05 bytes per element.
-- float8: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3: one scale for a tile of
-  128 x 128, which storage repeats in every row.
+  scales have bitsandbytes' bits. Scales are not quantized again, which would save 0.05 bytes per element.
+- float8: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3: one scale for a 128 x 128
+  tile, repeated in every row.
 - MXFP4: Open Compute Project 2023, "Microscaling Formats", version 1.0.
 """
 
@@ -60,7 +60,7 @@ FP4_MAX_EXPONENT = 2
 @dataclass(frozen=True)
 class WeightFormat:
     """
-    A quantized format: `units` bfloat16 numbers of storage for each `block` elements of a row.
+    A quantized format: `units` bfloat16 numbers store `block` elements in a row.
 
     `encode` maps float32 (outputs, inputs) to codes, uint8 (outputs, blocks, bytes), and scales (outputs, blocks);
     `decode` maps codes and scales with any leading dimensions to float32 (..., blocks, block).
@@ -74,18 +74,18 @@ class WeightFormat:
     decode: Callable[[Tensor, Tensor], Tensor]
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a weight's storage. Raises ValueError unless rows consist of whole blocks."""
+        """Return a weight's storage shape. Raises ValueError unless whole blocks fill a row."""
         blocks, rest = divmod(shape[-1], self.block)
         if rest:
             raise ValueError(f"rows of {shape[-1]} elements do not consist of blocks of {self.block}")
         return (*shape[:-1], blocks * self.units)
 
     def weight_shape(self, storage: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the weight with storage of this shape."""
+        """Return the weight's shape for a storage shape."""
         return (*storage[:-1], storage[-1] // self.units * self.block)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Return the storage (..., outputs, units) of a floating-point weight (..., outputs, inputs)."""
+        """Return the storage (..., outputs, units) for a floating-point weight (..., outputs, inputs)."""
         self.storage_shape(tuple(weight.shape))  # checks the width
         matrices = weight if weight.ndim > 2 else weight[None]
         flat = matrices.flatten(0, -3)
@@ -104,7 +104,7 @@ class WeightFormat:
         return codes, heads.contiguous().view(self.scale_dtype).squeeze(-1)
 
     def dequantize(self, stored: Tensor) -> Tensor:
-        """Return the weight (..., outputs, inputs), bfloat16, of its storage (..., outputs, units)."""
+        """Return the weight (..., outputs, inputs), bfloat16, from its storage (..., outputs, units)."""
         return self.decode(*self.split(stored)).to(STORAGE).flatten(-2)
 
 

@@ -60,7 +60,7 @@ class Lora:
         return LoraForm(self.rank, scale, self.dropout, self.dora)
 
     def inject(self, module: nn.Module) -> Collection[str]:
-        """Replace the layers matching a pattern. Raises UserError for a layer that is trained already."""
+        """Replace the layers matching a pattern. Raises UserError if a layer is trained already."""
         matched: set[str] = set()
         for name, layer in list(module.named_modules()):
             targets_by_name = {target_name: matching(target_name, self.targets) for target_name in _names(name, layer)}

@@ -336,7 +336,7 @@ class Checkpointer:
         log.info("restored %s", loaded.checkpoint)
 
     def _find_changed_nodes(self, checkpoint: Path) -> set[str]:
-        """Return the nodes that the checkpoint's recipe configures differently."""
+        """Return the nodes configured differently by the checkpoint's recipe."""
         try:
             text = read_file(checkpoint / LOCK, MAX_RECIPE_SIZE).decode()
             return {change.node for change in self.recipe.changes(text)}

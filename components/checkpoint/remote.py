@@ -41,7 +41,7 @@ class RemoteCopy:
 
     def update(self, run: Path) -> None:
         """
-        Copy new checkpoints and changed files, and remove checkpoints that the run has removed.
+        Copy new checkpoints and changed files, and remove checkpoints no longer in the run.
 
         A checkpoint's manifest is written last and removed first, so a checkpoint with a manifest is whole. Raises
         StoreError if the store fails; a later call goes on.
@@ -121,9 +121,9 @@ class RemoteCopy:
 def fetch_run(url: str, folder: Path, step: int | None = None) -> None:
     """Copy a run from a store into an empty folder. Raises UserError if the store fails or has no such checkpoint."""
     try:
-        found = RemoteCopy(ObjectStore.open(url)).fetch(folder, step)
+        fetched_step = RemoteCopy(ObjectStore.open(url)).fetch(folder, step)
     except StoreError as error:
         raise UserError(f"{error}; check the URL and the credentials of the store", 2) from error
-    if not found:
+    if not fetched_step:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise UserError(f"{url} has {which}; give the mirror of a run", 2)

@@ -44,7 +44,7 @@ def parse(text: str) -> Given:
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source that `--costs` selects. Raises UserError for a plan without a recipe."""
+    """Return the cost source selected by `--costs`. Raises UserError for a plan without a recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):

@@ -27,7 +27,7 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
     Return the faults in a run's recorded rows, and a summary.
 
     The recipe in the run folder and the newest checkpoint determine each step's rows. Row contents come from the
-    present data, which must equal the data of the training run.
+    present data, and it must equal the training run's data.
     """
     recorded, damage = _read_digests(run)
     recipe = Recipe.load(run, project=project)
@@ -91,7 +91,7 @@ def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader
 
 
 def _counts(source: RowSource, seen: Counter[int]) -> str:
-    """Return a text with the number of times that a source's rows were seen."""
+    """Return a text on how often a source's rows were seen."""
     own = range(source.first, source.first + source.rows)
     rows_by_times = Counter(times for row, times in seen.items() if row in own)
     counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(rows_by_times.items())]

@@ -26,6 +26,7 @@ class RankData:
     activations: Mapping[str, int] = output("activations at the peak, by kind")
     buffers: Mapping[str, int] = output("buffers at the peak, by kind")
     peak: int = output("peak")
+    host: int = output("state in host memory")
     when: str = output("part of the step with the peak")
 
 

@@ -1,4 +1,4 @@
-"""Processes, several at a time, which get the signals that this process receives."""
+"""Processes, several at a time, which get this process's signals."""
 
 import os
 import signal

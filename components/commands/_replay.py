@@ -43,7 +43,7 @@ class PhaseDigests:
 
 @attrs.frozen
 class TraceDifference:
-    """First phase after which two traces differ, and the names that differ, in the order of the hashes."""
+    """First phase after which two traces differ, and the differing names, in the order of the hashes."""
 
     step: int
     phase: str
@@ -64,7 +64,7 @@ def _no_recipe(run: Path) -> Nodes:
 
 
 def read_trace(run: Path) -> list[PhaseDigests]:
-    """Return the hashes that a run has recorded, by step and phase; the newest of a repeated phase."""
+    """Return a run's recorded hashes, by step and phase; the newest of a repeated phase."""
     rows: dict[tuple[int, str], PhaseDigests] = {}
     for line in lines_of(run / DIGESTS / file_name(0)):
         try:
@@ -76,7 +76,7 @@ def read_trace(run: Path) -> list[PhaseDigests]:
 
 
 def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the metrics that differ."""
+    """Return the differing metrics."""
     return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
 
 
@@ -96,9 +96,9 @@ def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
 
 def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
     """
-    Return the first difference at a phase that both traces have, or None.
+    Return the first difference at a phase in both traces, or None.
 
-    Names that only one of them has are left out, unless nothing else differs there.
+    Names in only one of them are left out, unless nothing else differs there.
     """
     known = {(entry.step, entry.phase): entry.digests for entry in other}
     for entry in one:
@@ -165,9 +165,9 @@ class Replayer:
 
 def common_checkpoints(one: Path, other: Path, before: int) -> list[tuple[Path, Path]]:
     """Return the checkpoints of both runs at equal steps before a step, the newest first."""
-    found = [{step_of(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)]
-    steps = sorted((step for step in found[0].keys() & found[1].keys() if step < before), reverse=True)
-    return [(found[0][step], found[1][step]) for step in steps]
+    checkpoints = [{step_of(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)]
+    steps = sorted((step for step in checkpoints[0].keys() & checkpoints[1].keys() if step < before), reverse=True)
+    return [(checkpoints[0][step], checkpoints[1][step]) for step in steps]
 
 
 def start_differs(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> bool:

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class EmbedResult(Result):
     """A file with the hidden states of documents."""
 
-    run_folder: Path = output("run folder")
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
     step: int = output("step of the checkpoint")
     path: Path = output("written safetensors file, with the tensor `hidden_states` of float32")
     shape: Sequence[int] = output("documents, layers, hidden size")

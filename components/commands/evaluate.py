@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class EvaluateResult(Result):
     """Mean loss of a run's weights."""
 
-    run_folder: Path = output("run folder")
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
     step: int = output("step of the checkpoint")
     loss: float = output("mean loss per token or pair")
     weight: float = output("number of tokens or pairs")

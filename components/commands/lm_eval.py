@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class LmEvalResult(Result):
     """Metrics of tasks."""
 
-    run_folder: Path = output("run folder")
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
     step: int = output("step of the checkpoint")
     results: Mapping[str, Mapping[str, Any]] = output(
         "values by task; a key is a metric and a filter, such as acc,none"

@@ -48,7 +48,7 @@ class NewResult(Result):
     extends: str = output("recipe that it extends")
 
     def render(self, format: str) -> str:
-        """Return one line that says how to run the recipe."""
+        """Return one line on how to run the recipe."""
         return f"{self.path} extends {self.extends}; `drawloom run {self.path}` trains it"
 
 

@@ -94,7 +94,7 @@ class Evidence:
     loss: float
     seconds: float
 
-    def excluded(self, tolerance: float) -> list[str]:
+    def find_excluded(self, tolerance: float) -> list[str]:
         """Return the layers whose error is more than `tolerance` times the median."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
@@ -106,7 +106,7 @@ def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolera
 
 
 def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
-    together, excluded = evidence.together, evidence.excluded(tolerance)
+    together, excluded = evidence.together, evidence.find_excluded(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
     yield f"# forward and backward {together.seconds:.3g} s instead of {evidence.seconds:.3g} s."
@@ -209,7 +209,7 @@ class _Probe:
 
 
 def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the norm of the difference of gradients (any shapes), divided by the norm of `exact`."""
+    """Return the norm of the gradients' difference (any shapes), divided by `exact`'s norm."""
     difference = sum(_square(gradient.double() - other) for gradient, other in zip(gradients, exact, strict=True))
     return float((difference / sum(map(_square, exact))) ** 0.5)
 

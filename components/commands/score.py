@@ -21,7 +21,7 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import Scorer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import print_text
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 
 
@@ -34,7 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=integer(), default=8, help="answers that are computed together (default 8)")
 
 
-def main(options: argparse.Namespace, project: Project) -> int:
+@output_class
+class ScoreResult(Result):
+    """A file with scored answers."""
+
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
+    step: int = output("step of the checkpoint")
+    path: Path = output("written JSON-lines file")
+    scores: int = output("number of scored answers")
+
+    def render(self, format: str) -> str:
+        """Return one line."""
+        return f"{self.run_folder}, step {self.step}: wrote {self.path}, {self.scores} scores"
+
+
+def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     """Write the lines, each with the `score` of its `completion` after its `prompt`."""
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
@@ -49,8 +63,7 @@ def main(options: argparse.Namespace, project: Project) -> int:
                 written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
     with writing(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
-    print_text(f"{options.run_folder}, step {step}: wrote {options.to}, {len(written)} scores")
-    return 0
+    return ScoreResult(options.run_folder, step, options.to, len(written))
 
 
 def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
@@ -62,7 +75,7 @@ def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Ten
 
 
 def _score(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
-    """Yield the score of each answer's ids, int64 (tokens,)."""
+    """Yield a score per answer, from its ids, int64 (tokens,)."""
     lengths = torch.tensor([len(ids) for ids in answers])
     tokens = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @output_class
 class WhySetting:
-    """A setting or an environment entry in which the runs differ."""
+    """A setting or an environment entry with different values in both runs."""
 
     key: str = output("`node.key`, or the name of a version or choice")
     one: str = output("value of the first run; empty without it")
@@ -137,14 +137,14 @@ def _causes(
             trace = replayer.replay(edited, start, difference.step)
         except (RecipeError, UserError):  # this edit needs others
             continue
-        found = first_difference(one, trace)
-        if found is not None and (found.step, found.phase) == (difference.step, difference.phase):
+        replayed = first_difference(one, trace)
+        if replayed is not None and (replayed.step, replayed.phase) == (difference.step, difference.phase):
             yield key
 
 
 @attrs.frozen
 class Pair:
-    """Two runs, and the records in which they differ."""
+    """Two runs, and their differing records."""
 
     one: Path
     nodes: Nodes
@@ -153,7 +153,7 @@ class Pair:
 
     @cached_property
     def settings(self) -> list[WhySetting]:
-        """Settings in which the recipes differ, without the runs' names and folders."""
+        """Settings with different values in both recipes, without the runs' names and folders."""
         texts = [b"".join(lines_of(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
         return [WhySetting(key, values[0], values[1]) for key, values in differences(texts) if key not in OWN_SETTINGS]
 
@@ -164,7 +164,7 @@ class Pair:
 
     @cached_property
     def step(self) -> int | None:
-        """The first common step in which a metric differs."""
+        """The first common step with a different metric."""
         one, other = self.rows
         return next((step for step in sorted(one.keys() & other.keys()) if unequal(one[step], other[step])), None)
 

@@ -1,4 +1,4 @@
-"""Contracts for ports of training data: packed rows and batches."""
+"""Contracts for training data ports: packed rows and batches."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -34,9 +34,9 @@ TENSORS = ("tokens", "targets", "positions", "document_ids", "weights")
 
 def rows_have_one_length(rows: PackedDataset) -> None:
     """
-    A batch has the declared class, a row for each index, and leaves of matching sizes.
+    A batch has the declared class, a row for each index, and leaves with matching sizes.
 
-    The tensors of a token batch have shape (rows, length); weights are float32, the others int64.
+    A token batch's tensors have shape (rows, length); weights are float32, the others int64.
     """
     expect(rows.length >= 1 and rows.count("train") >= 1, "there are no rows, or rows without tokens")
     batch = rows.batch("train", [0, rows.count("train") - 1])
@@ -50,7 +50,7 @@ def rows_have_one_length(rows: PackedDataset) -> None:
 
 
 def rows_do_not_depend_on_the_order(one: PackedDataset, other: PackedDataset) -> None:
-    """A row does not depend on earlier batches or on the other rows of its batch."""
+    """A row does not depend on earlier batches or on the other rows in its batch."""
     last = one.count("train") - 1
     expect(
         other.count("train") == one.count("train"),
@@ -79,7 +79,7 @@ def rows_are_filled_as_they_say(rows: PackedDataset) -> None:
 
 
 def targets_are_the_next_tokens(rows: PackedDataset) -> None:
-    """The target of a token is the next token of its document, and positions count from 0; only for token batches."""
+    """A token's target is the next token in its document, and positions count from 0; only for token batches."""
     batch = rows.batch("train", list(range(min(8, rows.count("train")))))
     if not isinstance(batch, TokenBatch):
         return
@@ -104,7 +104,7 @@ def tokens_without_a_target_weigh_nothing(rows: PackedDataset) -> None:
 
 
 def _expect_leaves_fit(batch: Batch) -> None:
-    """Raise BrokenContractError if the leaves of a batch differ in their numbers of rows or tokens."""
+    """Raise BrokenContractError if a batch's leaves differ in rows or tokens."""
     try:
         batch.check()
     except ValueError as error:
@@ -112,7 +112,7 @@ def _expect_leaves_fit(batch: Batch) -> None:
 
 
 def rows_are_of_one_source_each(rows: MeasuredRows) -> None:
-    """Sources cover the rows without gaps, and the tokens of a source's rows add up to its token count."""
+    """Sources cover the rows without gaps, and the tokens in a source's rows add up to its token count."""
     for split in SPLITS:
         tokens, end = rows.row_tokens(split), 0
         for source in rows.row_sources(split):
@@ -128,7 +128,7 @@ SOURCES = [RowSource("one", 0, 7, 56, 1.0), RowSource("other", 7, 5, 40, 2.0)]
 
 
 def each_row_comes_once(order: RowOrder) -> None:
-    """An epoch of a source contains every row of the source once."""
+    """An epoch of a source contains every row once."""
     for source in SOURCES:
         for epoch in (0, 1, 5):
             rows = order.rows_at(source, epoch, np.arange(source.rows))
@@ -136,7 +136,7 @@ def each_row_comes_once(order: RowOrder) -> None:
 
 
 def a_place_has_one_row(one: RowOrder, other: RowOrder) -> None:
-    """The row at an index of an epoch does not depend on earlier calls or their order."""
+    """The row at an index in an epoch does not depend on earlier calls or their order."""
     epochs = [(source, epoch) for source in SOURCES for epoch in (0, 3)]
     orders = [one.rows_at(source, epoch, np.arange(source.rows)) for source, epoch in epochs]
     for (source, epoch), rows in reversed([*zip(epochs, orders, strict=True)]):
@@ -163,7 +163,7 @@ EXAMPLES: list[Example] = [{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7, 8, 9, 
 
 
 def a_row_is_an_example(collator: Collator) -> None:
-    """An example becomes one row of the requested length, with its tokens together, independent of other examples."""
+    """An example becomes one row with the requested length, with its tokens together, independent of other examples."""
     if not issubclass(collator.batch_type, TokenBatch):
         name = collator.batch_type.__name__
         raise BrokenContractError(
@@ -218,7 +218,7 @@ def steps_differ(data: TrainingData) -> None:
 
 
 def tokens_of_sources_grow(progress: SourceProgress) -> None:
-    """From step to step, the tokens of no source decrease, and the total increases."""
+    """From step to step, no source's tokens decrease, and the total increases."""
     counts = [progress.tokens_by_source(step) for step in range(1, STEPS + 1)]
     for earlier, later in pairwise(counts):
         expect(all(tokens <= later[name] for name, tokens in earlier.items()), f"{earlier} tokens become {later}")
@@ -226,7 +226,7 @@ def tokens_of_sources_grow(progress: SourceProgress) -> None:
 
 
 def it_has_the_rows_that_it_counts(data: ValidationData) -> None:
-    """The microbatches have at most the counted rows, and these are at most all rows of the split."""
+    """The microbatches have at most the counted rows, and these are at most all the split's rows."""
     used, count = data.row_counts()
     rows = sum(batch.row_count for batch in data.batches())
     expect(0 < rows <= used <= count, f"{rows} rows in microbatches, {used} of {count} by its own count")

@@ -1,4 +1,4 @@
-"""Contracts for ports of models and their kernels."""
+"""Contracts for model ports and their kernels."""
 
 import torch
 
@@ -44,7 +44,7 @@ def rope(kernels: Kernels) -> None:
 
 def attention(kernels: Kernels) -> None:
     """
-    Attention is a softmax over earlier tokens of the same document, and groups of heads share keys and values.
+    Attention is a softmax over earlier tokens in the same document, and head groups share keys and values.
 
     The mask for rows of one document (`whole_rows`) has the same result.
     """
@@ -63,7 +63,7 @@ def attention(kernels: Kernels) -> None:
 
 def attention_options(kernels: Kernels) -> None:
     """
-    Scores have a scale and a softcap, sinks are the scores of keys without values, and values have any width.
+    Scores have a scale and a softcap, sinks are scores for keys without values, and values have any width.
 
     Options have the same result for rows of one document.
     """
@@ -101,7 +101,7 @@ def linear_cross_entropy(kernels: Kernels) -> None:
     """
     The loss is -log softmax(hidden @ weight.T) at the target, times the token's weight; 0 for ignored targets.
 
-    The second result is the logarithm of the sum of exponentials (lse) of the logits.
+    The second result is the logits' log-sum-exp (lse).
     """
     hidden, weight, targets = _random(3, 4, 8), _random(11, 8), torch.arange(12).reshape(3, 4) % 11
     targets[0, 1] = -100  # IGNORE_INDEX
@@ -135,7 +135,7 @@ def _names(model: Model, span: LayerRange) -> list[str]:
 
 
 def parts_make_the_whole(model: Model) -> None:
-    """The parts of any partition of the layers have all parameters of the whole model, under the same names."""
+    """However the layers are partitioned, the parts have all the whole model's parameters, under the same names."""
     whole = set(_names(model, LayerRange(0, model.num_hidden_layers, True, True)))
     for cut in range(1, model.num_hidden_layers):
         first = _names(model, LayerRange(0, cut, True, False))
@@ -144,7 +144,7 @@ def parts_make_the_whole(model: Model) -> None:
 
 
 def layers_that_keep_shapes_do(model: LanguageModel) -> None:
-    """If a model declares that layers keep the shape and dtype of hidden states, every layer keeps them."""
+    """If a model declares that layers keep the hidden states' shape and dtype, every layer keeps them."""
     if not layers_keep_shapes(model):
         return
     tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
@@ -206,7 +206,7 @@ def its_head_is_for_losses(model: LanguageModel) -> None:
 
 
 def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
-    """Hidden states of parts with a key-value cache, if the model uses it, equal those of the whole text."""
+    """Hidden states for parts with a key-value cache, if the model uses it, equal the whole text's."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
         model.initialise(name, parameter.data, 1)

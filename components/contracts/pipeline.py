@@ -1,4 +1,4 @@
-"""Contracts for ports of pipelines: schedules, losses and executors."""
+"""Contracts for pipeline ports: schedules, losses and executors."""
 
 from collections.abc import Callable, Sequence
 
@@ -54,7 +54,7 @@ def every_stage_recomputes_by_a_policy_or_none_does(schedule: Schedule) -> None:
 
 
 def layers_are_those_of_the_model(schedule: Schedule) -> None:
-    """A schedule that partitions the layers assigns all layers of the model, and at least one per stage."""
+    """A schedule that partitions the layers assigns all the model's layers, and at least one per stage."""
     if not isinstance(schedule, PartitioningSchedule):
         return
     for ranks, _ in LAYOUTS:
@@ -87,7 +87,7 @@ def it_is_a_pure_function(one: Schedule, other: Schedule) -> None:
 
 
 def _pairs_of(program: Program, op: int) -> list[tuple[int, int]]:
-    """Return the sorted pairs of stage and microbatch of an op's actions."""
+    """Return the sorted pairs (stage, microbatch) of an op's actions."""
     selected = program.op == op
     return sorted(zip(program.stage[selected].tolist(), program.microbatch[selected].tolist(), strict=True))
 
@@ -123,7 +123,7 @@ class _Head:
 
 
 def _batch(rows: int = 4) -> TokenBatch:
-    """Return rows of 6 tokens with different weights, some without a target."""
+    """Return rows with 6 tokens and different weights, some without a target."""
     tokens = torch.arange(6 * rows).reshape(rows, 6) % VOCAB
     targets = (tokens + 1) % VOCAB
     targets[:, 5] = IGNORE_INDEX
@@ -157,7 +157,7 @@ def _prepare(loss: Loss) -> Loss:
 
 
 def _compute(loss: Loss, hidden: Tensor, head: _Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Compute a loss; a loss with a reference model gets log probabilities of other hidden states as the reference."""
+    """Compute a loss; a loss with a reference model gets log probabilities of other hidden states."""
     if isinstance(loss, Referenced):
         with torch.no_grad():
             batch = loss.with_reference(batch, loss.token_logps(hidden.flip(2), head, batch))
@@ -194,7 +194,7 @@ def rows_add_up(loss: Loss) -> None:
 
 
 def tokens_count_by_their_weights(loss: Loss) -> None:
-    """Doubling the weights doubles all sums, and tokens of weight 0 add nothing."""
+    """Doubling the weights doubles all sums, and tokens with weight 0 add nothing."""
     hidden, head, batch = _hidden(), _Head(), _batch()
     single = _sums(_compute(_prepare(loss), hidden, head, batch))
     double = _sums(_compute(loss, hidden, head, batch.evolve(weights=2 * batch.weights)))
@@ -209,7 +209,7 @@ def tokens_count_by_their_weights(loss: Loss) -> None:
 
 
 def the_model_sees_tokens(loss: Loss) -> None:
-    """The first stage gets all rows and tokens of the batch, and all stages get their positions and documents."""
+    """The first stage gets all rows and tokens in the batch, and all stages get their positions and documents."""
     tokens, shared = _prepare(loss).inputs(_batch())
     if not isinstance(shared, TokenContext):
         raise BrokenContractError("the model sees no positions and documents")
@@ -224,21 +224,21 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
 
 
 def _train(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
-    """Return the sums of losses and weights of a training pass, float64 (2,)."""
+    """Return the sums of losses and weights from a training pass, float64 (2,)."""
     state = state_of_batches(batches)
     executor.train(state)
     return sum_losses(state)
 
 
 def _evaluate(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
-    """Return the sums of losses and weights of an evaluation, float64 (2,)."""
+    """Return the sums of losses and weights from an evaluation, float64 (2,)."""
     state = state_of_batches(batches)
     executor.evaluate(state)
     return sum_losses(state)
 
 
 def training_and_evaluation_measure_the_same(executor: Executor) -> None:
-    """Training and evaluation of the same microbatches have the same loss and weight."""
+    """Training and evaluation on the same microbatches have the same loss and weight."""
     sums = _train(executor, [_batch()])
     expect(bool(sums[0].isfinite()), f"the loss is {sums[0].item()}")
     _expect_same_sums(_evaluate(executor, [_batch()]), sums, "evaluated")
@@ -259,7 +259,7 @@ def evaluation_changes_nothing(executor: Executor) -> None:
 
 
 def _logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Return the logits of tokens; empty on a rank without logits."""
+    """Return the logits for tokens; empty on a rank without logits."""
     shared = TokenContext(torch.arange(6).repeat(len(tokens), 1), torch.zeros_like(tokens))
     if documents is not None:
         shared = attrs.evolve(shared, document_ids=documents)
@@ -291,7 +291,7 @@ def other_documents_do_not_matter(predictor: Predictor) -> None:
 
 
 def every_microbatch_is_finished(passes: ForwardPasses) -> None:
-    """Each microbatch's number comes with what `finish` makes of its own hidden states, however many run together."""
+    """Every microbatch's number comes with `finish`'s result for its own hidden states, however many run together."""
     rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
     inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]
     together: dict[int, Tensor] = {}

@@ -50,7 +50,7 @@ def _same(one: Completions, row: int, other: Completions, index: int) -> bool:
 
 def scores_are_numbers_by_answer(reward: Reward) -> None:
     """
-    Each answer has a finite score or None, which is the same when it is scored again, alone.
+    Every answer has a finite score or None, and the same one when it is scored again, alone.
 
     The example has an `answer`, the text 12.
     """

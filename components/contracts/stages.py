@@ -1,4 +1,4 @@
-"""Contracts for ports of stages and their parameters."""
+"""Contracts for stage ports and their parameters."""
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ def owned_parameters_are_a_subset(parameters: SpreadParameters) -> None:
 
 
 def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
-    """A gradient of ones becomes the number of ranks that have the parameter."""
+    """A gradient of ones becomes the number of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
         gradient_of(parameter).fill_(1)
     parameters.sum_gradients()
@@ -85,7 +85,7 @@ def gradients_are_summed_over_ranks(parameters: SpreadParameters) -> None:
 
 
 def casts_follow_the_parameters(stages: TrainableStages) -> None:
-    """Casting does not change master weights; after an in-place change of a master weight, layers use the new value."""
+    """Casting does not change master weights; after an in-place change to a master weight, layers use the new value."""
     for only_if_changed in (False, True):
         masters = [parameter for stage in stages.local for _, parameter in stage.named_parameters()]
         before = [parameter.detach().clone() for parameter in masters]
@@ -115,7 +115,7 @@ def gradients_are_handed_over(stages: TrainableStages) -> None:
 
 
 def the_first_stage_takes_tokens(inputs: StageInputs) -> None:
-    """The input of the first stage is a meta tensor with the shape and dtype of the tokens."""
+    """The first stage's input is a meta tensor with the tokens' shape and dtype."""
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     spec = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
     expect(isinstance(spec, torch.Tensor) and spec.is_meta, "the input of the first stage is not on the meta device")
@@ -139,7 +139,7 @@ def transformed_modules_stay_on_the_meta_device(transform: Transform) -> None:
 
 
 def transformed_modules_keep_their_shapes(transform: Transform) -> None:
-    """A transformed module returns outputs of the same shape."""
+    """A transformed module returns outputs with the same shape."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
         output = transform.transform(module)(torch.empty(3, 8))

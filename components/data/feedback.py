@@ -1,4 +1,4 @@
-"""Judged answers, each good or bad by itself, for KTO."""
+"""Answers judged good or bad by themselves, for KTO."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -72,7 +72,7 @@ def _answer_start(document: Encoded) -> int:
 
 
 def _mismatch(one: Encoded, other: Encoded) -> Encoded:
-    """Return the prompt of one document with the answer of another."""
+    """Return one document's prompt with another's answer."""
     first, second = _answer_start(one), _answer_start(other)
     ids = np.concatenate([one.ids[:first], other.ids[second:]])
     return Encoded(ids, np.concatenate([one.weights[:first], other.weights[second:]]), label=0.0)

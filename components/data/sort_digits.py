@@ -11,7 +11,7 @@ from drawloom.components.distributed.rng import generator
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, Example
 from drawloom.components.ports.run import RunInfo
-from drawloom.graph import at_least, between, component, setting
+from drawloom.graph import between, component, setting
 
 
 @component
@@ -26,7 +26,9 @@ class SortDigits:
     tokenizer: Tokenizer
     job: RunInfo
     digits: int = setting(default=6, check=between(1, 19), doc="digits of each number")
-    examples_drawn: int = setting(default=8192, check=at_least(1), doc="numbers drawn, before repetitions are dropped")
+    examples_drawn: int = setting(
+        default=8192, check=between(1, 10_000_001), doc="numbers drawn, before repetitions are dropped"
+    )
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of numbers held out for evaluation; 0: none"
     )

@@ -27,7 +27,7 @@ class Connections:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the sockets that the body opens. Another thread's new sockets are recorded, too."""
+        """Record the sockets opened in the body. Another thread's new sockets are recorded, too."""
         before = _sockets().keys()
         try:
             yield
@@ -35,7 +35,7 @@ class Connections:
             self._inodes |= _sockets().keys() - before
 
     def break_all(self) -> int:
-        """Shut down every recorded connection that is still open, and return their number."""
+        """Shut down every open recorded connection, and return their number."""
         count = 0
         for inode, descriptor in _sockets().items():
             if inode in self._inodes:

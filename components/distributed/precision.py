@@ -118,7 +118,7 @@ class DtypePolicy:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems of conflicting dtypes."""
+        """Yield problems from conflicting dtypes."""
         values = node.settings
         for key, text, hint in find_dtype_conflicts(
             values["parameter"], values["compute"], values["gradient"], values["uncast"]
@@ -174,7 +174,7 @@ def find_format_conflicts(
     linear_weights: RoundingTime,
     gather: LinearFormat,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the conflicts of the format of linear layers with the compute dtype: the key, the fault, and the remedy."""
+    """Yield conflicts between the linear layers' format and the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
         text = f"layers compute in {compute!r}, and products in float8 round bfloat16"
         yield "linear", text, "write compute = 'bfloat16', or remove linear"
@@ -192,7 +192,7 @@ def find_format_conflicts(
 def find_frozen_conflicts(
     compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...], linear: LinearFormat
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the conflicts of the format of frozen weights with other settings: the key, the fault, and the remedy."""
+    """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""
     if frozen != "compute" and compute != "bfloat16":
         text = f"layers compute in {compute!r}, and frozen weights in {frozen} are dequantized to bfloat16"
         yield "frozen", text, "write compute = 'bfloat16', or remove frozen"

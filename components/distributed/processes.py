@@ -42,8 +42,8 @@ class TorchProcesses:
     """
     Processes described by torchrun's variables, or a single process if the variables are unset.
 
-    With `on_failure` "continue", the ranks that are left after a killed process agree on the complete `replicas`, and
-    raise a ReopenError: the graph is opened again with these processes, renumbered. This works with gloo.
+    With `on_failure` "continue", the ranks left after a killed process agree on the complete `replicas`, and raise a
+    ReopenError: the graph is opened again with these processes, renumbered. This works with gloo.
     """
 
     device: Device

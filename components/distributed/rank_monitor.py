@@ -7,9 +7,9 @@ separate connection to the store, because a hanging process may hold other conne
 When a rank times out, it requests all ranks' status, and every rank reports the collective that blocks it.
 
 The first failure of any rank ends every rank, and is printed once: the first rank to set it in the store prints it, and
-the others end silently. A process that is still busy after its grace period is killed: a gloo collective can't be
-interrupted from another thread, and with NCCL no host thread waits where it could be interrupted. A killed process sets
-no failure; the other processes on its machine notice its death by a pidfd, which then becomes readable.
+the others end silently. A process still busy after its grace period is killed: a gloo collective can't be interrupted
+from another thread, and with NCCL no host thread waits where it could be interrupted. A killed process sets no failure;
+the other processes on its machine notice its death by a pidfd, which then becomes readable.
 
 If the run survives losses, such a death is no failure: it is published as a loss, and every rank calls `on_loss`.
 """
@@ -150,7 +150,7 @@ class RankMonitor:
         return failure
 
     def report_exception(self, error: Exception) -> Failure:
-        """Report an exception that was raised at this rank's location; return the first failure."""
+        """Report an exception raised at this rank's location; return the first failure."""
         if isinstance(error, RankError) and error.rank != self.rank:
             # the rank that raised it has the traceback
             self._wait_for_failure(STORE_TIMEOUT)
@@ -172,7 +172,7 @@ class RankMonitor:
             self.report(self._describe_loss(dead[0]))
 
     def describe_losses(self) -> str:
-        """Return a message that names the lost ranks."""
+        """Return a message naming the lost ranks."""
         return "; ".join(map(self._describe_loss, sorted(self.lost_ranks)))
 
     def exit_if_overdue(self) -> None:

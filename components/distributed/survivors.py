@@ -2,8 +2,8 @@
 Agreement on the ranks that continue after a loss.
 
 All live ranks break their collectives, unwind, and meet in the launch's store. The first rank that sees every other one
-as arrived or lost proposes the members, and all ranks use the proposal that the store keeps, so that no two groups of
-survivors exist. A rank leaves if its replica is incomplete, or is not needed.
+as arrived or lost proposes the members, and all ranks use the proposal in the store, so that no two groups of survivors
+exist. A rank leaves if its replica is incomplete, or is not needed.
 """
 
 import json

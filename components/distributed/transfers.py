@@ -11,6 +11,12 @@ from torch import Tensor
 from drawloom.components.ports.memory import Copies, Ticket
 from drawloom.graph import UserError
 
+MIN_SLAB_BYTES = 2**26
+"""
+Size from which memory is pinned where it is: torch's allocator of pinned memory would round it up to a power of two.
+Smaller memory may share pages with other memory, which can't be pinned twice; from 32 MiB on, glibc maps pages.
+"""
+
 
 @attrs.define(eq=False)
 class DeviceTransfers:
@@ -30,9 +36,10 @@ class DeviceTransfers:
                 f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
                 "narrower state_dtype, more ranks along data_shard, or keep the state on the device"
             )
-        memory = torch.zeros(size, dtype=torch.uint8)
-        if self.device.type == "cuda" and size:
-            # Torch's allocator of pinned memory would round the size up to a power of two.
+        is_slab = size >= MIN_SLAB_BYTES
+        pins = self.device.type == "cuda" and size > 0
+        memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pins and not is_slab)
+        if pins and is_slab:
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if code := int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)):
                 raise UserError(

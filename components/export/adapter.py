@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_on_all, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
-from drawloom.components.export.joined_adapters import PREFIX, joined_layers
+from drawloom.components.export.joined_adapters import PREFIX, find_joined_layers
 from drawloom.components.export.shard_writer import own_share
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
@@ -65,7 +65,7 @@ class AdapterExport:
         self._plan()
 
     def is_finished(self, step: int) -> bool:
-        """Return whether the folder, which is never incomplete, is from this step. A collective, with equal results."""
+        """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
@@ -95,7 +95,8 @@ class AdapterExport:
         if (prefix := self._prefix()) != DECODER:
             # Ends of names would match modules of other parts, such as a vision tower.
             names = [pair.target for pair in _low_ranks(whole, files) if not pair.fused]
-            mapper, config = _rename_outputs(mapper, prefix), _renamed({**config, "target_modules": names}, prefix)
+            mapper = _rename_outputs(mapper, prefix)
+            config = _rename_modules({**config, "target_modules": names}, prefix)
         return mapper, config
 
     def _prefix(self) -> str:
@@ -151,7 +152,7 @@ def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Te
     return [converted if probe.shape[1] == factor.shape[1] else converted.transpose(1, 2)]
 
 
-def _renamed(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _rename_modules(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return an `adapter_config.json` for a decoder with another prefix."""
 
     def within(name: str) -> str:
@@ -170,7 +171,7 @@ TABLES = ("rank_pattern", "alpha_pattern")
 def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
     """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `files` is the model's mapper."""
     own = {group.inputs[0]: group for group in files.groups if group.inputs == group.outputs and len(group.inputs) == 1}
-    joined = list(joined_layers(whole, files))
+    joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
     alone = (layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
     layers = (sequential(_reorder_outputs(mapper.inputs, own), mapper) for mapper in alone)
@@ -222,7 +223,7 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
 def _low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
     """Return the pairs of factors in all adapters, as PEFT has them."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
-    joined = list(joined_layers(whole, files))
+    joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
     single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
     return [_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]

@@ -44,11 +44,11 @@ class HuggingFaceExport:
     )
 
     def is_finished(self, step: int) -> bool:
-        """Return whether the folder, which is never incomplete, is from this step. A collective, with equal results."""
+        """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._target) == step))
 
     def finish(self, step: int) -> None:
-        """Write the folder, to which every rank adds its own tensors. A collective over all ranks."""
+        """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.is_finished(step):
             return
         run_on_rank0(

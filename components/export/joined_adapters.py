@@ -1,4 +1,4 @@
-"""Adapters of layers that files of a family join or rename, in the form of the joined layer."""
+"""Adapters for layers that a family's files join or rename, in the joined layer's form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,11 +22,11 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 @attrs.frozen(eq=False)
 class JoinedLayer:
     """
-    Linear layer `name` in files of a family, whose weight `group` makes of the weights of several layers.
+    Linear layer `name` in a family's files; `group` makes its weight from several layers' weights.
 
-    `parts` are the adapted ones among these layers. Their factors become one pair: in W + scale * B A, A has the rows
-    of all parts, and B has a part's columns in the part's rows, and zeros elsewhere. `rows` are the rows of each
-    layer's weight.
+    `parts` are the adapted ones among these layers. Their factors become one pair: in W + scale * B A, A has all parts'
+    rows, and B has a part's columns in the part's rows, and zeros elsewhere. `rows` are the row counts of the layers'
+    weights.
     """
 
     name: str
@@ -36,7 +36,7 @@ class JoinedLayer:
 
     @property
     def pair(self) -> LowRank:
-        """The description of the factors for PEFT. Raises UserError for a part without DoRA beside one with it."""
+        """The factors' description for PEFT. Raises UserError for a part without DoRA beside one with it."""
         pairs = list(self._pairs.values())
         if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
             others = ", ".join(name for name in self._layers if name not in self.parts)
@@ -47,7 +47,7 @@ class JoinedLayer:
 
     @property
     def mapper(self) -> Mapper:
-        """The mapper from the factors of the parts to the factors of the joined layer, under PEFT's names."""
+        """The mapper from the parts' factors to the joined layer's, under PEFT's names."""
         joins = {A: _join_rows, B: self._join_columns} | ({MAGNITUDE: self._join_magnitudes} if self.pair.dora else {})
         groups = [
             TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
@@ -67,7 +67,7 @@ class JoinedLayer:
         return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
 
     def _join_columns(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Join B of the parts, each (outputs, rank), to (all outputs, all ranks)."""
+        """Join the parts' B, (outputs, rank) per part, to (all outputs, all ranks)."""
         factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs
         width, scale, start, blocks = self.pair.rank, self.pair.scale, 0, []
         for name, rows in zip(self._layers, self.rows, strict=True):
@@ -80,18 +80,18 @@ class JoinedLayer:
         return self.group.convert(blocks)
 
     def _join_magnitudes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Join magnitudes of the parts, each (outputs,), to (all outputs,)."""
+        """Join the parts' magnitudes, (outputs,) per part, to (all outputs,)."""
         by_name = dict(zip(self.parts, tensors, strict=True))
         [joined] = self.group.convert([by_name[name].unsqueeze(1) for name in self._layers])
         return [joined.squeeze(1)]
 
 
 def _join_rows(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Join A of the parts, each (rank, inputs), to (all ranks, inputs)."""
+    """Join the parts' A, (rank, inputs) per part, to (all ranks, inputs)."""
     return [torch.cat([*tensors])]
 
 
-def joined_layers(whole: nn.Module, files: Mapper) -> Iterator[JoinedLayer]:
+def find_joined_layers(whole: nn.Module, files: Mapper) -> Iterator[JoinedLayer]:
     """Yield a whole model's adapted linear layers with another form or name in files; `files` maps to these."""
     adapted = {
         name: layer

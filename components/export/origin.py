@@ -1,4 +1,4 @@
-"""Folders of models that have other parts beside a trained text model, which exports keep unchanged."""
+"""Model folders with other parts beside a trained text model, which exports keep unchanged."""
 
 import logging
 import shutil
@@ -31,7 +31,7 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 @attrs.frozen
 class OriginFolder:
     """
-    Folder of a model's initial weights, of which exports keep tensors that are not loaded, `carried`.
+    Folder with a model's initial weights; exports keep its tensors that are not loaded, `carried`.
 
     `style` are the prefixes of the text model's tensors, and `config` is the folder's config with the exported model.
     """
@@ -42,17 +42,17 @@ class OriginFolder:
     config: dict[str, Any]
 
     def rename(self, mapper: Mapper) -> Mapper:
-        """Return a mapper to the names in the folder, for a mapper to names of a text model."""
+        """Return a mapper to the names in the folder, for a mapper to a text model's names."""
         names = {name: nested_name(name, self.style) for name in mapper.outputs}
         return sequential(mapper, rename(names)) if self.style else mapper
 
     def add_to(self, share: Share) -> Share:
-        """Return a rank's share of the export with the tensors that are not loaded."""
+        """Return a rank's share of the export with the tensors not loaded."""
         source = _Both(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
     def copy_processors(self, target: Path) -> None:
-        """Copy the files for inputs of other parts."""
+        """Copy the files for other parts' inputs."""
         for name in PROCESSORS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, target / name)
@@ -60,7 +60,7 @@ class OriginFolder:
 
 @attrs.frozen
 class _Both:
-    """Source of a rank's parameters, and of tensors in a folder."""
+    """Source for a rank's parameters, and for tensors in a folder."""
 
     own: TensorSource
     folder: TensorSource
@@ -76,15 +76,15 @@ class _Both:
 
 def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
     """
-    Return the folder of the initial weights if it has other parts; None if the model is all of it.
+    Return the initial weights' folder if it has other parts, else None.
 
     A collective: rank 0 reads the folder.
     """
     folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
     if folder is None or not isinstance(model, KeepsConfig):
         return None
-    found = run_on_rank0(group, lambda: _describe(model, folder))
-    return None if found is None else OriginFolder(folder, **found)
+    fields = run_on_rank0(group, lambda: _describe(model, folder))
+    return None if fields is None else OriginFolder(folder, **fields)
 
 
 def _describe(model: Any, folder: Path) -> dict[str, Any] | None:

@@ -93,14 +93,14 @@ Finish = Callable[[Path, list[PlannedFile]], None]
 
 @attrs.frozen
 class Share:
-    """One rank's share: the source and mapper for its groups, and the output names that it writes."""
+    """One rank's share: the source and mapper for its groups, and its output names."""
 
     source: TensorSource
     mapper: Mapper
     writes: Collection[str]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that the rank writes, any shape. Ranks that share slices call this together."""
+        """Return all tensors written by the rank, any shape. Ranks that share slices call this together."""
         return {name: tensor for name, tensor in stream(self.source, self.mapper) if name in self.writes}
 
 
@@ -163,7 +163,7 @@ def own_share(
 
 def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish: Finish) -> None:
     """
-    Write a folder with safetensors files, to which every rank adds its share. A collective over the group.
+    Write a folder with safetensors files, with a share from every rank. A collective over the group.
 
     Rank 0 creates the temporary folder and, after all ranks have written, writes the index, calls `finish` for
     other files, and renames the folder to the target. Raises UserError on every rank if any rank fails, if two
@@ -185,7 +185,7 @@ def write_shares(target: Path, own: Share, group: Group, max_shard: int, finish:
 
 
 def _specs_json(own: Share) -> dict[str, Any]:
-    """Return shapes and dtypes for the tensors that a rank will write, as JSON."""
+    """Return shapes and dtypes for the tensors a rank will write, as JSON."""
     specs = {name: spec for name, spec in output_specs(own.source, own.mapper).items() if name in own.writes}
     check_names(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}

@@ -20,7 +20,7 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
-from drawloom.kernels.dequantize import grouped_gemm_quantized, linear_quantized
+from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import cheap, note
@@ -297,9 +297,11 @@ class AutoKernels:
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
-    def grouped_gemm_quantized(self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor) -> Tensor:
+    def multiply_quantized_experts(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+    ) -> Tensor:
         dequantize, grouped_gemm = self._functions["dequantize"], self._functions["grouped_gemm"]
-        return grouped_gemm_quantized(dequantize, grouped_gemm, x, stored, weight_format, offsets)
+        return multiply_quantized_experts(dequantize, grouped_gemm, x, stored, weight_format, offsets)
 
 
 class PartMask(NamedTuple):

@@ -1,9 +1,9 @@
 """
-Recurrent operations whose rows continue elsewhere: in a cache of states, or in the pieces of other ranks.
+Recurrent operations whose rows continue elsewhere: in a state cache, or in other ranks' pieces.
 
-Context parallelism: the state after a piece of a row is an affine function of the state before, S -> M S + B. Each rank
-computes (B, M) of its pieces in one call, as values beside the identity; ranks exchange these and apply the pieces
-before their own, and a second call computes the results. A border of documents in a piece makes M zero.
+Context parallelism: the state after a row's piece is an affine function of the state before, S -> M S + B. Every rank
+computes (B, M) for its pieces in one call, as values beside the identity; ranks exchange these and apply the pieces
+before their own, and a second call computes the results. A document border in a piece makes M zero.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class WholeMask(NamedTuple):
-    """Documents of whole rows for recurrent operations, with or without a cache of the states after earlier tokens."""
+    """Documents in whole rows for recurrent operations, with or without a cache for the states after earlier tokens."""
 
     documents: RecurrentDocuments
     cache: KeyValueCache | None
 
     @classmethod
     def of(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
-        """Return the mask for document ids int64 (rows, length); with a cache a row's state is of its only document."""
+        """Return the mask for document ids int64 (rows, length); with a cache a row's state is for its one document."""
         documents = recurrent_documents(document_ids)
         if cache is not None and cache.length:
             documents = documents._replace(before=documents.ids[:, 0])
@@ -47,7 +47,7 @@ class WholeMask(NamedTuple):
         return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule; with a cache to the state of the cached tokens."""
+        """Apply the gated delta rule; with a cache to the cached tokens' state."""
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
         mixed, state = rule(*inputs, self.documents, self.cache.read_state())
@@ -57,9 +57,9 @@ class WholeMask(NamedTuple):
 
 class PieceMask(NamedTuple):
     """
-    Mask of this rank's pieces of every row, which become rows: `ids` int32 (rows, pieces, tokens).
+    Mask for this rank's pieces of every row, which become rows: `ids` int32 (rows, pieces, tokens).
 
-    `row_ids` int32 (rows, length) are of whole rows, and `starts` int64 (pieces,) the pieces' first tokens in the row.
+    `row_ids` int32 (rows, length) are for whole rows, and `starts` int64 (pieces,) the pieces' first tokens in the row.
     """
 
     ids: Tensor
@@ -69,13 +69,13 @@ class PieceMask(NamedTuple):
 
     @classmethod
     def of(cls, document_ids: Tensor, part: RowPart) -> Self:
-        """Return the mask for document ids int64 (rows, tokens) of this rank's tokens."""
+        """Return the mask for document ids int64 (rows, tokens) for this rank's tokens."""
         row_ids = recurrent_documents(part.gather(document_ids)).ids
         places = part.places.view(len(part.pieces), -1)
         return cls(row_ids[:, places], row_ids, places[:, 0], part)
 
     def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """Apply a causal convolution to x (rows, tokens, channels), behind the last tokens of the pieces before."""
+        """Apply a causal convolution to x (rows, tokens, channels), behind the previous pieces' last tokens."""
         lags = weight.shape[1] - 1
         pieces = self._cut(x)
         kept = min(lags, pieces.shape[1])
@@ -87,7 +87,7 @@ class PieceMask(NamedTuple):
         return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule to the states that the pieces before leave."""
+        """Apply the gated delta rule to the states after the previous pieces."""
         q, k, v, g, beta = (self._cut(x) for x in inputs)
         documents = RecurrentDocuments(self.ids.flatten(0, 1), self._ids_before(1).flatten())
         heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
@@ -114,6 +114,6 @@ class PieceMask(NamedTuple):
         return x.reshape(len(x) * len(self.part.pieces), -1, *x.shape[2:])
 
     def _ids_before(self, count: int) -> Tensor:
-        """Return the documents of the `count` tokens before each piece, int32 (rows, pieces, count); -1 if none."""
+        """Return the documents of the `count` tokens before every piece, int32 (rows, pieces, count); -1 if none."""
         places = self.starts[:, None] + torch.arange(-count, 0, device=self.starts.device)
         return torch.where(places < 0, -1, self.row_ids[:, places.clamp(min=0)])

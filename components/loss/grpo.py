@@ -1,9 +1,9 @@
 """
-Losses of sampled completions: GRPO and its relatives.
+Losses for sampled completions: GRPO and its relatives.
 
-The surrogate of a token is -min(ratio * A, clip(ratio) * A), with the advantage A and the ratio of the token's
-probability to the probability that it was sampled with (Schulman et al. 2017, "Proximal Policy Optimization", arXiv
-1707.06347, equation 7).
+A token's surrogate is -min(ratio * A, clip(ratio) * A), with the advantage A and the ratio of the token's probability
+to the probability that it was sampled with (Schulman et al. 2017, "Proximal Policy Optimization", arXiv 1707.06347,
+equation 7).
 
 - `grpo`: Shao et al. 2024, arXiv 2402.03300, equation 3: the mean over rows of the means over tokens.
 - `dr_grpo`: Liu et al. 2025, arXiv 2503.20783: the sum over tokens, divided by a constant length and the rows.
@@ -33,7 +33,7 @@ Mean = Literal["rows", "tokens", "constant"]
 @attrs.frozen
 class Variant:
     """
-    A method: the tokens of a ratio, the distances of its clip from 1, and the mean.
+    A method: a ratio's tokens, its clip's distances from 1, and the mean.
 
     With `detached`, the clipped ratio is a factor of the log-probability.
     """

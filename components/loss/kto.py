@@ -1,9 +1,9 @@
 """
-Kahneman-Tversky Optimization: learn from single answers that are good or bad, relative to a reference model.
+Kahneman-Tversky Optimization: learn from single good or bad answers, relative to a reference model.
 
 Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306, equation 7. The
 reference point z is an estimate of the divergence between the model and the reference: the mean, over all answers of
-the step, of the log-ratio of an answer to another prompt. TRL takes this mean over a microbatch on all ranks.
+the step, of the log-ratio for an answer to another prompt. TRL takes this mean over a microbatch on all ranks.
 """
 
 from typing import ClassVar, Literal

@@ -1,8 +1,8 @@
 """
-The common part of losses that compare a chosen with a rejected answer.
+Base for losses that compare a chosen with a rejected answer.
 
-`data.packing.pairs` makes the rows. Every loss of this family is a function of the rewards of both answers, and a
-reward is proportional to the answer's log-probability, relative to a reference model if the loss has one.
+`data.packing.pairs` makes the rows. Every loss in this family is a function of both answers' rewards, and a reward is
+proportional to the answer's log-probability, relative to a reference model if the loss has one.
 """
 
 from typing import ClassVar, Literal
@@ -27,10 +27,10 @@ A different order of summation, such as another number of tensor-parallel ranks,
 @attrs.frozen
 class PairScores:
     """
-    Scores of pairs of answers; tensors are float64 (rows, pairs, 2), the chosen answer first.
+    Scores for answer pairs; tensors are float64 (rows, pairs, 2), the chosen answer first.
 
-    `rewards` are differentiable, as are `logps`, the sums over an answer's tokens. `counts` are its numbers of tokens,
-    at least 1. `document_nll`, float64 (rows, pairs), is the mean loss of all tokens of the chosen document, with its
+    `rewards` are differentiable, as are `logps`, the sums over an answer's tokens. `counts` are its token counts, at
+    least 1. `document_nll`, float64 (rows, pairs), is the mean loss over all tokens in the chosen document, with its
     prompt, for a loss with `scores_prompts`.
     """
 
@@ -41,24 +41,24 @@ class PairScores:
 
     @property
     def margin(self) -> Tensor:
-        """The reward of the chosen answer minus the reward of the rejected one: float64 (rows, pairs)."""
+        """The chosen answer's reward minus the rejected one's: float64 (rows, pairs)."""
         chosen, rejected = self.rewards.unbind(-1)
         return chosen - rejected
 
     @property
     def answer_nll(self) -> Tensor:
-        """The mean loss of the chosen answer's tokens: float64 (rows, pairs)."""
+        """The mean loss over the chosen answer's tokens: float64 (rows, pairs)."""
         return -(self.logps / self.counts)[..., 0]
 
 
 @inherited
 class PairwiseLoss(DecoderInputs):
     """
-    Base of losses of pairs of answers, which are means over pairs, each with its own weight.
+    Base for losses over answer pairs: means over the pairs, weighted.
 
-    The log-probability of an answer is the float64 sum over its tokens with a weight; the weight of a pair is the sum
-    of its token weights. Named sums, weighted by pair like the loss, are `reward_margin`, `reward_accuracy` (1 for a
-    margin above 0, 0.5 for a tie), `reward_chosen` and `reward_rejected`. A margin within rounding errors is a tie.
+    An answer's log-probability is the float64 sum over its tokens with a weight; a pair's weight is the sum of its
+    token weights. Named sums, weighted by pair like the loss, are `reward_margin`, `reward_accuracy` (1 for a margin
+    above 0, 0.5 for a tie), `reward_chosen` and `reward_rejected`. A margin within rounding errors is a tie.
     """
 
     pairs: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class PairwiseLoss(DecoderInputs):
     beta: float
 
     def pair_losses(self, scores: PairScores) -> Tensor:
-        """Return the loss of each pair: float64 (rows, pairs), finite for pairs without tokens."""
+        """Return every pair's loss: float64 (rows, pairs), finite for pairs without tokens."""
         raise NotImplementedError
 
     def token_logps(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
@@ -109,7 +109,7 @@ class PairwiseLoss(DecoderInputs):
 @inherited
 class ReferencedLoss(PairwiseLoss):
     """
-    Base of losses with rewards relative to a reference model.
+    Base for losses with rewards relative to a reference model.
 
     The reference is the model without its adapters, or the data contain its log-probabilities.
     """
@@ -143,6 +143,6 @@ def sum_by_pair(values: Tensor, documents: Tensor) -> Tensor:
 
 
 def _document_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
-    """Return the mean loss of all targets of each chosen document, float64 (rows, pairs); logps are (rows, length)."""
+    """Return the mean loss over all targets in chosen documents, float64 (rows, pairs); logps are (rows, length)."""
     counts = sum_by_pair(batch.targets != IGNORE_INDEX, batch.document_ids).clamp_min(1)
     return -(sum_by_pair(logps, batch.document_ids) / counts)[..., 0]

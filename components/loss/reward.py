@@ -1,5 +1,5 @@
 """
-Reward model: a score of each answer, higher for the chosen answer of a pair.
+Reward model: a score per answer, higher for a pair's chosen answer.
 
 The loss is that of Bradley and Terry 1952, as in Ouyang et al. 2022, arXiv 2203.02155, equation 1; with a margin as in
 Touvron et al. 2023, "Llama 2", arXiv 2307.09288, equation 2, and with centred scores as in Eisenstein et al. 2023,

@@ -27,7 +27,7 @@ class DeepseekV2Config(LatentConfig):
 
     @property
     def routing(self) -> Routing:
-        """Routing by softmax scores, of logits in float32, within the groups that have the best experts."""
+        """Routing by softmax scores, with float32 logits, within the groups with the best experts."""
         return Routing(
             norm_topk_prob=False,
             routed_scaling_factor=self.routed_scaling_factor,
@@ -58,7 +58,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     needed=MOE.needed,
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
-    fixed={"norm_topk_prob": False, "scoring_func": "softmax"},
+    fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     read=_read,
     write=_write,

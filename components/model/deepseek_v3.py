@@ -25,7 +25,7 @@ from drawloom.kernels.attention_options import AttentionOptions
 @attrs.frozen(kw_only=True, slots=False)
 class LatentConfig(GroupedExpertsConfig):
     """
-    Config of multi-head latent attention and grouped experts.
+    Config for multi-head latent attention and grouped experts.
 
     `head_dim` is the number of rotated channels, which files call qk_rope_head_dim. With `q_lora_rank` 0,
     queries are projected from hidden states.
@@ -61,7 +61,7 @@ class LatentConfig(GroupedExpertsConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the fault of fewer key heads than query heads, which latent attention does not have."""
+        """Yield the fault if there are fewer key heads than query heads; latent attention has equally many."""
         yield from super().faults(given)
         heads = given["num_attention_heads"]
         if (kv_heads := given.get("num_key_value_heads", heads)) != heads:
@@ -77,12 +77,12 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
 
 
 def read_ranks(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which a query rank of null is 0, as a recipe has no null."""
+    """Return a config with 0 for a query rank that is null, since recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
 def write_ranks(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which a query rank of 0 is null."""
+    """Return a config with null for a query rank that is 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 
@@ -153,7 +153,7 @@ GLM4_MOE_LITE = attrs.evolve(
 
 @inherited
 class LatentBuilder(GroupedExpertsBuilder):
-    """Builder of a decoder with latent attention."""
+    """Builder for a decoder with latent attention."""
 
     head_dim: int | None = setting(
         default=None,

@@ -64,7 +64,7 @@ class GptOssConfig(LayerTypesConfig):
 
 
 def _interleave(name: str, dim: int) -> Mapper:
-    """Interleave the halves of a tensor along `dim`: gate and up alternate in files."""
+    """Interleave a tensor's halves along `dim`: gate and up alternate in files."""
 
     def interleave(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack(tensors[0].chunk(2, dim), dim + 1).flatten(dim, dim + 1)]

@@ -11,7 +11,7 @@ from drawloom.graph import above, component, setting
 
 @attrs.frozen(kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """Config of Granite: Llama with factors of embeddings, attention scores, residual outputs and logits."""
+    """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 
     rope_theta: float = 1e4
     embedding_multiplier: float = 1.0

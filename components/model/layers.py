@@ -1,4 +1,4 @@
-"""Layers that compute with the recipe's kernels: linear, RMSNorm, embedding, and the head of a loss."""
+"""Layers that compute with the recipe's kernels: linear, RMSNorm, embedding, and a loss's head."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,9 +32,9 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
     `style` is the tensor-parallel style of torch and transformers: `colwise` splits the outputs, `rowwise` the inputs,
     in units of `unit` channels; a `whole` layer is not split, and every rank applies it to its own tokens. Parts may
-    differ in size if `uneven`. The outputs of a split rowwise layer are partial sums; the first rank adds the bias. The
-    outputs of a residual layer are added to the residual stream. If files join this layer with others, `joined_name` is
-    the joined layer's name.
+    differ in size if `uneven`. A split rowwise layer outputs partial sums; the first rank adds the bias. A residual
+    layer's outputs are added to the residual stream. If files join this layer with others, `joined_name` is the joined
+    layer's name.
     """
 
     joined_name: str | None = None
@@ -68,14 +68,14 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return self.multiply(x, None if omits_bias else self.bias)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x @ weight.T + bias (..., outputs) of x (..., inputs), in the format of the layer."""
+        """Return x @ weight.T + bias (..., outputs) for x (..., inputs), in the layer's format."""
         if (weight_format := self.weight_formats.get("weight")) is not None:
             return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, weight_format, bias)
         product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
         return product(x.to(self.weight.dtype), self.weight, bias)
 
     def dense_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight (outputs, inputs) of `weight`, which is its storage if the layer is quantized."""
+        """Return the weight (outputs, inputs) from `weight`, its storage if the layer is quantized."""
         weight_format = self.weight_formats.get("weight")
         return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
 
@@ -88,7 +88,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return ChunkedHead(lambda hidden: project(hidden.to(self.weight.dtype)), self.out_features, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """Return the split of outputs or inputs."""
+        """Return how outputs or inputs are split."""
         if self.style == "whole":
             return {}
         split = SplitDim(1 if self.style == "rowwise" else 0, self.unit, self.uneven)
@@ -128,7 +128,7 @@ class RMSNorm(nn.Module):
 
 
 class ProjectionNorm(RMSNorm, TensorParallel):
-    """RMSNorm over all heads of queries or keys; tensor-parallel ranks partition the channels, in units of a head."""
+    """RMSNorm over all query or key heads; tensor-parallel ranks partition the channels by whole heads."""
 
     def __init__(self, width: int, eps: float, kernels: Kernels, unit: int) -> None:
         super().__init__(width, eps, kernels)
@@ -145,15 +145,15 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """Return the split of channels."""
+        """Return how the channels are split."""
         return {"weight": SplitDim(0, self.unit)}
 
 
 class Embedding(nn.Embedding, TensorParallel, HeadLayer):
     """
-    Embedding table: `weight` (vocab_size, hidden_size) has the vector of a token in a row.
+    Embedding table: `weight` (vocab_size, hidden_size) has a token's vector in a row.
 
-    Tensor-parallel ranks partition the vocabulary and return zeros for tokens of other ranks.
+    Tensor-parallel ranks partition the vocabulary and return zeros for other ranks' tokens.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
@@ -170,17 +170,17 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
         return self.look_up(tokens, self.weight)
 
     def look_up(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the rows (..., width) of a table (vocab_size, width), or of its part, for token ids int64 (...)."""
+        """Return rows (..., width) from a table (vocab_size, width), or from its part, for token ids int64 (...)."""
         rows, is_local = self.ranks.rows_of(tokens, self.num_embeddings)
         vectors = self.kernels.embedding(rows, table)
         return vectors if is_local is None else vectors * is_local
 
     def head(self) -> Head:
-        """Return the head that is tied to the table."""
+        """Return the head tied to the table."""
         return LinearHead(self.weight, self.num_embeddings, self.kernels, self.ranks)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """Return the split of the vocabulary."""
+        """Return how the vocabulary is split."""
         return {"weight": VOCABULARY}
 
     def parameter_roles(self) -> Mapping[str, Role]:
@@ -188,7 +188,7 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
 
 
 class _Chunked:
-    """Base of heads that computes functions of the logits chunk by chunk."""
+    """Base for heads that computes functions of the logits chunk by chunk."""
 
     vocab_size: int
 

@@ -37,7 +37,7 @@ class Phi3Config(DecoderConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of the rotated part, and of scalings that transformers does not have for this family."""
+        """Yield the faults in the rotated part, and in scalings that transformers does not have for this family."""
         yield from super().faults(given)
         yield from rotary_faults({"partial_rotary_factor": 1.0, **given})
         for key in ("rope_scaling", "rope_parameters"):

@@ -19,17 +19,17 @@ from drawloom.graph import at_least, component, setting
 
 @attrs.frozen(kw_only=True)
 class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
-    """Config of Qwen3-Next: layers of Qwen3.5, of which some may have no experts."""
+    """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 
 
 def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
     names = list(parameters)
-    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _joined(net, architecture)))
+    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
     return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
 
 
-def _joined(net: str, config: Any) -> Iterator[Mapper]:
-    """Yield mappers to the joined projections of files, in which the rows of each key head are together."""
+def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
+    """Yield mappers to files' joined projections, in which a key head's rows are together."""
     delta = config.delta
     group = delta.value_heads // delta.key_heads
     rows = {"q": delta.key_dim, "k": delta.key_dim, "v": group * delta.value_dim, "z": group * delta.value_dim}

@@ -1,7 +1,7 @@
 """
-Splits of the vocabulary: separate parameters for the rows of some token ids in embedding and head.
+Vocabulary splits: separate parameters for some token ids' rows in embedding and head.
 
-The rows can be trained while the table of a pretrained model stays frozen. In files, table and rows are one tensor.
+The rows can be trained while a pretrained model's table stays frozen. In files, table and rows are one tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ LAYERS = ("embed_tokens", "lm_head")
 
 
 def split_sizes(new_tokens: NewTokens) -> dict[str, int]:
-    """Return the number of rows of each split, by name, in the order of token ids."""
+    """Return every split's number of rows, by name, in token id order."""
     if isinstance(new_tokens, int):
         return {NEW: new_tokens} if new_tokens else {}
     return new_tokens
 
 
 def count_new_tokens(new_tokens: NewTokens) -> int:
-    """Return the number of rows of all splits."""
+    """Return the number of rows in all splits."""
     return sum(split_sizes(new_tokens).values())
 
 
@@ -59,10 +59,10 @@ def fault_of_new_tokens(value: Any) -> str | None:
 @attrs.frozen
 class Split:
     """
-    Split of a vocabulary: token ids from `first` on have separate rows, the others a table of `rows` rows.
+    Vocabulary split: token ids from `first` on have separate rows, the others a table with `rows` rows.
 
-    `sizes` maps parameter names to numbers of consecutive ids, in the order of ids. The table may contain unused rows
-    for these ids, or end before them.
+    `sizes` maps parameter names to counts of consecutive ids, in id order. The table may contain unused rows for these
+    ids, or end before them.
     """
 
     first: int
@@ -80,7 +80,7 @@ class Split:
         return max(self.rows, self.end)
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each name with its first id and the id after its last one."""
+        """Yield every name with its first id and the id after its last one."""
         ends = accumulate(self.sizes.values(), initial=self.first)
         yield from ((name, end, end + size) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
 
@@ -127,7 +127,7 @@ class PartedEmbedding(Embedding):
         return vectors
 
     def head(self) -> Head:
-        """Return the head that is tied to the layer."""
+        """Return the head tied to the layer."""
         return ChunkedHead(partial(_logits, self), self.split.size)
 
     def parameter_roles(self) -> Mapping[str, Role]:
@@ -148,12 +148,12 @@ class PartedHead(Linear):
         return _logits(self, x)
 
     def head(self) -> Head:
-        """Return the layer as the head of a model."""
+        """Return the layer as a model's head."""
         return ChunkedHead(self, self.split.size)
 
 
 def _logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
-    """Return the logits (..., size) of hidden (..., hidden_size), in the dtype of the table."""
+    """Return the logits (..., size) for hidden (..., hidden_size), in the table's dtype."""
     # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
@@ -162,7 +162,7 @@ def _logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
 
 
 def part(module: nn.Module, split: Split) -> nn.Module:
-    """Split the embeddings and heads of a module in place, and return it. They must have `split.rows` rows."""
+    """Split a module's embeddings and heads in place, and return it. They must have `split.rows` rows."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if type(layer) is Embedding:
@@ -174,7 +174,7 @@ def part(module: nn.Module, split: Split) -> nn.Module:
 
 def join_mapper(names: Sequence[str], split: Split) -> Mapper:
     """
-    Return a mapper that joins the tables and separate rows of all embeddings and heads among the parameter names.
+    Return a mapper that joins the tables and separate rows for all embeddings and heads among the parameter names.
     """
     owners = (name.rpartition(".")[0] for name in names)
     layers = [owner for owner in dict.fromkeys(owners) if owner.rpartition(".")[2] in LAYERS]

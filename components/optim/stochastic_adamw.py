@@ -173,6 +173,13 @@ class StochasticAdamW:
         for launch in self._launches:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
             launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
+        if self._streamed:
+            self._streamed[0].prefetch()
+
+    @property
+    def _streamed(self) -> list[StreamedStep]:
+        """Return the steppers whose state is in host memory."""
+        return [launch.stepper for launch in self._launches if isinstance(launch.stepper, StreamedStep)]
 
     @property
     def _fields(self) -> dict[str, str]:
@@ -288,6 +295,8 @@ class StochasticAdamW:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
         if self._transfers is not None:
             self._transfers.synchronize()
+        for stepper in self._streamed:
+            stepper.forget()
         for name, param in self._params.items():
             for key, field in self._fields.items():
                 getattr(param, field).copy_(state[name][key])

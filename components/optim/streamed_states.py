@@ -131,6 +131,7 @@ class StreamedStep:
         self._slots = slots
         self._pieces = [self._piece(group, params, implementation, maximize) for group in self._groups(params)]
         self._stored: list[Ticket] = [None] * len(self._pieces)
+        self._arrivals: list[Ticket] = []
 
     def step(
         self,
@@ -142,7 +143,7 @@ class StreamedStep:
     ) -> None:
         """Update all weights and their state in place. The arguments are those of AdamwEager.step; scalars (6,)."""
         flat = [grad.reshape(-1) for grad in grads]
-        arrivals: list[Ticket] = []
+        arrivals, self._arrivals = self._arrivals, []
         for number, piece in enumerate(self._pieces):
             for ahead in range(len(arrivals), min(number + SLOTS, len(self._pieces))):
                 arrivals.append(self._fetch(ahead))
@@ -151,6 +152,15 @@ class StreamedStep:
             piece.stepper.step(parts, scalars, counter, found_inf, factors)
             left = self._slots.transfers.store(piece.stores, [self._slots.transfers.mark()])
             self._stored[number] = self._slots.free[piece.slot] = left
+
+    def prefetch(self) -> None:
+        """Start to fetch the first pieces of the next step, after all launches with the same slots."""
+        while len(self._arrivals) < min(SLOTS, len(self._pieces)):
+            self._arrivals.append(self._fetch(len(self._arrivals)))
+
+    def forget(self) -> None:
+        """Fetch again what has been fetched already, because the state in host memory has changed."""
+        self._arrivals = []
 
     def _fetch(self, number: int) -> Ticket:
         piece = self._pieces[number]

@@ -181,7 +181,7 @@ def build_precision(node: NodeView) -> Precision | None:
 
 
 def _local_shape(layer: LinearLayer, ranks: int) -> tuple[int, ...]:
-    """Return the shape of a layer's weight on each of the ranks along `tensor`."""
+    """Return the shape of a layer's weight on a rank along `tensor`."""
     shape = list(layer.weight.shape)
     if ranks > 1 and isinstance(layer, TensorParallel) and (dim := layer.split_dims().get("weight")):
         shape[dim.dim] = -(-shape[dim.dim] // ranks)

@@ -1,4 +1,4 @@
-"""The frozen weights of a module that are stored in a quantized format (QLoRA)."""
+"""A module's frozen weights in quantized formats (QLoRA)."""
 
 from collections.abc import Iterator, MutableMapping
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ from drawloom.kernels.weight_formats import FORMATS, WeightFormat
 
 
 def quantizable_weights(module: nn.Module) -> dict[str, tuple[QuantizableLayer, str]]:
-    """Return layers and parameter names by the names of the weights that can be quantized: no heads and no routers."""
+    """Return layers and parameter names by weight name, for weights that can be quantized: no heads and no routers."""
     heads: set[object] = set(heads_of(module))
     return {
         f"{path}.{leaf}": (layer, leaf)
@@ -44,9 +44,9 @@ def chosen_weights(module: nn.Module, precision: Precision) -> dict[str, tuple[Q
 
 def use_frozen_format(module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
     """
-    Replace frozen weights of a stage's meta module by their storage, after ranks have split them.
+    Replace frozen weights in a stage's meta module by their storage, after ranks have split them.
 
-    `splits` are the ranks' slices by name; those of quantized weights become slices of storage. Raises UserError for a
+    `splits` are the ranks' slices by name; for quantized weights they become slices of storage. Raises UserError for a
     weight whose slice does not consist of whole blocks.
     """
     for name, (layer, leaf) in chosen_weights(module, precision).items():
@@ -65,7 +65,7 @@ def use_frozen_format(module: nn.Module, precision: Precision, splits: MutableMa
 
 
 def storage_slice(weight_format: WeightFormat, weight_slice: TensorSlice) -> TensorSlice:
-    """Return the slice of storage for a slice of a weight with whole blocks."""
+    """Return the storage slice for a weight slice with whole blocks."""
     *offsets, column = weight_slice.offsets
     return TensorSlice(
         weight_format.storage_shape(weight_slice.shape),
@@ -93,7 +93,7 @@ def exclude(name: str) -> str:
 
 
 def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield problems of recipes whose frozen weights can't be quantized."""
+    """Yield problems in recipes whose frozen weights can't be quantized."""
     if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
         return
     if not nodes.stages.neighbours("adapters") and not nodes.stages.neighbours("transforms"):
@@ -123,7 +123,7 @@ def check_frozen(nodes: StageNodes) -> Iterator[Problem]:
 
 
 def describe_frozen(nodes: StageNodes) -> Iterator[str]:
-    """Yield how many weights of the model are stored in the quantized format, and their bytes."""
+    """Yield how many model weights are stored in the quantized format, and their bytes."""
     precision = None if nodes.precision is None else build_precision(nodes.precision)
     module = None if nodes.model is None else known_module(nodes.model)
     if precision is None or module is None or not (chosen := chosen_weights(module, precision)):

@@ -1,10 +1,10 @@
 """
-Advantages of completions over others of the same prompt, and the batches to learn from.
+Advantages of completions over others for the same prompt, and the batches to learn from.
 
 Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1 (GRPO: minus the group's mean, over its deviation); Liu
 et al. 2025, "Understanding R1-Zero-Like Training", arXiv 2503.20783 (Dr. GRPO: the mean alone); Ahmadian et al. 2024,
 "Back to Basics", arXiv 2402.14740 (RLOO: the mean of the others); Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2
-(groups of equal rewards).
+(groups with equal rewards).
 """
 
 from typing import Any, ClassVar, Literal

@@ -11,7 +11,7 @@ from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.rollouts import Reward, Rollouts
 from drawloom.components.ports.run import Batching, Cadence, Step, check_cadence, due
 from drawloom.components.ports.stages import AveragedWeights, with_averages
-from drawloom.graph import Every, at_least, component, setting
+from drawloom.graph import Every, between, component, setting
 
 
 @component(reads=("weights",), writes=("validation_reward", "initial_validation_reward"), impact="safe")
@@ -29,7 +29,7 @@ class EvaluateRewards:
     mesh: Mesh
     rewards: Every[Reward] = attrs.field(factory=Every)
     average: AveragedWeights | None = None
-    samples: int = setting(default=4, check=at_least(1), doc="completions of each prompt")
+    samples: int = setting(default=4, check=between(1, 10_001), doc="completions of each prompt")
     every: Cadence = setting(default=20, check=check_cadence, doc='steps between evaluations, or "last" or "never"')
     at_start: bool = setting(default=True, doc="whether a new run also evaluates before its first step")
 

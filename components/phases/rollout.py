@@ -13,7 +13,7 @@ from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.rollouts import Answer, Completions, PromptBatch, Prompts, Reward, Rollouts, Scored
 from drawloom.components.ports.run import Batching, Event, Events, Step
-from drawloom.graph import Ordered, Problem, UserError, at_least, component, setting
+from drawloom.graph import Ordered, Problem, UserError, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 
@@ -33,7 +33,7 @@ class Rollout:
     mesh: Mesh
     events: Events
     rewards: Ordered[Reward]
-    group_size: int = setting(default=8, check=at_least(1), doc="completions of each prompt")
+    group_size: int = setting(default=8, check=between(1, 10_001), doc="completions of each prompt")
     _copy: Group = attrs.field(init=False, default=None)
 
     @classmethod

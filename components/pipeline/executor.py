@@ -9,11 +9,19 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import constraint_problems
 from drawloom.components.pipeline.program.builders import forward_only
-from drawloom.components.pipeline.program.lowering import expect_same, lower, program_for, with_shard_actions
+from drawloom.components.pipeline.program.lowering import (
+    expect_same,
+    lower,
+    program_for,
+    with_offload_actions,
+    with_shard_actions,
+)
 from drawloom.components.pipeline.runtime.capture import Captures
+from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -22,6 +30,7 @@ from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.adapters import thaws_weights
 from drawloom.components.ports.data import has_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
+from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, flat
@@ -66,6 +75,7 @@ class ProgramExecutor:
         doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
     )
     embeds_on_every_rank: ClassVar[bool] = False
+    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
@@ -93,6 +103,11 @@ class ProgramExecutor:
         """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
         self._links = self.neighbours.links(hops)
+
+    def close(self) -> None:
+        """Release host memory for activations."""
+        if self._offloads is not None:
+            self._offloads.transfers.close()
 
     @property
     def _owners(self) -> tuple[int, ...]:
@@ -222,7 +237,11 @@ class ProgramExecutor:
         split: Set[int] = frozenset(),
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
-        new = partial(StageRunner, objective=self.objective) if self._captures is None else self._captures.runner
+        new = (
+            partial(StageRunner, objective=self.objective, offloads=self._offloads)
+            if self._captures is None
+            else self._captures.runner
+        )
         stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
@@ -247,6 +266,12 @@ class ProgramExecutor:
     def _captures(self) -> Captures | None:
         captured = any(stage.capture for stage in self.stages.local)
         return Captures.on(self.device.device, self.objective) if captured else None
+
+    @cached_property
+    def _offloads(self) -> Offloads | None:
+        if not any(stage.offload for stage in self.stages.local):
+            return None
+        return Offloads(self.open_transfers(self.device.device))
 
     @cached_property
     def _streams(self) -> StageStreams | None:
@@ -281,7 +306,8 @@ class ProgramExecutor:
 
     def _lower(self, program: Program) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
-        line = lower(program, self.mesh.indices.pipeline)
+        offloaded = {stage.index for stage in self.stages.local if stage.offload}
+        line = with_offload_actions(lower(program, self.mesh.indices.pipeline), offloaded)
         shards = {stage.index: stage.shards for stage in self.stages.local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.by_block}
         by_microbatch = {index for index, shard in shards.items() if shard.by_microbatch}
@@ -327,6 +353,9 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
     if stages.settings.get("capture"):
         text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
         yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
+    if stages.settings.get("offload"):
+        text = "memory of offloaded activations would be freed on another stream than it was allocated on"
+        yield executor.problem("streams", text, f"write streams = false, or offload = false in [{stages.name}]")
     if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 

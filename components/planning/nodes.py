@@ -133,7 +133,7 @@ class Nodes:
 
     @cached_property
     def made_rows(self) -> tuple[int, int]:
-        """Return the rows that a phase makes from each row of the data set, and the tokens that it adds to a row."""
+        """Return how many rows a phase makes from a row of the data set, and how many tokens it adds to a row."""
         for name in self._all(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
                 return component.made_rows(self.graph.view(name))
@@ -173,7 +173,7 @@ class Nodes:
 
     @property
     def attention(self) -> str:
-        """Return the attention kernel that the recipe names, or `auto`."""
+        """Return the recipe's attention kernel, or `auto`."""
         settings = [self.settings(name).get("attention", "auto") for name in self._all(Kernels)]
         return next(iter(settings), "auto")
 

@@ -329,7 +329,8 @@ class Planner:
 
     def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
         gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
-        peak = peak_of(program, index, costs, gradients)
+        offloaded = {stage.index for stage in view.stages.local if stage.offload}
+        peak = peak_of(program, index, costs, gradients, offloaded)
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_persistent(view),

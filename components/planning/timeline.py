@@ -1,10 +1,11 @@
 """Memory of a pipeline rank over a step: the live activations, action by action."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Set
 
 import attrs
 
+from drawloom.components.pipeline.program.lowering import offloaded_passes
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.ports.program import Program
 
@@ -18,20 +19,34 @@ class Peak:
     kinds: Mapping[str, int]
 
 
-def peak_of(program: Program, rank: int, costs: Mapping[int, StageCosts], gradients: Mapping[int, int]) -> Peak:
+def peak_of(
+    program: Program,
+    rank: int,
+    costs: Mapping[int, StageCosts],
+    gradients: Mapping[int, int],
+    offloaded: Set[int] = frozenset(),
+) -> Peak:
     """
     Return the peak of a rank's activations and gradients if the step's first backward pass allocates gradients.
 
     `gradients` are bytes by stage. A stage's first backward pass allocates its gradients while it frees activations, so
-    the stage's peak is at the pass's beginning or end.
+    the stage's peak is at the pass's beginning or end. Activations of the stages in `offloaded` wait in host memory.
     """
+    actions = [program.action(row) for row in range(*program.bounds[rank : rank + 2])]
+    moves: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for start, end in offloaded_passes(actions, offloaded):
+        # Their memory is free from the second action after the forward pass to the last before the backward pass.
+        moves[start + 2].append((actions[start].stage, -1))
+        moves[end - 1].append((actions[start].stage, 1))
     live: Counter[tuple[int, str]] = Counter()
     gradient_bytes = 0
     activations = 0
     has_gradients: set[int] = set()
     peak, peak_action, kinds = 0, "", dict[str, int]()
-    for row in range(*program.bounds[rank : rank + 2]):
-        action = program.action(row)
+    for number, action in enumerate(actions):
+        for stage, change in moves[number]:
+            activations += change * costs[stage].passes["F"].total_kept_bytes
+            live[stage, "F"] += change
         cost = costs[action.stage].passes[action.op]
         forward = costs[action.stage].passes["F"].total_kept_bytes
         pending = costs[action.stage].passes["I"].total_kept_bytes if "I" in costs[action.stage].passes else 0

@@ -35,6 +35,9 @@ class TokenBatch(Batch):
     `labels`, float32, is a document's number for the loss at its first token, such as the margin of a pair.
     `measured`, float64 (numbers,), are sums over the whole step, for a loss that is a `MeasuresStep`.
 
+    `teacher_ids`, (rows, length, k), and `teacher_logps`, float32 (rows, length, k + 1), are a teacher's likeliest next
+    tokens, and their log-probabilities with that of all others last.
+
     `padding` is the number of positions in all rows without a document's token; they are not counted as tokens.
     """
 
@@ -46,6 +49,8 @@ class TokenBatch(Batch):
     reference: Tensor | None = leaf("tokens", default=None)
     labels: Tensor | None = leaf("tokens", default=None)
     measured: Tensor | None = leaf("replicated", default=None)
+    teacher_ids: Tensor | None = leaf("tokens", default=None)
+    teacher_logps: Tensor | None = leaf("tokens", default=None)
     padding: int = leaf("host", default=0, kw_only=True)
 
     @classmethod
@@ -75,9 +80,12 @@ class TokenBatch(Batch):
 
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
-        """Return a batch on the meta device, without a reference."""
+        """Return a batch on the meta device, without a reference, and with 64 tokens of a teacher by position."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        return cls(whole, whole, whole, whole, torch.empty_like(whole, dtype=torch.float32))
+        ids = torch.empty(rows, length, 64, dtype=torch.int64, device="meta")
+        logps = torch.empty(rows, length, 65, device="meta")
+        weights = torch.empty_like(whole, dtype=torch.float32)
+        return cls(whole, whole, whole, whole, weights, teacher_ids=ids, teacher_logps=logps)
 
     def has_whole_rows(self) -> bool:
         """Return whether the host knows that every row is one document; False if the ids are on a GPU."""

@@ -63,7 +63,9 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
-    def grouped_gemm_quantized(self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor) -> Tensor:
+    def multiply_quantized_experts(
+        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor
+    ) -> Tensor:
         """
         Multiply rows x (rows, inputs) by their expert's frozen weight (experts, outputs, inputs), given as its storage
         (experts, outputs, units).

@@ -12,6 +12,7 @@ from drawloom.components.ports.stages import Recompute
 Op = Literal["F", "B", "I", "W"]
 MessageOp = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 ShardOp = Literal["UNSHARD", "RESHARD", "REDUCE_SCATTER", "REDUCE_GRAD"]
+TransferOp = Literal["OFFLOAD", "RELOAD"]
 
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
 """Compute ops; the index of an op is its number in a program's columns."""
@@ -31,10 +32,13 @@ class Action:
     Shard ops gather a stage's sharded parameters (UNSHARD), free them (RESHARD), add the gradients so far to the ranks'
     slices (REDUCE_SCATTER), or announce that the stage's next backward makes gradients final and reduces them
     (REDUCE_GRAD); `microbatch` belongs to the compute op that they serve.
+
+    Transfer ops start to copy a microbatch's activations to host memory after its forward (OFFLOAD), and back before
+    its backward (RELOAD). Device memory is freed before the second compute op after OFFLOAD, after the copy.
     """
 
     stage: int
-    op: Op | MessageOp | ShardOp
+    op: Op | MessageOp | ShardOp | TransferOp
     microbatch: int
     peer: int | None = None
 

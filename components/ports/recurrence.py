@@ -1,4 +1,4 @@
-"""Port of the operations of recurrent layers, such as those of Qwen3.5."""
+"""Port for the operations of recurrent layers, such as Qwen3.5's."""
 
 from typing import Any, Protocol
 

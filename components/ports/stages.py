@@ -92,8 +92,8 @@ class Stage:
     `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
     adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
     that ranks compute with in slices. `recompute` is the activation checkpointing policy. `capture` is True if passes
-    are launched as CUDA graphs. `read_frozen` reads the values of frozen parameters that the module stores in a
-    quantized format.
+    are launched as CUDA graphs. With `offload`, activations wait in host memory. `read_frozen` reads the values of
+    frozen parameters that the module stores in a quantized format.
     """
 
     index: int
@@ -106,6 +106,7 @@ class Stage:
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
     recompute: Recompute = "none"
     capture: bool = False
+    offload: bool = False
     read_frozen: ReadFrozen | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,7 +22,7 @@ END_STATES: dict[str, State] = {"ended": "finished", "stopped": "stopped", "erro
 
 @output_class
 class RunRow:
-    """A run in the table; None for a value that is not known. `best` is the lowest validation loss."""
+    """A run in the table; None for an unknown value. `best` is the lowest validation loss."""
 
     run: str = output("path below the folder, or the folder's name")
     state: State = output("state of the run")
@@ -115,7 +115,7 @@ def _row(name: str, record: RunRecord, state: State, differs: dict[str, str]) ->
 
 
 def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
-    """Return the settings in which each recipe differs from the others. Empty for a recipe that is not known."""
+    """Return every recipe's settings that differ from the others. Empty for an unknown recipe."""
     known = [number for number, recipe in enumerate(recipes) if recipe]
     differing: list[dict[str, str]] = [{} for _ in recipes]
     for key, values in differences([recipes[number] for number in known]):

@@ -19,7 +19,7 @@ MAX_NAMED_VALUE = 24
 
 @output_class
 class SeedSpread:
-    """Mean over the seeds of a group, and the sample standard deviation."""
+    """Mean over a group's seeds, and the sample standard deviation."""
 
     mean: float = output("mean over the seeds")
     deviation: float | None = output("sample standard deviation; null for one seed")
@@ -37,7 +37,7 @@ class SeedSpread:
 
 @attrs.frozen(eq=False)
 class SeedGroup:
-    """Runs whose recipes differ in seeds alone; `settings` are those in which the groups differ."""
+    """Runs whose recipes differ in seeds alone; `settings` differ between groups."""
 
     name: str
     runs: Sequence[RunRecord]
@@ -62,7 +62,7 @@ class SeedGroup:
 
     def curves(self) -> dict[str, MetricCurve]:
         """
-        Return the curves of all metrics by name.
+        Return all metrics' curves by name.
 
         Over several seeds: the mean at their common steps, with a band from the smallest to the largest value.
         """
@@ -83,7 +83,7 @@ class SeedGroup:
 
 
 def group_seeds(runs: Sequence[RunRecord]) -> list[SeedGroup]:
-    """Return the groups in the order of their first runs. A run without a recipe is a group of its own."""
+    """Return the groups, ordered by their first runs. A run without a recipe is its own group."""
     grouped: dict[object, list[RunRecord]] = {}
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
@@ -109,7 +109,7 @@ def last_common_step(groups: Sequence[SeedGroup], metric: str) -> int | None:
 
 
 def common_steps(columns: Sequence[Column]) -> NDArray[np.int64]:
-    """Return the steps that all columns have, ascending."""
+    """Return the steps common to all columns, ascending."""
     steps = np.asarray(columns[0].steps, dtype=np.int64)
     for column in columns[1:]:
         steps = np.intersect1d(steps, np.asarray(column.steps, dtype=np.int64), assume_unique=True)
@@ -121,8 +121,8 @@ def value_at(column: Column | None, step: int) -> float | None:
     if column is None:
         return None
     index = int(np.searchsorted(np.asarray(column.steps), step))
-    found = index < len(column.steps) and column.steps[index] == step
-    return column.values[index] if found and math.isfinite(column.values[index]) else None
+    has_step = index < len(column.steps) and column.steps[index] == step
+    return column.values[index] if has_step and math.isfinite(column.values[index]) else None
 
 
 def _values_at(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:

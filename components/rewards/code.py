@@ -39,7 +39,7 @@ class Code(Compared):
     parallel: int = setting(default=2, check=between(1, 1025), impact="safe", doc="programs that run at the same time")
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
-        programs, tests = [program_of(answer.text) for answer in answers], map(self.expected_text, answers)
+        programs, tests = [program_of(answer.text) for answer in answers], map(self.read_expected_text, answers)
         with ThreadPoolExecutor(self.parallel) as threads:
             return [float(passed) for passed in threads.map(self._passes, programs, [*tests])]
 
@@ -60,7 +60,7 @@ class Code(Compared):
             os.close(writer)
 
     def _run(self, request: dict[str, object], folder: str, writer: int) -> None:
-        """Run a request in a new session, and kill what is left of it."""
+        """Run a request in a new session, and kill its remaining processes."""
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", code_process.__file__, str(writer)],
             stdin=subprocess.PIPE,

@@ -13,5 +13,6 @@ class ExactMatch(Compared):
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         return [
-            float(answer.is_ended and answer.text.strip() == self.expected_text(answer).strip()) for answer in answers
+            float(answer.is_ended and answer.text.strip() == self.read_expected_text(answer).strip())
+            for answer in answers
         ]

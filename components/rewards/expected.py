@@ -1,4 +1,4 @@
-"""Common settings of rewards."""
+"""Common settings for rewards."""
 
 from typing import Any
 
@@ -8,27 +8,27 @@ from drawloom.graph import UserError, inherited, setting
 
 @inherited
 class Weighted:
-    """Base of rewards with a weight in the sum of all."""
+    """Base for rewards with a weight in the sum of all."""
 
     weight: float = setting(default=1.0, doc="factor in the sum over all rewards; negative for a penalty")
 
 
 @inherited
 class Compared(Weighted):
-    """Base of rewards that compare a completion with a value of the prompt's example."""
+    """Base for rewards that compare a completion with a value in the prompt's example."""
 
     key: str = setting(default="answer", doc="key of the example's expected value")
 
-    def expected(self, answer: Answer) -> Any:
+    def read_expected(self, answer: Answer) -> Any:
         """Return the expected value. Raises UserError, with the example's source, if the example has none."""
         if self.key in answer.example:
             return answer.example[self.key]
         source, keys = answer.example.get("source", "an example"), ", ".join(answer.example)
         raise UserError(f"{source} has the keys {keys}, and not {self.key!r}; write key = ... in the reward", 2)
 
-    def expected_text(self, answer: Answer) -> str:
-        """Return the expected text. Raises UserError for a value of another type."""
-        value = self.expected(answer)
+    def read_expected_text(self, answer: Answer) -> str:
+        """Return the expected text. Raises UserError for values other than texts."""
+        value = self.read_expected(answer)
         if isinstance(value, str):
             return value
         source = answer.example.get("source", "an example")

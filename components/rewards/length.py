@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.rollouts import Answer
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import Problem, at_least, component, setting
+from drawloom.graph import Problem, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
 
@@ -12,8 +13,10 @@ from drawloom.graph.wiring.node import NodeView
 class Length(Weighted):
     """0 up to `max_tokens - buffer` tokens, from there falling to -1 at `max_tokens`, and -1 beyond."""
 
-    max_tokens: int = setting(check=at_least(1), doc="length in tokens, with the end token, from which the score is -1")
-    buffer: int = setting(check=at_least(1), doc="tokens over which the score falls from 0 to -1")
+    max_tokens: int = setting(
+        check=between(1, MAX_LENGTH), doc="length in tokens, with the end token, from which the score is -1"
+    )
+    buffer: int = setting(check=between(1, MAX_LENGTH), doc="tokens over which the score falls from 0 to -1")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -33,13 +33,13 @@ class MathEqual(Compared):
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> float:
-        expected, value = self._expected_number(answer), read_number(answer.text)
+        expected, value = self._read_expected(answer), read_number(answer.text)
         if value is None:
             return 0.0
         return float(abs(value - expected) <= Fraction(self.tolerance) * abs(expected))
 
-    def _expected_number(self, answer: Answer) -> Fraction:
-        value = self.expected(answer)
+    def _read_expected(self, answer: Answer) -> Fraction:
+        value = self.read_expected(answer)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         number = read_number(str(value)) if is_number or isinstance(value, str) else None
         if number is None:
@@ -51,12 +51,12 @@ class MathEqual(Compared):
 def read_number(text: str) -> Fraction | None:
     """Return a text's number, None without one."""
     boxed = _last_boxed(text)
-    found = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
-    return _parse(found[-1]) if found else None
+    numbers = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
+    return _parse(numbers[-1]) if numbers else None
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return the content of the last box that is closed, with balanced braces; None without a box."""
+    """Return the content of the last closed box, with balanced braces; None without a box."""
     begin = text.rfind(BOXED)
     if begin < 0:
         return None

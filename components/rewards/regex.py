@@ -26,8 +26,8 @@ class Regex(Weighted):
     )
 
     @cached_property
-    def _compiled(self) -> re.Pattern[str]:
+    def _expression(self) -> re.Pattern[str]:
         return re.compile(self.pattern, re.DOTALL)
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
-        return [float(self._compiled.search(answer.text) is not None) for answer in answers]
+        return [float(self._expression.search(answer.text) is not None) for answer in answers]

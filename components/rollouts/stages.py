@@ -1,5 +1,5 @@
 """
-Completions sampled from the stages that are trained: no copy of the weights, on any mesh.
+Completions sampled from the training stages: no copy of the weights, on any mesh.
 
 Rows of a batch are aligned at their first token: while a pass is inside a longer prompt, the row's next token is the
 prompt's and not the drawn one. So a batch needs no padding on the left, and one cache position serves all rows.
@@ -54,7 +54,7 @@ class StageRollouts:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report context parallelism, under which no rank has the whole rows that a cache needs."""
+        """Report context parallelism, under which no rank has whole rows for a cache."""
         mesh = node.neighbour("mesh")
         if mesh and mesh.settings.get("context", 1) != 1:
             text = f"[{node.name}] samples whole rows, which ranks along 'context' would share"
@@ -149,7 +149,7 @@ class StageRollouts:
 
 
 def uniform(key: int, counters: Tensor) -> Tensor:
-    """Return a number in [0, 1) per counter, int64 (rows,): float64 (rows,), of 53 random bits."""
+    """Return a number in [0, 1) per counter, int64 (rows,): float64 (rows,), from 53 random bits."""
     return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 

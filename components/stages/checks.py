@@ -63,6 +63,18 @@ def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
             yield nodes.stages.problem("capture", text, hint)
 
 
+def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+    """Yield problems for passes whose memory has a fixed place, or whose program has no actions."""
+    if not stages.settings["offload"]:
+        return
+    if stages.settings["capture"]:
+        text = "passes in CUDA graphs keep their activations in place"
+        yield stages.problem("offload", text, "write offload = false, or capture = false")
+    if embeds_on_every_rank(schedule.component):
+        text = f"the passes of [{schedule.name}] are not actions of a program, which could offload their activations"
+        yield stages.problem("offload", text, "write offload = false, or another schedule")
+
+
 def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Yield problems for embedding and head costs if the schedule makes them ineffective."""
     for key in ("embedding_layer_cost", "head_layer_cost"):

@@ -156,7 +156,7 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     Allocate a module's buffers, persistent or not, and fill them by their owners' `reset_parameters()`.
 
     Random values depend on the seed and the owner's name, and the process's generators keep their state. The owner's
-    own parameters are allocated as well. Raises UserError for an owner that does not fill all its buffers.
+    own parameters are allocated as well. Raises UserError if an owner does not fill all its buffers.
     """
     for name, owner in module.named_modules():
         if any(True for _ in _buffers(owner)):
@@ -168,8 +168,7 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
     Allocate the parameters and buffers of the module called `name`, and fill them by their owners'
     `reset_parameters()`.
 
-    Random values depend on the seed and the owner's name. Raises UserError for an owner that does not fill all its
-    tensors.
+    Random values depend on the seed and the owner's name. Raises UserError if an owner does not fill all its tensors.
     """
     for path, owner in module.named_modules(prefix=name):
         if any(True for _ in _tensors(owner)):

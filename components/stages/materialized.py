@@ -42,6 +42,7 @@ from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_layer_costs,
     check_loss_is_not_module,
+    check_offload,
     check_single_recompute,
     describe_layers,
     fault_of_policy,
@@ -137,6 +138,12 @@ class MaterializedStages:
         impact="safe",
         doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches",
     )
+    offload: bool = setting(
+        default=False,
+        impact="safe",
+        doc="whether activations wait in host memory between a microbatch's forward and backward pass, if two or more "
+        "passes of the rank are in between",
+    )
     weights: Path | None = setting(
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
@@ -166,6 +173,7 @@ class MaterializedStages:
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
             yield from check_layer_costs(node, schedule)
+            yield from check_offload(node, schedule)
         yield from warn_compiled_recompute(node)
 
     @classmethod
@@ -288,6 +296,7 @@ class MaterializedStages:
                 splits=parallel.splits,
                 recompute=self.recompute,
                 capture=self.capture,
+                offload=self.offload,
                 read_frozen=None if self._values is None else self._values.read_frozen,
             )
             for index, module in parallel.modules.items()

@@ -1,5 +1,5 @@
 """
-Source for folders with quantized weights: NF4 of bitsandbytes, float8 in tiles of DeepSeek and Qwen, MXFP4 of gpt-oss.
+Source for folders with quantized weights: bitsandbytes' NF4, float8 in tiles (DeepSeek, Qwen), gpt-oss's MXFP4.
 
 Formats are described in `kernels/weight_formats.py`.
 """
@@ -43,19 +43,19 @@ class QuantizedTensor:
 
     @property
     def storage_spec(self) -> TensorSpec:
-        shape = self._turned(torch.empty(self.spec.shape, device="meta")).shape
+        shape = self._turn(torch.empty(self.spec.shape, device="meta")).shape
         stored = torch.empty(self.weight_format.storage_shape(tuple(shape)), device="meta")
-        return TensorSpec(tuple(self._turned(stored).shape), BITS)
+        return TensorSpec(tuple(self._turn(stored).shape), BITS)
 
     def storage(self) -> Tensor:
         """Return the storage as BITS, transposed as the tensor is."""
-        return self._turned(self.read().view(BITS))
+        return self._turn(self.read().view(BITS))
 
     def dequantize(self) -> Tensor:
         """Return the values, bfloat16."""
-        return self._turned(self.weight_format.dequantize(self.read()))
+        return self._turn(self.weight_format.dequantize(self.read()))
 
-    def _turned(self, tensor: Tensor) -> Tensor:
+    def _turn(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 
@@ -104,8 +104,8 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
     blocks of 256; a JSON text in bytes has the shape.
     """
     for key in specs:
-        name, found, kind = key.rpartition(OTHER_STATE)
-        if not found:
+        name, marker, kind = key.rpartition(OTHER_STATE)
+        if not marker:
             continue
         if kind != NF4.name:
             raise UserError(f"{name} is in {kind} of bitsandbytes, and only nf4 is read; take another folder")

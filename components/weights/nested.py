@@ -1,4 +1,4 @@
-"""Names of a text model's tensors in files of a multimodal model, of which it is a part."""
+"""Names of a text model's tensors in the files of a multimodal model that contains it."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
@@ -19,10 +19,10 @@ Style = Iterable[tuple[str, str]]
 
 def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
     """Return the prefixes in files with these names; () if they have none, or if a model needs such names."""
-    found = list(names)
+    names = list(names)
     for style in STYLES:
         marker = style[0][1]
-        if any(name.startswith(marker) for name in found) and not any(name.startswith(marker) for name in needed):
+        if any(name.startswith(marker) for name in names) and not any(name.startswith(marker) for name in needed):
             return style
     return ()
 

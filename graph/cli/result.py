@@ -129,7 +129,10 @@ def dump(data: Any) -> str:
 def result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     """Return the result classes in a command's return annotation. Empty for a server, whose stdout is a protocol."""
     kind = typing.get_type_hints(function)["return"]
-    return [member for member in union_members(kind) if issubclass(member, Result)]
+    members = [] if kind is type(None) else union_members(kind)
+    if wrong := [member for member in members if not issubclass(member, Result)]:
+        raise TypeError(f"{function.__module__}.main returns {wrong[0].__name__}; a command returns a Result")
+    return members
 
 
 def formats_of(function: Callable[..., Any]) -> tuple[str, ...]:

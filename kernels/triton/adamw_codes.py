@@ -206,7 +206,9 @@ def _encode(numbers, codes, scales, midpoints, element, block, mask, is_block, S
     undefined = tl.max(tl.where(magnitude != magnitude, 1, 0), 1)
     scale = tl.max(tl.where(magnitude != magnitude, 0.0, magnitude), 1)
     scale = tl.where(undefined > 0, float("nan"), scale)
-    relative = tl.div_rn(numbers, tl.maximum(scale, SMALLEST, propagate_nan=tl.PropagateNan.ALL)[:, None])
+    smallest = tl.full(scale.shape, SMALLEST, tl.float32)  # a number below float32's normal ones would be float64
+    divisor = tl.maximum(scale, smallest, propagate_nan=tl.PropagateNan.ALL)
+    relative = tl.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
     code = tl.zeros_like(element).to(tl.int32)
     # 255 midpoints and infinity: the count of those below the number, bit by bit; none is below NaN's place, the end.
     for power in tl.static_range(8):

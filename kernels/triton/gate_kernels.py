@@ -130,9 +130,12 @@ def _activate(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.cons
 def _multiplier(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
     """Return the factor of the activated gate, and its derivative."""
     if FUNCTION == CLAMPED_GATE:
-        inside = (ups <= LIMIT) & (ups >= -LIMIT)
-        return _bound(ups, -LIMIT, LIMIT) + 1.0, tl.where(inside, 1.0, 0.0)
-    return ups, 1.0
+        factor = _bound(ups, -LIMIT, LIMIT) + 1.0
+        derivative = tl.where((ups <= LIMIT) & (ups >= -LIMIT), 1.0, 0.0)
+    else:
+        factor = ups
+        derivative = 1.0
+    return factor, derivative
 
 
 # fmt: off

@@ -2,12 +2,12 @@
 Cross entropy of a linear layer's logits, with as many logits at a time as may exist together (Triton and torch).
 
 torch's matrix product computes logits, a kernel overwrites them with their gradients, and two more products turn these
-into the gradients of hidden states and weight. There are three products in all; computing logits again for the backward
-pass would make it four.
+into the hidden states' and the weight's gradients. There are three products in all; computing logits again for the
+backward pass would make it four.
 
-The backward pass adds a factor for each token. If the gradients of all logits fit, the factors are applied before the
-products. Otherwise the forward pass computes both gradients for some tokens at a time, times the tokens' weights.
-A factor that all tokens share, as in a sum of losses, then scales these gradients; with other factors, or if a loss
+The backward pass adds a factor for each token. If all logits' gradients fit, the factors are applied before the
+products. Otherwise the forward pass computes both gradients for some tokens at a time, times the tokens' weights. A
+factor that all tokens share, as in a sum of losses, then scales these gradients; with other factors, or if a loss
 depends on lse, the gradients are computed from scratch.
 """
 
@@ -46,8 +46,8 @@ def linear_cross_entropy_triton(
     """
     Compute linear_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
 
-    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). The loss of a
-    target outside of the vocabulary is NaN.
+    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). A target outside
+    the vocabulary has a NaN loss.
     """
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -64,7 +64,7 @@ def linear_cross_entropy_triton(
 
 @deferring
 class _WholeLogits(Function):
-    """Cross entropy that keeps the gradients of all logits; the small factors of both products take token factors."""
+    """Cross entropy that keeps all logits' gradients; token factors multiply the small factors in both products."""
 
     @staticmethod
     def forward(
@@ -147,7 +147,7 @@ def _product_with_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor) -> 
 @deferring
 class _InChunks(Function):
     """
-    Cross entropy whose forward pass also computes the gradients of the sum of losses times `factors`.
+    Cross entropy whose forward pass also computes gradients, for the sum of losses times `factors`.
 
     The backward pass multiplies these by the losses' gradients. It recomputes the weight's gradient if the losses'
     gradients differ, and everything if lse has a gradient.
@@ -212,7 +212,7 @@ def _from_scratch(ctx: Any, grad_losses: Tensor | None, grad_lse: Tensor | None)
 
 
 def _scale_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-    """Scale a gradient, and cast it to the dtype of sums; without tokens there is no factor."""
+    """Scale a gradient, and cast it to the sums' dtype; without tokens there is no factor."""
     dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
     return (gradient * factor if len(factor) else gradient).to(dtype=dtype)
 
@@ -229,7 +229,7 @@ def _recompute_weight_gradient(
 def _fake_grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses and lse by token, and the gradients of the logits, empty if not needed."""
+    """Return losses and lse by token, and the logits' gradients, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
 
@@ -270,7 +270,7 @@ def _fake_forward(
     needs_weight: bool,
     max_logits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses and lse by token, and the gradients of the sum of losses, empty if not needed."""
+    """Return losses and lse by token, and gradients for the sum of losses, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     grad_weight = weight.new_empty(weight.shape if needs_weight else 0, dtype=torch.float32)
@@ -315,7 +315,7 @@ def _forward(
 
 
 def _chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:
-    """Return slices of nearly equal size, within `max_logits` if MULTIPLE tokens are."""
+    """Return slices with nearly equal sizes, within `max_logits` if MULTIPLE tokens are."""
     max_tokens = max(1, max_logits // (vocab * MULTIPLE)) * MULTIPLE
     parts = max(1, -(-tokens // max_tokens))
     size = max(1, -(-tokens // parts // MULTIPLE)) * MULTIPLE
@@ -332,10 +332,10 @@ def _cross_entropy(
     learns: bool,
 ) -> None:
     """
-    Fill losses and lse (tokens,); if `learns`, overwrite logits (tokens, vocabulary) with the gradients of losses.
+    Fill losses and lse (tokens,); if `learns`, overwrite logits (tokens, vocabulary) with the losses' gradients.
 
-    Losses and gradients are multiplied by `factors` (tokens,). Without factors, ignored tokens get the gradients of
-    lse, and the backward pass masks them.
+    Losses and gradients are multiplied by `factors` (tokens,). Without factors, ignored tokens get lse's gradients, and
+    the backward pass masks them.
     """
     tokens, vocab = logits.shape
     block = min(BLOCK, next_power_of_2(vocab))

@@ -64,7 +64,7 @@ def input_precision() -> str:
 
 
 def cdiv(number: int, size: int) -> int:
-    """Return number / size, rounded up; triton.cdiv takes 1.5 us of the host."""
+    """Return number / size, rounded up; triton.cdiv takes 1.5 us on the host."""
     return -(-number // size)
 
 

@@ -179,6 +179,7 @@ from drawloom.components.ports.program import (
     Program as Program,
     RankProgram as RankProgram,
     ShardOp as ShardOp,
+    TransferOp as TransferOp,
     flat as flat,
     group_overlaps as group_overlaps,
 )
@@ -273,6 +274,9 @@ from drawloom.components.ports.stages import (
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,
+)
+from drawloom.components.ports.teacher import (
+    TeacherPredictions as TeacherPredictions,
 )
 from drawloom.components.ports.tracking import (
     Context as Context,

@@ -157,6 +157,12 @@ def feedback(folder: Path) -> Mapping[str, Any]:
     return {**preferences(folder), "tokens": tokens, "loss": {"use": "loss.kto"}}
 
 
+def distillation(folder: Path) -> Mapping[str, Any]:
+    """A teacher's predictions for no rows, and the loss that compares with them."""
+    (folder / "teacher.json").write_text('{"rows": {}, "length": 1, "top_k": 1}')
+    return {"teacher": {"use": "data.teacher_logps", "path": str(folder)}, "loss": {"use": "loss.distill"}}
+
+
 def store(folder: Path) -> Mapping[str, Any]:
     """Return a token store."""
     store_of(folder / "store", [[f"document {number}: {LETTERS}" for number in range(40)]])
@@ -263,6 +269,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.preferences": preferences,
     "loss.dpo": preferences,
     "data.feedback": feedback,
+    "data.teacher_logps": distillation,
+    "loss.distill": distillation,
     "loss.kto": feedback,
     **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
@@ -432,6 +440,7 @@ EXCEPT = {
     ("data.prompt_collator", "Collator"): "its rows are prompts, and the contract's examples are token ids",
     ("loss.grpo", "Loss"): "it reads sampled log-probabilities, and the contract has rows of a data set",
     ("loss.kto", "Loss"): "it reads labels and sums over the step, and the contract has rows without them",
+    ("loss.distill", "Loss"): "it reads a teacher's predictions, and the contract has rows without them",
     ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
     ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",

@@ -15,7 +15,7 @@ MESHES = {"one": (1, 1, 1), "sharded and pipelined": (4, 2, 2)}
 
 
 def test_the_model_computes_the_same_on_every_mesh(tmp_path: Path) -> None:
-    """Losses and gradient norms on 2 pipeline ranks times 2 shards are those of one process."""
+    """Losses and gradient norms on 2 pipeline ranks times 2 shards equal one process's."""
     write_corpus(tmp_path)
     for block in blocks(ROOT / "docs" / "components.md"):
         if "parallel_lm." in block.title and "test" not in block.title:

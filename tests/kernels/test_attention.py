@@ -100,7 +100,7 @@ def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
 
 
 def test_strided_inputs_give_the_same_result() -> None:
-    """Views with a last dimension that is not contiguous give the same results as copies."""
+    """Views with a non-contiguous last dimension give the same results as copies."""
     q, k, v, document_ids = random_case(2, 6, 4, 2, torch.float64)
     actual = attention_eager(restride(q), restride(k), restride(v), causal_document_mask(restride(document_ids)))
     torch.testing.assert_close(actual, attention_eager(q, k, v, causal_document_mask(document_ids)))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.dequantize import dequantize_eager, grouped_gemm_quantized, linear_quantized
+from drawloom.kernels.dequantize import dequantize_eager, linear_quantized, multiply_quantized_experts
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.weight_formats import FORMATS
 
@@ -49,7 +49,7 @@ def test_experts_equal_dense_ones(name: str) -> None:
     x, stored = torch.randn(7, 128).bfloat16(), FORMATS[name].quantize(torch.randn(3, 32, 128))
     ends = torch.tensor([4, 4, 7], dtype=torch.int32)
     weight = dequantize_eager(stored, name)
-    multiply = partial(grouped_gemm_quantized, dequantize_eager, grouped_gemm_eager)
+    multiply = partial(multiply_quantized_experts, dequantize_eager, grouped_gemm_eager)
     ours = results(lambda x: multiply(x, stored, FORMATS[name], ends), x)
     dense = results(lambda x: grouped_gemm_eager(x, weight, ends, True), x)
     assert torch.equal(ours[0], dense[0]) and torch.equal(ours[1], dense[1])

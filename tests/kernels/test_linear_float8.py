@@ -82,7 +82,7 @@ def test_gradients_are_as_precise_as_one_rounding_of_each_operand() -> None:
 
 
 def test_exact_operands_give_the_bits_of_bfloat16() -> None:
-    """Small integers times a power of two for each row lose nothing: results and gradients are those of bfloat16."""
+    """Small integers times a power of two for each row lose nothing: results and gradients equal bfloat16's."""
     leaves = [torch.randint(-4, 5, (rows, 32)).bfloat16() for rows in (48, 16)]
     for leaf in leaves:
         leaf *= torch.exp2(torch.randint(-3, 3, (len(leaf), 1)))
@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite_reach_all_gradients(value: float) -> None:
 
 
 class CountedFloat8(EagerFloat8):
-    """Eager casts that record the shapes of the tensors that they round."""
+    """Eager casts that record the shapes of rounded tensors."""
 
     def __init__(self) -> None:
         self.shapes: list[torch.Size] = []
@@ -200,7 +200,7 @@ def test_frozen_weights_keep_no_input() -> None:
 
 
 def test_networks_are_as_precise_as_their_layers() -> None:
-    """A feed-forward network's result and gradients are as close to float64 as those of its layers one by one."""
+    """A feed-forward network's result and gradients are as close to float64 as its layers' one by one."""
     x, weights, grad = draw(256, INPUTS), draw_network(), draw(256, OUTPUTS).detach()
     with torch.no_grad():
         x *= torch.exp2(torch.randint(-2, 2, (256, 1)))

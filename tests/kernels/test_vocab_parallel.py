@@ -1,4 +1,4 @@
-"""A vocabulary that is split over ranks, against the whole vocabulary."""
+"""A vocabulary split over ranks, against the whole vocabulary."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ BITSANDBYTES = "018a183aa8d5d4b4d1afc15052e711ed1c603f92733cf1c6e256d7b8cbae025f
 
 
 def weights(*shape: int, seed: int = 0) -> Tensor:
-    """Return normal numbers in bfloat16, with rows that differ in size, and zeros."""
+    """Return normal numbers in bfloat16, with rows of different sizes, and zeros."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator)
     weight *= torch.exp2(torch.randint(-8, 8, (*shape[:-1], 1), generator=generator))

@@ -1,4 +1,4 @@
-"""Fine-tuning of a small folder of each family, loaded back in transformers and PEFT."""
+"""Fine-tuning small folders from all families, loaded back in transformers and PEFT."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +18,7 @@ SIZES = ("num_hidden_layers=4", "hidden_size=32", "num_attention_heads=2", "num_
 
 
 def logits_in_transformers(base: Path, adapter: Path | None, tokens: torch.Tensor) -> Any:
-    """Return the logits of a folder in transformers, with an adapter in PEFT if there is one."""
+    """Return a folder's logits in transformers, with an adapter in PEFT if there is one."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -35,7 +35,7 @@ def logits_in_transformers(base: Path, adapter: Path | None, tokens: torch.Tenso
 @pytest.mark.soak
 @pytest.mark.parametrize("family", FAMILY_WORDS)
 def test_fine_tuned_folders_load_in_other_libraries(family: str, tmp_path: Path) -> None:
-    """Merged exports of LoRA have the logits of PEFT over the base, and a fully tuned folder differs from the base."""
+    """Merged LoRA exports have the logits that PEFT computes over the base, and full tuning changes logits."""
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(tmp_path / "tokenizer"))}
     words = (*(f"model.{size}" for size in SIZES), *FAMILY_WORDS[family], "vars.length=64", "device.kind=cpu")
     values: dict[str, Any] = {"run": {"name": "base", "folder": str(tmp_path / "base")}, "tokenizer": tokenizer}

@@ -34,6 +34,8 @@ def folder_of(model_type: str, folder: Path) -> Path:
     dropout = {key: 0.0 for key in values if key.endswith(("dropout", "pdrop"))}
     ids = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     width = {"head_dim": 16} if model_type in HEAD_DIM_IN_FILES else {}
+    if "text_config" in values:
+        values["text_config"] |= ids
     model = build_model(type(config).from_dict(values | dropout | ids | width), "eager", experts="eager")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,7 +45,7 @@ def folder_of(model_type: str, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Any:
-    """Return transformers' model of a folder that has all weights and no others."""
+    """Return transformers' model of a folder with all weights and no others."""
     from transformers import AutoModelForCausalLM
 
     kinds: Any = AutoModelForCausalLM

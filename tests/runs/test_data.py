@@ -84,7 +84,7 @@ def drop_step(rows: list[Any]) -> None:
     ],
 )
 def test_the_audit_names_a_planted_fault(folder: Path, change: Callable[[list[Any]], None], words: list[str]) -> None:
-    """The audit names the step and the row of a duplicated row, and the step that is missing."""
+    """The audit names the step and the row of a duplicated row, and the missing step."""
     path = folder / "runs/tiny/rows/rank-0.jsonl"
     before = path.read_bytes()
     rows = read_lines(path)

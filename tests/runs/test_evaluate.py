@@ -136,7 +136,7 @@ def test_a_run_of_a_store_is_measured_on_other_text(folder: Path) -> None:
 
 
 def test_embeddings_are_the_means_of_hidden_states(folder: Path) -> None:
-    """Mean, first and last hidden states of documents equal those of transformers on the export."""
+    """Mean, first and last hidden states of documents equal transformers' on the export."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
     (folder / "some.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("def f(x):", "x", "y" * 99)))

@@ -45,6 +45,7 @@ def schedule_words(name: str) -> list[str]:
     return [f"schedule.use=pipeline.schedules.{name}", *executor]
 
 
+OFFLOADING = ("gpipe", "zero_bubble_1p", "zero_bubble_v", "interleaved_1f1b")
 QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares steps of all schedules
 
 
@@ -53,9 +54,10 @@ QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares 
     [pytest.param(name, marks=[] if name.endswith(QUICK) else [pytest.mark.soak]) for name in SCHEDULES],
 )
 def test_every_schedule_has_the_losses_of_one_process(folder: Path, schedule: str) -> None:
-    """Two ranks with a tied embedding have the losses, the export and the sample of one process."""
+    """Two ranks with a tied embedding have the losses, the export and the sample of one process; some offload."""
     name = schedule.rpartition(".")[2]
-    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", *schedule_words(name)]
+    offload = f"stages.offload={'true' if name in OFFLOADING else 'false'}"
+    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", offload, *schedule_words(name)]
     outcomes = drawloom(folder, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert_same(folder / "runs/one", folder / "runs" / name)
@@ -88,7 +90,7 @@ class LayerFiles:
 
 
 def test_stages_have_the_layers_that_auto_assigned(folder: Path) -> None:
-    """If the last layer costs three, the second rank has fewer layers, and losses equal those of one process."""
+    """If the last layer costs three, the second rank has fewer layers, and losses equal one process's."""
     (folder / "my_lab").mkdir()
     (folder / "my_lab/__init__.py").write_text('"""Components of our own."""')
     (folder / "my_lab/layer_files.py").write_text(LAYER_FILES)
@@ -119,7 +121,7 @@ def test_a_run_resumes_on_another_pipeline_layout(folder: Path) -> None:
 
 
 def test_a_run_without_tied_weights_resumes_bit_exactly_on_another_layout(folder: Path) -> None:
-    """Without tied weights, all metrics, weights and moments equal those of the run on one rank."""
+    """Without tied weights, all metrics, weights and moments equal the run's on one rank."""
     words = ("model.tie_word_embeddings=false", "trainer.on_finish=[]")
     assert drawloom(folder, *COMMON, *words, "run.name=straight")[0].code == 0
     runs = run_on_layouts(folder, "to-and-fro", (1, 2, 1), *words), folder / "runs/straight"
@@ -205,3 +207,12 @@ def test_a_model_with_experts_has_the_losses_of_one_process(folder: Path) -> Non
     assert (run / "sample.txt").read_bytes() == (one / "sample.txt").read_bytes()
     assert (run / "export/config.json").read_text() == (one / "export/config.json").read_text()
     assert drawloom(folder, "generate", str(run), "--prompt", "def", "--tokens", "3")[0].text.startswith("def")
+
+
+def test_sharded_stages_offload_activations_with_the_same_bits(folder: Path) -> None:
+    """FSDP's parameters are freed between passes; activations that wait in host memory change no loss or norm."""
+    words = [*COMMON, "trainer.on_finish=[]", "mesh.data_shard=2", *schedule_words("gpipe")]
+    for name, offload in (("resident", "false"), ("waiting", "true")):
+        outcomes = drawloom(folder, *words, f"run.name={name}", f"stages.offload={offload}", ranks=2)
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert series(folder / "runs/waiting", *LEARNED) == series(folder / "runs/resident", *LEARNED)

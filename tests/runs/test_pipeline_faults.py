@@ -1,4 +1,4 @@
-"""Pipelines with a rank that is killed or stopped."""
+"""Pipelines with a killed or stopped rank."""
 
 import signal
 from pathlib import Path

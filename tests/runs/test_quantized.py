@@ -155,7 +155,7 @@ on_finish = []
 
 
 def test_experts_train_on_a_quantized_base(folder: Path) -> None:
-    """Losses of two ranks that partition quantized experts equal those of one process up to rounding."""
+    """Losses of two ranks that partition quantized experts equal one process's up to rounding."""
     (folder / "sparse.toml").write_text(SPARSE, "utf-8")
     for name, words, ranks in (
         ("sparse", ("mesh.expert=1",), 1),

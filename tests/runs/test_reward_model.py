@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     """
-    Losses are those of one process, and `drawloom score` gives chosen answers higher scores than rejected ones.
+    Losses equal one process's, and `drawloom score` gives chosen answers higher scores than rejected ones.
 
     The checkpoint has the head: a score does not depend on the answers that are computed together.
     """

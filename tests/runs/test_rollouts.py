@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import deterministic_rows, drawloom, rows, series, take_back
+from support.processes import run_ranks
+from support.runs import command, deterministic_rows, drawloom, rows, series, take_back
 
 RECIPE = """
 extends = "grpo"
@@ -101,21 +102,19 @@ def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
     assert series(folder, "sampler_difference") == [(0.0,)] * 4
 
 
+def run_long(folder: Path, *words: str) -> None:
+    """Run a command for up to ten minutes."""
+    (outcome,) = run_ranks(command, 1, folder, words, None, timeout=600, variables=False)
+    assert outcome.code == 0, outcome.text
+
+
 @pytest.mark.soak  # three minutes on two cores
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_shipped_recipe_learns_to_sort(tmp_path: Path, seed: int) -> None:
     """After a short supervised run, the sampled reward on held-out prompts rises clearly; entropy falls."""
-    base = ("run", "sort_digits", "run.name=base", f"run.seed={seed}")
-    assert drawloom(tmp_path, *base)[0].code == 0
-    words = (
-        "run",
-        "grpo",
-        "vars.base=runs/base/export",
-        "run.name=policy",
-        f"run.seed={seed}",
-        "validation.rows_used=256",
-    )
-    assert drawloom(tmp_path, *words)[0].code == 0
+    run_long(tmp_path, "run", "sort_digits", "run.name=base", f"run.seed={seed}")
+    words = ("vars.base=runs/base/export", "run.name=policy", f"run.seed={seed}", "validation.rows_used=256")
+    run_long(tmp_path, "run", "grpo", *words)
     lines = (tmp_path / "runs/policy/metrics.jsonl").read_text("utf-8").splitlines()
     held_out = [value for line in lines if (value := json.loads(line).get("validation_reward")) is not None]
     assert 0.2 < held_out[0] < 0.7 and held_out[-1] > held_out[0] + 0.12, held_out

@@ -119,7 +119,7 @@ def read_biases(run: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_biases_of_one_process(layout: str, folder: Path) -> None:
-    """Biases are bitwise equal, and losses, entropies and token counts equal those of one process."""
+    """Biases are bitwise equal, and losses, entropies and token counts equal one process's."""
     ranks, words = LAYOUTS[layout]
     name = layout.replace(" ", "_")
     outcomes = drawloom(folder, "run", "routers.toml", f"run.name={name}", *words, ranks=ranks)

@@ -89,7 +89,7 @@ def test_trackers_and_profilers_neither_stop_nor_change_a_run(folder: Path) -> N
     """
     A tracker that hangs, a profiler that raises and a full disk for metrics print one warning per fault.
 
-    A commit without its metric rows prints another. Weights and metrics equal those of an undisturbed run.
+    A commit without its metric rows prints another. Weights and metrics equal an undisturbed run's.
     """
     assert drawloom(folder, *TINY, "run.name=straight")[0].code == 0
     aim = ("trackers.aim.use=trackers.aim", "trackers.aim.timeout=60")

@@ -79,7 +79,7 @@ def _survive(
 
 
 def _assert_same_trajectory(folder: Path, *words: str) -> None:
-    """Assert that every step was logged once, as in a run of one process that loses nothing."""
+    """Assert that every step was logged once, as in an undisturbed run of one process."""
     [outcome] = drawloom(folder, "run", "recipe.toml", "run.name=whole", *words)
     assert outcome.code == 0, outcome
     whole, survived = rows(folder / "runs/whole"), rows(folder / "runs/tiny")

@@ -39,7 +39,7 @@ def small(kind: type[DecoderBuilder], **changes: Any) -> DecoderBuilder:
 
 
 def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> None:
-    """Assert that logits, losses over packed documents, and every parameter's gradient equal those of transformers."""
+    """Assert that logits, losses over packed documents, and every parameter's gradient equal transformers'."""
     torch.manual_seed(0)
     module = whole(model)
     reference = twin(model, persistent_tensors(module))

@@ -1,4 +1,4 @@
-"""Small models of all families, as words for a recipe with sizes for four layers."""
+"""Small models for all families, as words for a recipe with sizes for four layers."""
 
 _EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
 _SPARSE = (*_EXPERTS, "model.moe_intermediate_size=32")

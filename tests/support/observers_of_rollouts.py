@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from drawloom.components.data.bytes import Bytes
@@ -36,6 +37,26 @@ def policy_loss_of(use: str, values: Values, _place: Path) -> Any:
         batch = loss.with_reference(batch, zeros - 1.0)
     total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
     return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
+
+
+def distill_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a distillation loss on two likely tokens and the rest."""
+    inputs = sample()
+    logps = torch.tensor([0.5, 0.3, 0.2]).log().expand(3, 5, 3)
+    batch = inputs.batch.evolve(teacher_ids=torch.tensor([1, 4]).expand(3, 5, 2), teacher_logps=logps)
+    return build(use, **values).loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def teacher_of(use: str, values: Values, place: Path) -> Any:
+    """Return the predictions that a folder has for a row."""
+    for number, name in enumerate(("one_teacher", "other_teacher")):
+        folder = place / name
+        folder.mkdir()
+        (folder / "train.ids").write_bytes(np.full(1, number, np.int32).tobytes())
+        (folder / "train.logps").write_bytes(np.zeros(2, np.float16).tobytes())
+        (folder / "teacher.json").write_text('{"rows": {}, "length": 1, "top_k": 1}')
+    ids, logps = build(use, path=place / values["path"]).predictions("train", [0])
+    return ids.tolist(), logps.tolist()
 
 
 def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
@@ -130,7 +151,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the completions that were sampled up to each step, and the numbers that the phase wrote."""
+    """Return the completions sampled up to every step, and the phase's numbers."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"
@@ -159,7 +180,7 @@ def fake_data(batch: PromptBatch, is_training: bool) -> Any:
 
 
 def completions_of(use: str, values: Values, place: Path) -> Any:
-    """Return tokens and log-probabilities that a small run's stages sample."""
+    """Return tokens and log-probabilities sampled by a small run's stages."""
     tables: Values = {
         "vars": {"base": "unused"},
         "run": {"name": "small", "folder": str(place / "run")},

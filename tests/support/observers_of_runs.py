@@ -42,6 +42,7 @@ from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
 from support.steps import losses_of, train
+from support.transfers import DelayedTransfers
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -105,6 +106,18 @@ def count_compilations(use: str, values: Values, folder: Path) -> Any:
         _recipe(folder, stages=dict(values)).open(only="stages"),
     ):
         return asked.call_count
+
+
+def bytes_in_host_memory(use: str, values: Values, folder: Path) -> Any:
+    """Return the bytes of activations that leave the device in a step."""
+    transfers = DelayedTransfers()
+    tables = {"stages": dict(values), "schedule": {"use": "pipeline.schedules.gpipe"}}
+    with _recipe(folder, **tables).open(only="executor") as objects:
+        objects["executor"].open_transfers = lambda device: transfers
+        tokens = torch.arange(6).unsqueeze(0)
+        batch = TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
+        train(objects["executor"], [batch] * 4)
+    return transfers.stored
 
 
 def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:

@@ -450,6 +450,12 @@ ROWS: dict[str, Row] = {
     "loss.simpo": Row(parts.loss_of, {}, {"beta": 0.5, "gamma": 0.5}),
     "loss.kto": Row(policy.judged_loss_of, {"beta": 0.2}, {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5}),
     "loss.reward": Row(policy.reward_loss_of, {}, {"centring": 0.5}),
+    "loss.distill": Row(
+        policy.distill_loss_of,
+        {},
+        {"divergence": "reverse", "beta": Change(0.2, {"divergence": "jsd"}), "task_weight": 0.5},
+    ),
+    "data.teacher_logps": Row(policy.teacher_of, {"path": "one_teacher"}, {"path": "other_teacher"}),
     "loss.grpo": Row(
         policy.policy_loss_of,
         {},
@@ -762,6 +768,7 @@ ROWS: dict[str, Row] = {
             "recompute": Change("blocks", observer=runs.count_recomputations),
             "compile": Change(True, observer=runs.count_compilations),
             "capture": Change(True, observer=runs.captures_cuda_graphs),
+            "offload": Change(True, observer=runs.bytes_in_host_memory),
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),

@@ -90,5 +90,5 @@ class DelayedTransfers:
             else:
                 for target, source in copy.copies:
                     target.copy_(source)
-                copy.state = "done"
+                copy.state, copy.copies = "done", ()
                 queue.popleft()

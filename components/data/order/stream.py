@@ -34,7 +34,7 @@ def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 
 def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
-    """Return each source's row share, for token weights; sources without weight or rows are left out."""
+    """Return every source's row share, for token weights; sources without weight or rows are left out."""
     used = [source for source in sources if source.weight and source.rows]
     rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 import numpy as np
+import torch
 
 from drawloom.components.data.mixture import document_sources
 from drawloom.components.data.order.permutation import Permutation
@@ -16,6 +17,7 @@ from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, has_pairs
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
+from drawloom.components.ports.teacher import TeacherPredictions
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, inherited, setting
 from drawloom.graph.wiring.node import NodeView
@@ -60,6 +62,7 @@ class PackedRows:
     job: RunInfo
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
+    teacher: TeacherPredictions | None = None
     length: int = setting(
         check=_check_length,
         doc="sequence length: tokens in a row, at least 2",
@@ -94,6 +97,8 @@ class PackedRows:
                     "%s: %d documents in %d rows of %d, %.2f %% filled",
                     *(_name(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
                 )
+        if self.teacher is not None:
+            self.teacher.check_rows(self.identity())
         lengths = [packed.documents.lengths for packed in self._splits.values()]
         longest = max((int(counts.max()) for counts in lengths if len(counts)), default=0)
         warn_of_long_texts(min(longest, self.length), self.models)
@@ -123,7 +128,11 @@ class PackedRows:
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """Return the rows at these indices, 0 to count - 1; every tensor is (rows, length)."""
         packed = self._splits[split]
-        return batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
+        batch = batch_of(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
+        if self.teacher is None:
+            return batch
+        ids, logps = (torch.from_numpy(part) for part in self.teacher.predictions(split, indices))
+        return batch.evolve(teacher_ids=ids, teacher_logps=logps)
 
     def sources(self, split: Split, row: int) -> list[str]:
         """Return a row's document sources, in order."""
@@ -140,6 +149,10 @@ class PackedRows:
 
     def row_tokens(self, split: Split) -> np.ndarray:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
+
+    def identity(self) -> dict[str, Any]:
+        """Return fingerprints by split and source, and the seed, by which documents are dealt to rows."""
+        return {**self.state_dict(), "seed": self.job.seed}
 
     def state_dict(self) -> dict[str, Any]:
         """Return row fingerprints by split and source, constant during a run."""

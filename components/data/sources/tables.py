@@ -24,7 +24,7 @@ class ParquetPart:
     size: int
 
     def documents(self) -> Iterator[Document]:
-        """Yield the text of each row. Raises UserError with the first row that is not text."""
+        """Yield every row's text. Raises UserError with the first row that is not text."""
         with open_file(self.file) as stream, _reading(self.file):
             batches = _open_parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
             yield from _documents(batches, self.file, self.field, self.row)
@@ -43,7 +43,7 @@ class ArrowPart:
         return self.file.size
 
     def documents(self) -> Iterator[Document]:
-        """Yield the text of each row. Raises UserError with the first row that is not text."""
+        """Yield every row's text. Raises UserError with the first row that is not text."""
         with open_file(self.file) as stream, _reading(self.file):
             names, batches = _open_arrow(stream)
             _check_field(names, self.field, self.file)

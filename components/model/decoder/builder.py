@@ -61,7 +61,7 @@ def fill_with_initial_weights(
     part_of: TensorSlice | None = None,
 ) -> None:
     """
-    Fill a parameter of any shape and floating-point dtype, or the slice `part_of` of one, in place by its role.
+    Fill a parameter (any shape, any floating-point dtype), or its slice `part_of`, in place by its role.
 
     Normal random numbers have the standard deviation `std`. The outputs of 2 * layers matrices are added to the
     residual stream; their standard deviation is divided by sqrt(2 * layers), so that the stream does not grow with
@@ -83,7 +83,7 @@ def fill_with_initial_weights(
 
 @inherited
 class DecoderBuilder:
-    """Builder of a decoder, with sizes from settings or from a Hugging Face `config.json`."""
+    """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
 
     family: ClassVar[Family]
     layers_keep_shapes: ClassVar[bool] = True
@@ -161,7 +161,7 @@ class DecoderBuilder:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield problems of settings that are missing or contradict one another."""
+        """Yield problems with settings that are missing or contradict one another."""
         for fault in faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
             yield node.problem(fault.key, fault.why, fault.instead)
 
@@ -220,7 +220,7 @@ class DecoderBuilder:
 
     @property
     def split(self) -> Split | None:
-        """The split of the vocabulary into a table and new tokens: the tokenizer's last ids, or ids after the table."""
+        """The vocabulary's split into a table and new tokens: the tokenizer's last ids, or ids after the table."""
         if not self.new_tokens:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
@@ -292,7 +292,7 @@ class DecoderBuilder:
 def name_joined_layers(
     module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
 ) -> None:
-    """Set `joined_name` in the linear layers of a span that a family's mapper joins with others."""
+    """Set `joined_name` in a span's linear layers that a family's mapper joins with others."""
     # Experts are many, and no linear layers.
     names = [name for name, _ in module.named_parameters() if ".experts." not in name]
     for group in mapper(names, architecture).groups:
@@ -303,7 +303,7 @@ def name_joined_layers(
 
 
 def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Return the operations of a whole model, which may be on the meta device."""
+    """Return a whole model's operations; the model may be on the meta device."""
     shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
     by_parameter = {}
     for name, role in parameter_roles(whole):

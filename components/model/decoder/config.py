@@ -1,4 +1,4 @@
-"""Configs of decoders: sizes, and the specification of every layer."""
+"""Decoder configs: sizes, and every layer's specification."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -42,7 +42,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 
 
 def size(name: str) -> Bound:
-    """Return a check of a size of a model: from 1 to the greatest."""
+    """Return a check for a size in a model: from 1 to the greatest."""
     return between(1, MAX_SIZES[name] + 1)
 
 
@@ -50,9 +50,9 @@ def size(name: str) -> Bound:
 @attrs.frozen(kw_only=True, slots=False)
 class DecoderConfig:
     """
-    Config of a decoder; sizes count channels, heads, layers or token ids.
+    Decoder config; sizes count channels, heads, layers or token ids.
 
-    Fields are keys of `config.json`. Class variables and methods choose the mechanisms of layers; a family's own class
+    Fields are keys in `config.json`. Class variables and methods choose the layers' mechanisms; a family's own class
     overrides them.
     """
 
@@ -84,7 +84,7 @@ class DecoderConfig:
 
     @property
     def longest_text(self) -> int:
-        """The maximum sequence length of rotary positions: max_position_embeddings, or more if they are scaled."""
+        """The maximum sequence length for rotary positions: max_position_embeddings, or more if they are scaled."""
         if self.rope_scaling is None or self.rope_scaling.factor is None:
             return self.max_position_embeddings
         # Files of Llama 3 have the extended length as max_position_embeddings, files of Qwen the original one.
@@ -93,21 +93,21 @@ class DecoderConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """The number of channels of a head that are rotated."""
+        """The number of rotated channels in a head."""
         return self.head_dim
 
     @property
     def logit_multiplier(self) -> float:
-        """The factor of logits."""
+        """The logits' factor."""
         return 1.0
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        """Return the factor of embeddings of a dtype."""
+        """Return the factor for embeddings in a dtype."""
         return 1.0
 
     @property
     def score_scale(self) -> float | None:
-        """The factor of attention scores; None: head_dim ** -0.5."""
+        """The attention scores' factor; None: head_dim ** -0.5."""
         return None
 
     def has_bias(self, projection: str) -> bool:
@@ -115,15 +115,15 @@ class DecoderConfig:
         return False
 
     def window_of(self, layer: int) -> int | None:
-        """Return the number of tokens that a token attends to in a layer, itself included; None: all before it."""
+        """Return how many tokens a token attends to in a layer, itself included; None: all before it."""
         return None
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Return the rotary positions of a layer; None: it has none."""
+        """Return a layer's rotary positions; None: it has none."""
         return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
 
     def attention_of(self, layer: int) -> MixerSpec:
-        """Return the attention of a layer."""
+        """Return a layer's attention."""
         return self.grouped_attention_of(layer)
 
     def grouped_attention_of(self, layer: int) -> AttentionSpec:
@@ -139,11 +139,11 @@ class DecoderConfig:
         )
 
     def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        """Return the feed-forward network or the experts of a layer."""
+        """Return a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        """Return the branches of a layer, in order: here pre-norm attention and a pre-norm feed-forward network."""
+        """Return a layer's branches, in order: here pre-norm attention and a pre-norm feed-forward network."""
         return (
             Branch("input_layernorm", "self_attn", self.attention_of(layer)),
             Branch("post_attention_layernorm", "mlp", self.mlp_of(layer)),
@@ -151,12 +151,12 @@ class DecoderConfig:
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of a family's own keys; `given` has at least the keys without a default."""
+        """Yield the faults in a family's own keys; `given` has at least the keys without a default."""
         yield from ()
 
 
 def post_norm_branches(config: DecoderConfig, layer: int) -> Sequence[Branch]:
-    """Return attention and a feed-forward network with norms of their outputs instead of their inputs."""
+    """Return attention and a feed-forward network, with their outputs normed instead of their inputs."""
     return (
         Branch(None, "self_attn", config.attention_of(layer), "post_attention_layernorm"),
         Branch(None, "mlp", config.mlp_of(layer), "post_feedforward_layernorm"),
@@ -169,7 +169,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @attrs.frozen(kw_only=True)
 class LayerTypesConfig(DecoderConfig):
     """
-    Config that has a type for every layer: full attention, or attention within `sliding_window` tokens.
+    Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
 
     By default the last of every `full_attention_interval` layers has full attention. `layer_types` may be longer than
     the model.
@@ -195,7 +195,7 @@ class LayerTypesConfig(DecoderConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of layers without a type, and of unknown types."""
+        """Yield the faults if layers have no type, or an unknown one."""
         yield from super().faults(given)
         layers, types = given["num_hidden_layers"], given.get("layer_types")
         if types is not None and len(types) < layers:
@@ -216,9 +216,10 @@ class Qwen3Config(DecoderConfig):
 @attrs.frozen(kw_only=True, slots=False)
 class MoeConfig(DecoderConfig):
     """
-    Config of a decoder with experts. A family decides which layers have experts, and how they are chosen.
+    Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
 
-    `router_aux_loss_coef` and `router_z_loss_coef` are coefficients of losses in training, each a mean over layers.
+    `router_aux_loss_coef` and `router_z_loss_coef` are loss coefficients in training; both losses are means over
+    layers.
     """
 
     num_experts: int
@@ -234,7 +235,7 @@ class MoeConfig(DecoderConfig):
 
     @property
     def shared_width(self) -> int:
-        """The inner width of the experts that all tokens visit."""
+        """The inner width for experts that all tokens visit."""
         return 0
 
     def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
@@ -267,7 +268,7 @@ class MoeConfig(DecoderConfig):
 
 @attrs.frozen(kw_only=True, slots=False)
 class Qwen3MoeConfig(MoeConfig):
-    """Config of Qwen3 with experts. `mlp_only_layers` are the numbers of layers without experts."""
+    """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
 
     qk_norm = "head"
 
@@ -285,7 +286,7 @@ class Qwen3MoeConfig(MoeConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of layer numbers, and of a layer without experts whose size is missing."""
+        """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
         yield from super().faults(given)
         layers, step = given["num_hidden_layers"], given.get("decoder_sparse_step", 1)
         dense = given.get("mlp_only_layers", ())
@@ -316,7 +317,7 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
 
 
 def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Yield the faults of more choices than experts, and of more experts than files can contain."""
+    """Yield the faults if there are more choices than experts, or more experts than files can contain."""
     if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
         why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
         yield InvalidSetting("num_experts", why, "write fewer")
@@ -326,7 +327,7 @@ def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
 
 
 def rotary_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Yield the fault of a rotated part of each head that does not consist of pairs of channels."""
+    """Yield the fault if a head's rotated channels do not form pairs."""
     if "head_dim" in given:
         channels = int(given["head_dim"] * given["partial_rotary_factor"])
         if channels < 2 or channels % 2:
@@ -336,7 +337,7 @@ def rotary_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
 
 
 def num_experts(architecture: DecoderConfig) -> int:
-    """Return the number of experts of a layer; 0 if the model has no experts."""
+    """Return the number of experts in a layer; 0 if the model has none."""
     layers = range(architecture.num_hidden_layers)
     specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
     return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
@@ -356,7 +357,7 @@ def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
 
 
 def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
-    """Yield the fault of a missing intermediate_size, if some layers have no experts."""
+    """Yield the fault if intermediate_size is missing and some layers have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")

@@ -129,7 +129,7 @@ class Experts(ExpertParallel, QuantizableLayer):
         return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
 
     def _biases(self, name: str, here: Dispatched) -> Tensor:
-        """Return the bias of each row's expert, (rows, outputs), and zeros for unused rows."""
+        """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
         rows = torch.arange(len(here.rows), device=here.rows.device)
         expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
         return self.kernels.embedding(expert, getattr(self, name)).where(_is_used(here).unsqueeze(-1), 0)
@@ -138,5 +138,5 @@ class Experts(ExpertParallel, QuantizableLayer):
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
         weight = getattr(self, name)
         if (weight_format := self.weight_formats.get(name)) is not None:
-            return self.kernels.grouped_gemm_quantized(rows, weight, weight_format, ends)
+            return self.kernels.multiply_quantized_experts(rows, weight, weight_format, ends)
         return self.kernels.grouped_gemm(rows, weight, ends, transposed=True)

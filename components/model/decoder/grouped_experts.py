@@ -1,4 +1,4 @@
-"""Config and settings of DeepSeek's experts: groups, a balancing bias, and shared experts (arXiv 2412.19437)."""
+"""Config and settings for DeepSeek's experts: groups, a balancing bias, and shared experts (arXiv 2412.19437)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from drawloom.graph import above, at_least, inherited, setting
 
 @attrs.frozen(kw_only=True, slots=False)
 class GroupedExpertsConfig(MoeConfig):
-    """Config of routed experts in groups and shared experts in all layers but the first."""
+    """Config for routed experts in groups and shared experts in all layers but the first."""
 
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
@@ -33,7 +33,7 @@ class GroupedExpertsConfig(MoeConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of expert groups, and of a config without a layer with experts."""
+        """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().faults(given)
         layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
@@ -45,14 +45,14 @@ class GroupedExpertsConfig(MoeConfig):
 
 @attrs.frozen(kw_only=True, slots=False)
 class SigmoidExpertsConfig(GroupedExpertsConfig):
-    """Config of the experts of DeepSeek-V3: scores are sigmoids, and a bias balances."""
+    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias balances."""
 
     norm_topk_prob: bool = True
     router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
 
     @property
     def routing(self) -> Routing:
-        """Routing by sigmoid scores, of logits in float32, and a balancing bias."""
+        """Routing by sigmoid scores, with float32 logits and a balancing bias."""
         return Routing(
             scoring_func="sigmoid",
             bias=True,
@@ -84,7 +84,7 @@ RENAMED = {"num_experts": "n_routed_experts"}
 
 @inherited
 class GroupedExpertsBuilder(DecoderBuilder):
-    """Builder of a decoder with experts in groups."""
+    """Builder for a decoder with experts in groups."""
 
     kernels: ExpertKernels
     intermediate_size: int | None = setting(
@@ -138,7 +138,7 @@ class GroupedExpertsBuilder(DecoderBuilder):
 
 @inherited
 class SigmoidExpertsBuilder(GroupedExpertsBuilder):
-    """Builder of a decoder with the experts of DeepSeek-V3; the phase `phases.router_bias` balances them."""
+    """Builder for a decoder with DeepSeek-V3's experts; the phase `phases.router_bias` balances them."""
 
     norm_topk_prob: bool | None = setting(
         default=None,

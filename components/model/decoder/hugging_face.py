@@ -1,4 +1,4 @@
-"""Decoders in Hugging Face's form: names of parameters, and reading and writing of `config.json`."""
+"""Decoders in Hugging Face's form: parameter names, and reading and writing `config.json`."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from drawloom.graph import UserError
 
 
 def decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper from parameters of these names to the tensors of files."""
+    """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
     return parallel(*(_mapper_of(name, count) for name in names))
 
@@ -49,16 +49,15 @@ class Family:
     """
     Family of models: its component's name, its config class, and its keys in a `config.json`.
 
-    `needed` are settings without a default; `hf_defaults` are transformers' defaults of a config's keys, where they
+    `needed` are settings without a default; `hf_defaults` are transformers' defaults for a config's keys, where they
     differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
-    `nullable` are keys that may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a
-    config may leave out the sizes of heads. Files may have `model_type` or one of `other_types`; multimodal models of
-    `nested_types` have such a config as `text_config`, and map to the prefix of the decoder in the model that
-    transformers builds for causal language modeling. `read` converts a
-    `config.json` to the keys of the config class, before defaults are filled in, and raises ValueError, with a reason
-    that follows the path, for a config that can't be built; `write` is its inverse, for a complete `config.json`.
-    `mapper` maps parameters to the tensors of files; `ignored` are patterns (fnmatch) of tensors in files that are not
-    loaded, in which {layers} is the number of layers.
+    `nullable` keys may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a config may
+    leave out head sizes. Files may have `model_type` or one of `other_types`; multimodal models with `nested_types`
+    have such a config as `text_config`, and map to the decoder's prefix in the model that transformers builds for
+    causal language modeling. `read` converts a `config.json` to the config class's keys, before defaults are filled in,
+    and raises ValueError, with a reason that follows the path, for a config that can't be built; `write` is its
+    inverse, for a complete `config.json`. `mapper` maps parameters to tensors in files; `ignored` are patterns
+    (fnmatch) for tensors that are not loaded, in which {layers} is the number of layers.
     """
 
     component: str
@@ -81,12 +80,12 @@ class Family:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a `config.json` except the scaling of rotary positions, which has two forms."""
+        """The keys in a `config.json` except rotary scaling, which has two forms."""
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
     def settings(self) -> list[str]:
-        """The names of the settings that a config sets."""
+        """The settings that a config sets, by name."""
         return [*self.keys, "rope_scaling", "rope_parameters"]
 
 
@@ -101,7 +100,7 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 
 def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
-    """Return the `config.json` of a model; `end` is the id that ends a text, if there is a tokenizer."""
+    """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
     numbers = {family.renamed.get(key, key): _plain(getattr(architecture, key)) for key in family.keys}
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
     known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
@@ -117,7 +116,7 @@ def read_config(family: Family, path: Path) -> DecoderConfig:
 
 
 def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of a multimodal model's text part, or any other config unchanged."""
+    """Return a multimodal model's text config, or any other config unchanged."""
     text = config.get("text_config")
     if config.get("model_type") not in family.nested_types or not isinstance(text, Mapping):
         return config
@@ -154,7 +153,7 @@ def config_within(
 
 
 def config_path(path: Path) -> Path:
-    """Return the path of a folder's `config.json`, or the path itself if it is not a folder."""
+    """Return the path to a folder's `config.json`, or the path itself if it is not a folder."""
     return path / "config.json" if path.is_dir() else path
 
 
@@ -209,7 +208,7 @@ def _with_partial_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[st
 
 
 def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
-    """Yield faults of sizes that do not fit one another."""
+    """Yield sizes that do not fit one another."""
     yield from head_faults(architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim)
     if architecture.rope_scaling is not None:
         yield from rope_faults(architecture.rope_scaling, architecture.rotary_dim)
@@ -217,7 +216,7 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
 
 
 def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values of a config that the model does not implement."""
+    """Yield config values that the model does not implement."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
@@ -239,7 +238,7 @@ def _other_windows(architecture: DecoderConfig, config: Mapping[str, Any]) -> st
 
 
 def _with_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add missing sizes of heads as transformers derives them, if the family does."""
+    """Add missing head sizes as transformers derives them, if the family does."""
     values = dict(values)
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if family.derives_head_dim and type(heads) is int and type(width) is int and heads > 0:

@@ -1,4 +1,4 @@
-"""Config and settings of decoders with gated delta nets, and gated attention in every fourth layer (Qwen team)."""
+"""Config and settings for decoders with gated delta nets, and gated attention in every fourth layer (Qwen team)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,13 +18,13 @@ LINEAR = "linear_attention"
 
 
 def default_types(layers: int, interval: int = 4) -> tuple[str, ...]:
-    """Return the types of layers: the last of every `interval` layers has full attention."""
+    """Return the layer types: the last of every `interval` layers has full attention."""
     return tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(layers))
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class HybridConfig(DecoderConfig):
-    """Config of a decoder in which layers of type linear_attention have a gated delta net instead of attention."""
+    """Config for a decoder whose linear_attention layers have a gated delta net instead of attention."""
 
     qk_norm = "head"
     zero_centered = True
@@ -49,7 +49,7 @@ class HybridConfig(DecoderConfig):
 
     @property
     def delta(self) -> DeltaSpec:
-        """The specification of gated delta nets."""
+        """The gated delta nets' specification."""
         return DeltaSpec(
             key_heads=self.linear_num_key_heads,
             value_heads=self.linear_num_value_heads,
@@ -72,7 +72,7 @@ class HybridConfig(DecoderConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults of the rotated part, of layers without a type, and of value heads without a key head."""
+        """Yield the faults in the rotated part, in layers without a type, and in value heads without a key head."""
         yield from super().faults(given)
         yield from rotary_faults({"partial_rotary_factor": 0.25, **given})
         layers, types = given["num_hidden_layers"], given.get("layer_types")
@@ -86,7 +86,7 @@ class HybridConfig(DecoderConfig):
 
 
 def read_hybrid(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop keys of positions in images, which do not matter to text, and derive missing layer types."""
+    """Drop keys for positions in images, which do not matter to text, and derive missing layer types."""
     interval, layers = config.get("full_attention_interval", 4), config.get("num_hidden_layers")
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping):
@@ -102,13 +102,13 @@ HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
 
 
 def delta_nets(parameters: Iterable[str]) -> list[str]:
-    """Return the paths of the gated delta nets that have these parameters."""
+    """Return the paths to the gated delta nets with these parameters."""
     return [name.removesuffix(".A_log") for name in parameters if name.endswith(".linear_attn.A_log")]
 
 
 @inherited
 class HybridBuilder(DecoderBuilder):
-    """Builder of a decoder with gated delta nets."""
+    """Builder for a decoder with gated delta nets."""
 
     kernels: RecurrentKernels
 

@@ -1,4 +1,4 @@
-"""The module of a span of layers, with the submodules and names of Hugging Face's models."""
+"""The module for a span of layers, with the submodules and names of Hugging Face's models."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ def check_hidden_states(shared: TokenContext, layers: int) -> None:
 
 def means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     """
-    Return means over the tokens of each document: at least float32 (rows, count, hidden_size), zeros without tokens.
+    Return means over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
 
     hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `count` on are skipped;
     weights: bool or floating (rows, length); default: 1.
@@ -117,7 +117,7 @@ class Decoder(TensorParallel):
             yield self.architecture.num_hidden_layers, self.norm(hidden)
 
     def _contexts(self, shared: TokenContext) -> list[LayerContext]:
-        """Return the context of each layer; layers share masks of the same window and angles of the same positions."""
+        """Return every layer's context; layers share masks of the same window and angles of the same positions."""
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(

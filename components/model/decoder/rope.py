@@ -27,7 +27,7 @@ from drawloom.kernels.rope_frequencies import (
 @attrs.frozen
 class Rope:
     """
-    Rotary positions of a layer: the first `dim` channels of a head are rotated.
+    A layer's rotary positions: a head's first `dim` channels are rotated.
 
     Channel i is paired with channel i + dim // 2, or, if `interleaved`, channel 2 i with 2 i + 1.
     """
@@ -38,7 +38,7 @@ class Rope:
     interleaved: bool = False
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, float32 (rows, length, dim // 2), of integer positions (rows, length)."""
+        """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
         return rope_angles(positions, self.dim, self.base, self.scaling)
 
 
@@ -146,8 +146,8 @@ class RopeScaling:
         doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
     )
 
-    def given(self) -> dict[str, Any]:
-        """The keys of the scaling that are set, besides `rope_type`."""
+    def options(self) -> dict[str, Any]:
+        """Return the keys with a value, besides `rope_type`."""
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
 
@@ -156,7 +156,7 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
     """The kernels' form of a scaling, for a model with this max_position_embeddings."""
     if rope is None:
         return None
-    given = rope.given()
+    given = rope.options()
     if rope.rope_type in ("linear", "ntk"):
         return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
@@ -172,7 +172,7 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
 
 
 def long_attention_factor(factor: float, original_length: int) -> float:
-    """Return LongRoPE's factor of cosines and sines for texts that are `factor` times as long as the original ones."""
+    """Return LongRoPE's factor for cosines and sines in texts `factor` times as long as the original ones."""
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
@@ -181,7 +181,7 @@ def _sharpening(factor: float, mscale: float) -> float:
 
 
 def score_multiplier(rope: RopeScaling | None) -> float:
-    """Return the factor of scores in latent attention, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
+    """Return latent attention's factor for scores, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
     if rope is None or rope.mscale_all_dim is None or rope.factor is None:
         return 1.0
     return _sharpening(rope.factor, rope.mscale_all_dim) ** 2
@@ -189,7 +189,7 @@ def score_multiplier(rope: RopeScaling | None) -> float:
 
 def rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
     """Invalid combinations of the settings under `key`, for heads with `rotary_dim` rotated channels, if known."""
-    given, used = rope.given(), USED[rope.rope_type]
+    given, used = rope.options(), USED[rope.rope_type]
     for name in given.keys() - set(used):
         *firsts, last = (kind for kind, names in USED.items() if name in names)
         owners = f"{', '.join(firsts)} and {last}" if firsts else last
@@ -231,10 +231,10 @@ BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` of a config, which repeats `rope_theta` at its top; for static NTK only `rope_theta`."""
+    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}
-    given = rope.given()
+    given = rope.options()
     if rope.rope_type == "ntk":
         return {"rope_theta": scale_base(base, head_dim, given["factor"])}
     if rope.rope_type == "llama3":
@@ -254,7 +254,7 @@ def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Settings that are given twice: in `rope_parameters` or `rope_scaling`, and outside of it."""
+    """Settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
             why = f"{key} is set beside rope_parameters, which sets it as well"
@@ -281,7 +281,7 @@ def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[
 
 def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
     """
-    Replace rope_parameters by layer type by those of full attention; put the base of sliding attention under `sliding`.
+    Replace rope_parameters by layer type by full attention's; put sliding attention's base under `sliding`.
 
     `base` is its default. Raises ValueError if sliding attention scales its positions.
     """
@@ -297,7 +297,7 @@ def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> 
 
 
 def write_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Return a config with rope_parameters by layer type, as in transformers 5; `base` is that of sliding attention."""
+    """Return a config with rope_parameters by layer type, as in transformers 5; `base` is sliding attention's."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     sliding = {"rope_type": "default", "rope_theta": base}
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
@@ -321,11 +321,11 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
     if (length := "original_max_position_embeddings") in used:
         # What stands at the top of a config is used before what is within, as by transformers.
         given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
-    return _made(kind, given)
+    return _build_scaling(kind, given)
 
 
-def _made(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
-    """A scaling, after a check of the values' types."""
+def _build_scaling(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
+    """Return a scaling after checking the values' types."""
     for field in attrs.fields(RopeScaling):
         value = given.get(field.name)
         # Types are compared exactly, because isinstance would take a bool for an int.

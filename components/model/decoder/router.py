@@ -18,14 +18,14 @@ from drawloom.kernels.recompute import is_recomputing
 @attrs.frozen(kw_only=True)
 class Routing:
     """
-    How the experts of a token are chosen, and what each weighs.
+    How a token's experts are chosen and weighted.
 
-    Scores are the softmax over all experts, or the sigmoid of each. With `bias` each expert has a number that is added
-    to its scores for the choice alone. With `n_group` groups of experts a token is sent to experts of `topk_group`
-    groups: those whose `best_in_group` best scores have the greatest sums. The weights of the chosen experts are their
-    scores, with `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen
-    experts' logits alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed
-    in at least float32, and with `linear_bias` a learned bias is added to them.
+    Scores are the softmax over all experts, or the sigmoid of each. With `bias` every expert has a number added to its
+    scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group` groups whose
+    `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
+    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
+    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
+    float32, and with `linear_bias` a learned bias is added to them.
     """
 
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
@@ -51,7 +51,7 @@ def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
 class _AttachLoss(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
-        """A view of the tensor, of any shape and dtype; the loss has no dimensions."""
+        """A view of the tensor, with any shape and dtype; the loss has no dimensions."""
         ctx.save_for_backward(loss)
         return tensor.view_as(tensor)  # a Function must not return its input itself
 
@@ -63,13 +63,13 @@ class _AttachLoss(Function):
 
 def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
     """
-    The gradient of each row's load-balancing loss with respect to the probabilities of a token, (rows, experts).
+    Return the gradients of the rows' load-balancing losses with respect to a token's probabilities, (rows, experts).
 
-    `counts`: how many choices of a row's tokens fell on each expert, (rows, experts); `weights`: the weight of each
-    row's loss, (rows,). The loss of a row of `length` tokens is experts * sum over experts of (share of tokens sent to
-    it) * (mean probability), of which only the probability has a gradient. Fedus et al. 2021, "Switch Transformers",
-    arXiv 2101.03961, equation 4; by rows, DeepSeek-AI 2024, arXiv 2412.19437, equation 17. As in transformers, shares
-    add up to the choices of a token.
+    `counts`: how many choices by a row's tokens fell on an expert, (rows, experts); `weights`: the weights of the rows'
+    losses, (rows,). A row with `length` tokens has the loss experts * sum over experts of (share of tokens sent to it)
+    * (mean probability), and only the probability has a gradient. Fedus et al. 2021, "Switch Transformers", arXiv
+    2101.03961, equation 4; by rows, DeepSeek-AI 2024, arXiv 2412.19437, equation 17. As in transformers, shares add up
+    to a token's choices.
     """
     return counts * (weights * (counts.shape[1] / max(length, 1) ** 2)).unsqueeze(1)
 
@@ -86,11 +86,11 @@ def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
 
 class Router(Linear, RowSums):
     """
-    Scores the experts for each token and chooses some. It is no `Linear` to adapters: PEFT has none for routers.
-    Each of several ranks has all of the router, and routes its own tokens.
+    Router that scores the experts for every token and chooses some. It is not a `Linear` to adapters: PEFT has none for
+    routers. Every rank has the whole router, and routes its own tokens.
 
-    `e_score_correction_bias`, float32 (experts,), is the bias of `routing`; it has no gradient, since what it decides,
-    the choice, has none. `aux_loss_coef` and `z_loss_coef` are those of this layer's losses.
+    `e_score_correction_bias`, float32 (experts,), is the bias of `routing`; it has no gradient, since the choice it
+    decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
     """
 
     supports_float8: ClassVar[bool] = False
@@ -128,7 +128,7 @@ class Router(Linear, RowSums):
         return {}
 
     def observe(self, observer: ObserveRouting) -> None:
-        """Call `observer` in each forward pass of training from now on, once for a microbatch."""
+        """Call `observer` in every forward pass of training from now on, once for a microbatch."""
         self._observers.append(observer)
 
     def ignore(self, observer: ObserveRouting) -> None:
@@ -161,12 +161,12 @@ class Router(Linear, RowSums):
             self._tell(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
-            best = self._normalised(best)
+            best = self._normalise(best)
         factor = self.routing.routed_scaling_factor
         return chosen, best if factor == 1.0 else best * factor
 
     def _aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """A loss () with the gradient of the rows' load-balancing losses: that is linear in the probabilities."""
+        """A loss () with the gradient of the rows' load-balancing losses: it is linear in the probabilities."""
         counts = self.row_counts(chosen, weights, self.num_experts)
         grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
         return (self.of_tokens(grad.to(scores.dtype), weights) * self._probabilities(scores)).sum()
@@ -183,10 +183,10 @@ class Router(Linear, RowSums):
         return scores.topk(self.num_experts_per_tok).indices
 
     def _probabilities(self, scores: Tensor) -> Tensor:
-        """Scores of all experts (..., experts) that add up to 1."""
-        return scores if self.routing.scoring_func == "softmax" else self._normalised(scores)
+        """Scores for all experts (..., experts) that add up to 1."""
+        return scores if self.routing.scoring_func == "softmax" else self._normalise(scores)
 
-    def _normalised(self, scores: Tensor) -> Tensor:
+    def _normalise(self, scores: Tensor) -> Tensor:
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 

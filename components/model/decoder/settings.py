@@ -1,4 +1,4 @@
-"""From the settings of a recipe to the configuration of a model, with all problems of the settings."""
+"""From a recipe's settings to a model's config, with all problems in the settings."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,8 +22,8 @@ EXAMPLES = {
 
 
 def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
-    """Problems of the settings of a recipe; a setting that is None was left out."""
-    given = _given(family, settings)
+    """Return problems in a recipe's settings; None stands for a setting left out."""
+    given = _select_settings(family, settings)
     if settings["config"] is not None:
         yield from form_faults(given)
         return  # a config, which another machine may have, sets everything else
@@ -49,7 +49,7 @@ def choose_architecture(
     family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
 ) -> DecoderConfig:
     """
-    The architecture of these settings, with `tokens` ids in the tokenizer, of which the last ones may be new.
+    Return the architecture for these settings, with `tokens` ids in the tokenizer; the last ones may be new.
 
     Raises UserError for invalid settings.
     """
@@ -60,7 +60,7 @@ def choose_architecture(
         for fault in architecture_faults(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
-        architecture = family.architecture(**_completed(family, settings, tokens))
+        architecture = family.architecture(**_fill_defaults(family, settings, tokens))
     if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
         why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
         added = f"new_tokens = {tokens - rows} for some that were added"
@@ -71,15 +71,15 @@ def choose_architecture(
     return architecture
 
 
-def _given(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _select_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in family.settings if settings[key] is not None}
 
 
-def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
     """Settings with defaults that depend on others; the architecture has the rest."""
-    given = _given(family, settings)
+    given = _select_settings(family, settings)
     if tokens is not None:
-        given.setdefault("vocab_size", _rounded_up(tokens, settings["vocabulary_multiple"]))
+        given.setdefault("vocab_size", _round_up(tokens, settings["vocabulary_multiple"]))
     if "moe_intermediate_size" in given:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
@@ -91,14 +91,14 @@ def _completed(family: Family, settings: Mapping[str, Any], tokens: int | None) 
 
 
 def _over_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
-    """The architecture of a config, with the settings that are given in place of its values."""
-    given = _given(family, settings)
+    """Return a config's architecture, with settings in place of its values."""
+    given = _select_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | take_apart(given))
 
 
 def _rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
-    """Return the rotated channels of a head; None if the sizes to compute them are missing."""
+    """Return the rotated channels in a head; None if the sizes to compute them are missing."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
     head_dim = given.get("head_dim") or (width // heads if width and heads else None)
     defaults = {field.name: field.default for field in attrs.fields(family.architecture)}
@@ -115,6 +115,6 @@ def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     yield from head_faults(heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads))
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
     return -(-number // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Specifications of the parts of a layer. A config chooses them; the modules are built from them."""
+"""Specifications for a layer's parts. A config chooses them; the modules are built from them."""
 
 from typing import Literal
 
@@ -18,7 +18,7 @@ class MixerSpec:
     Specification of causal attention.
 
     `rope` rotates queries and keys; None: they are not rotated. A token attends to the last `window` tokens, itself
-    included; None: to all before it. `options` are those of the kernels: the scale and the cap of scores.
+    included; None: to all before it. `options` are the kernels': the scale and the cap for scores.
     """
 
     heads: int
@@ -37,8 +37,8 @@ class AttentionSpec(MixerSpec):
     """
     Specification of attention with grouped queries.
 
-    `qk_norm` is RMSNorm of queries and keys, by head or over the whole projection. With `sinks`, each head has a
-    learned score of one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
+    `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
+    learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
     projection.
     """
 
@@ -58,9 +58,9 @@ class LatentSpec(MixerSpec):
     """
     Specification of multi-head latent attention.
 
-    A head of queries and keys has `nope_dim` channels, and `rope_dim` channels that are rotated and, in keys, shared by
-    all heads. Keys and values are projected from a latent of width `kv_rank`, queries from one of width `query_rank`;
-    None: from hidden states.
+    A query or key head has `nope_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys. Keys and
+    values are projected from a latent with `kv_rank` channels, queries from one with `query_rank`; None: from hidden
+    states.
     """
 
     nope_dim: int
@@ -76,7 +76,7 @@ class LatentSpec(MixerSpec):
 
 @attrs.frozen(kw_only=True)
 class DeltaSpec:
-    """Specification of a gated delta net: heads and their widths, and the number of tokens in its convolutions."""
+    """Specification of a gated delta net: heads and their widths, and the convolutions' length in tokens."""
 
     key_heads: int
     value_heads: int
@@ -86,18 +86,18 @@ class DeltaSpec:
 
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:
-        """Widths of a head of queries, keys and values."""
+        """Head widths for queries, keys and values."""
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 
     @property
     def token_flops(self) -> int:
-        """FLOPs for a token: products of states with key and query, and the outer product of key and value."""
+        """FLOPs for a token: states times key and query, and key times value (an outer product)."""
         return 6 * self.value_heads * self.key_dim * self.value_dim
 
 
 @attrs.frozen(kw_only=True)
 class MlpSpec:
-    """Specification of a gated feed-forward network: its inner width and the activation of its gate."""
+    """Specification of a gated feed-forward network: its inner width and its gate's activation."""
 
     width: int
     activation: Activation = "silu"
@@ -105,7 +105,7 @@ class MlpSpec:
 
 @attrs.frozen
 class ClampedSwiGlu:
-    """Slope and bound of clamped SwiGLU, see kernels/oss_swiglu.py."""
+    """Slope and bound for clamped SwiGLU, see kernels/oss_swiglu.py."""
 
     alpha: float
     limit: float
@@ -114,12 +114,12 @@ class ClampedSwiGlu:
 @attrs.frozen(kw_only=True)
 class ExpertSpec:
     """
-    Specification of a router and its experts of inner width `width`, each.
+    Specification of a router and its experts, with inner width `width`.
 
     `shared_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0: there is
-    none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared` are names
-    of modules. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss coefficients
-    are those of one layer.
+    none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared` are module
+    names. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss coefficients are
+    per layer.
     """
 
     experts: int
@@ -142,7 +142,7 @@ PartSpec = MixerSpec | DeltaSpec | MlpSpec | ExpertSpec
 @attrs.frozen
 class Branch:
     """
-    A branch of a layer: the module `name`, whose output is added to the residual stream.
+    A layer's branch: the module `name`, whose output is added to the residual stream.
 
     The norm called `norm_before` is applied to the module's input, and `norm_after` to its output.
     """

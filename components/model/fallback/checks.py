@@ -48,7 +48,7 @@ class PlainKernels:
 @attrs.frozen
 class Verdict:
     """
-    Result of a self-check that a model passed: its parts, and why it can't be a pipeline's stages, or "".
+    Result of a passed self-check: its parts, and why it can't be a pipeline's stages, or "".
 
     `constants` maps names without layer numbers to the initial value of parameters that start at a constant.
     """
@@ -106,7 +106,7 @@ class Comparison:
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
         with CallOrder(reference, self.parts) as calls:
             self.alone = [attempt("build", partial(self._outputs, row)) for row in rows]
-        self.parts = calls.ordered_parts()
+        self.parts = calls.order_parts()
 
     def _outputs(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""

@@ -46,7 +46,7 @@ class _Layout:
         self.renamings = [part for part in conversions if not isinstance(part, WeightConverter)]
 
     def names_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-        """Return the names on disk for each parameter, in the order of conversion, for meta tensors of any shape."""
+        """Return every parameter's names on disk, in conversion order, for meta tensors of any shape."""
         from transformers.core_model_loading import dot_natural_key
 
         by_parameter: dict[str, list[str]] = {}

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import RowAttention
@@ -24,6 +25,29 @@ class KnownBuffers:
         module: Any = self
         for name, value in values.items():
             module.get_buffer(name).copy_(value)
+
+
+class KeepsDtype:
+    """Norm with outputs of its inputs' dtype, also if the norm's parameters are wider."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Normalise hidden states (..., width), in their dtype."""
+        norm: Any = super()
+        output: Tensor = norm.forward(hidden_states, *args, **kwargs)
+        return output.to(hidden_states.dtype)
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """LayerNorm that computes in the widest dtype of its parameters and inputs; torch refuses different ones."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise an input (..., width), in its dtype."""
+        dtype = input.dtype
+        for parameter in self.parameters():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        weight, bias = (None if part is None else part.to(dtype) for part in (self.weight, self.bias))
+        output = F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
+        return output.to(input.dtype)
 
 
 class TransformersLM(nn.Module):
@@ -145,10 +169,19 @@ def use_kernels(module: nn.Module, kernels: Kernels) -> None:
             vars(part).update(is_residual=False, kernels=kernels, style="colwise", unit=1, uneven=False, ranks=ALONE)
         elif isinstance(part, nn.Embedding):
             _use_embedding(part, kernels)
+        elif type(part) is nn.LayerNorm:
+            part.__class__ = WideLayerNorm
+        elif type(part).__name__.endswith("Norm"):
+            part.__class__ = _derive(KeepsDtype, part)
         if values := {name: _on_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            kind: Any = type(part)
-            part.__class__ = type(kind.__name__, (KnownBuffers, kind), {"__module__": kind.__module__})
+            part.__class__ = _derive(KnownBuffers, part)
+
+
+def _derive(mixin: type, part: nn.Module) -> Any:
+    """Return a class above a module's class, of the same name."""
+    kind: Any = type(part)
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def _use_embedding(part: nn.Embedding, kernels: Kernels) -> None:

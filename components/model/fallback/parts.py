@@ -93,7 +93,7 @@ class CallOrder:
         for hook in self._hooks:
             hook.remove()
 
-    def ordered_parts(self) -> Parts:
+    def order_parts(self) -> Parts:
         """Return the parts with the modules before and after the layers; a module called in both positions is left."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)
@@ -118,13 +118,13 @@ class CallOrder:
 
 def outside_of_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
-    found = []
+    modules = []
     owner = parts.layers.rpartition(".")[0]
     while owner:
-        found += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
+        modules += [(f"{owner}.{name}", part) for name, part in whole.get_submodule(owner).named_children()]
         owner = owner.rpartition(".")[0]
-    on_the_way = {name for name, _ in found if f"{parts.layers}.".startswith(f"{name}.")}
-    return [(name, part) for name, part in found if name not in on_the_way | {parts.embedding}]
+    on_the_way = {name for name, _ in modules if f"{parts.layers}.".startswith(f"{name}.")}
+    return [(name, part) for name, part in modules if name not in on_the_way | {parts.embedding}]
 
 
 class PassThrough(nn.Module):

@@ -117,7 +117,7 @@ class Buffers:
     def put_finished(self, iteration: int) -> None:
         """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
         last = self.table.stages - 1
-        if last in self.outputs and self.table.finished_microbatch(iteration) is not None:
+        if last in self.outputs and self.table.find_finished_microbatch(iteration) is not None:
             self.state_io[-1][iteration % self.table.columns] = self.outputs[last]
 
     def results(self) -> list[Tensor]:

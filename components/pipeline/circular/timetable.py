@@ -77,7 +77,7 @@ class Timetable:
         item = self.item(iteration, self.stages - 1)
         return item if item is not None and item.repeat < self.repeats - 1 else None
 
-    def finished_microbatch(self, iteration: int) -> int | None:
+    def find_finished_microbatch(self, iteration: int) -> int | None:
         """Return the microbatch leaving the last stage in an iteration after its last repeat, or None."""
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
@@ -92,7 +92,7 @@ class Timetable:
         """
         entered = iteration - (self.stages - stage) * self.columns
         if entered >= 0:
-            return self.finished_microbatch(entered)
+            return self.find_finished_microbatch(entered)
         microbatch = self.slots + entered
         return microbatch if microbatch < self.microbatches else None
 

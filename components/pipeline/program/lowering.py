@@ -14,7 +14,7 @@ direction.
 """
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from hashlib import sha256
 from itertools import pairwise
 
@@ -114,6 +114,38 @@ def with_shard_actions(
             before[position].append(Action(stage, "REDUCE_GRAD", part.microbatch))
         elif stage in gathered:
             after[position].append(Action(stage, "RESHARD", part.microbatch))
+    return [action for position, item in enumerate(line) for action in (*before[position], item, *after[position])]
+
+
+MIN_GAP = 2
+"""Compute actions between a microbatch's forward and backward pass from which on its activations are offloaded."""
+
+
+def offloaded_passes(computes: Sequence[Action], offloaded: Set[int]) -> list[tuple[int, int]]:
+    """Return the pairs of a forward and a backward pass between which activations wait, as indices of `computes`."""
+    forwards = {(part.stage, part.microbatch): index for index, part in enumerate(computes) if part.op == "F"}
+    pairs = [
+        (forwards[part.stage, part.microbatch], index)
+        for index, part in enumerate(computes)
+        if part.op in "BI" and part.stage in offloaded
+    ]
+    return [(start, end) for start, end in pairs if end - start > MIN_GAP]
+
+
+def with_offload_actions(line: RankProgram, offloaded: Set[int]) -> RankProgram:
+    """
+    Return a rank's program in which activations of the stages in `offloaded` wait in host memory.
+
+    They leave after the forward pass, and return during the compute action before the backward pass; microbatches with
+    fewer than `MIN_GAP` compute actions in between stay.
+    """
+    before: dict[int, list[Action]] = defaultdict(list)
+    after: dict[int, list[Action]] = defaultdict(list)
+    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    for start, end in offloaded_passes([part for _, part in positioned], offloaded):
+        position, part = positioned[start]
+        after[position].append(Action(part.stage, "OFFLOAD", part.microbatch))
+        before[positioned[end - 1][0]].append(Action(part.stage, "RELOAD", part.microbatch))
     return [action for position, item in enumerate(line) for action in (*before[position], item, *after[position])]
 
 

@@ -38,7 +38,7 @@ def write_program(program: Program) -> str:
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 # torch's actions for FSDP, which programs here do not schedule.
-IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD)\d*")
+IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD|OFFLOAD|RELOAD)\d*")
 
 
 def read_csv(text: str) -> Program:

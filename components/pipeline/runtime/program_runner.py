@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from drawloom.components.pipeline.runtime.offloads import OffloadedTensors
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, mismatch, tensors_of
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, as_input, floating
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.program import Action
+from drawloom.components.ports.program import OPS, Action
 from drawloom.components.ports.stages import StageInputs
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import leaves
@@ -58,6 +59,8 @@ class ProgramRunner:
     each_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
+    # activations on their way to host memory, with the number of compute actions before their memory is freed
+    _leaving: list[tuple[int, OffloadedTensors]] = attrs.field(factory=list)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Run all actions in order; an overlap's parts follow one another."""
@@ -74,12 +77,16 @@ class ProgramRunner:
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
             "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_next(final=False),
             "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(final=True),
+            "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),
+            "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),
         }
         if self.streams is not None:
             run, streams = self.streams.run, self.streams
             operations = {name: partial(run, operation, self._local_inputs) for name, operation in operations.items()}
             streams.begin()
         for action in actions:
+            if self._leaving and action.op in OPS:
+                self._free_offloaded()
             # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
                 if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
@@ -95,6 +102,14 @@ class ProgramRunner:
         self.p2p.finish()
         if self.streams is not None:
             self.streams.end()
+
+    def _free_offloaded(self) -> None:
+        """Free the device memory of activations that left before the last compute action."""
+        waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
+        for actions, tensors in waiting:
+            if actions == 0:
+                tensors.free()
+        self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
 
     def _local_inputs(self, action: Action) -> list[Tensor]:
         """Return a pass's input tensors from another stage of this rank."""

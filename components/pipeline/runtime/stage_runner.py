@@ -1,22 +1,27 @@
 """A stage's passes for a microbatch: forward, and backward as a whole or in two parts."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.pipeline.runtime.offloads import OffloadedTensors, Offloads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss
+from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves, transform
 from drawloom.kernels.deferred_grads import Accumulation
+from drawloom.kernels.recompute import Collecting, Kept
 from drawloom.kernels.recompute_policy import recomputing
 
 
@@ -27,6 +32,8 @@ class InFlight:
     inputs: list[Tensor]
     outputs: list[Tensor]
     split: SplitBackward | None
+    kept: Sequence[ref[Kept]] = ()
+    offloaded: OffloadedTensors | None = None
 
 
 @attrs.define(eq=False)
@@ -44,6 +51,7 @@ class StageRunner:
     objective: Loss
     state: StepState = attrs.field(factory=StepState)
     split: bool = False
+    offloads: Offloads | None = None
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
     _weights: WeightGrads = attrs.field(factory=WeightGrads)
@@ -63,14 +71,16 @@ class StageRunner:
         # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
         split = SplitBackward(self._weights) if self.split else None
-        with Accumulation() if split is None else split.forward():
+        collecting = Collecting() if keeps and self.stage.offload else None
+        with Accumulation() if split is None else split.forward(), collecting or nullcontext():
             if keeps and self.stage.recompute != "none":
                 with recomputing(self.stage.recompute):
                     outputs = self._run(microbatch, inputs, shared, batch, finish)
             else:
                 outputs = self._run(microbatch, inputs, shared, batch, finish)
         if keeps:
-            self._in_flight[microbatch] = InFlight(floating(inputs), floating(outputs), split)
+            kept = () if collecting is None else collecting.kept
+            self._in_flight[microbatch] = InFlight(floating(inputs), floating(outputs), split, kept)
         return outputs.detach() if isinstance(outputs, Tensor) else transform(detach, outputs)
 
     def _run(
@@ -99,6 +109,7 @@ class StageRunner:
         `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
         """
         kept = self._in_flight.pop(microbatch)
+        _await_reload(kept)
         output_grads: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
         pairs = [pair for pair in zip(kept.outputs, output_grads, strict=True) if pair[0].requires_grad]
@@ -111,6 +122,7 @@ class StageRunner:
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
+        _await_reload(kept)
         grads_of_inputs = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
         input_grads = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)]
         # Activations are freed here, because W may come much later.
@@ -126,6 +138,24 @@ class StageRunner:
         split.backward_weight(self._shards.parts())
         self._shards.reduce()
         self._end_of_backward()
+
+    def offload(self, microbatch: int) -> OffloadedTensors:
+        """Start to copy a microbatch's activations to host memory, and return the copy, whose memory is to be freed."""
+        if self.offloads is None:
+            raise ValueError(f"stage {self.stage.index} has no host memory for activations")
+        in_flight = self._in_flight[microbatch]
+        # The memory of inputs, outputs and parameters stays, whoever saved it.
+        parameters = (parameter for parameter in self.stage.module.parameters() if not is_dtensor(parameter))
+        others = (*in_flight.inputs, *in_flight.outputs, *parameters)
+        in_flight.offloaded = self.offloads.begin(in_flight.kept, others)
+        return in_flight.offloaded
+
+    def reload(self, microbatch: int) -> None:
+        """Start to copy a microbatch's activations back."""
+        offloaded = self._in_flight[microbatch].offloaded
+        if offloaded is None:
+            raise ValueError(f"microbatch {microbatch} of stage {self.stage.index} has not left the device")
+        offloaded.reload()
 
     def unshard(self) -> None:
         """Start gathering the stage's sharded parameters."""
@@ -149,6 +179,11 @@ class StageRunner:
         if self.stage.shards is None:
             raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
         return self.stage.shards
+
+
+def _await_reload(kept: InFlight) -> None:
+    if kept.offloaded is not None:
+        kept.offloaded.wait()
 
 
 def _split(kept: InFlight) -> SplitBackward:

@@ -1,10 +1,10 @@
 """
-Search for the fastest schedule for measured costs that fits in memory, with the layers of its stages.
+Search for the fastest schedule for measured costs that fits in memory, and for its stages' layers.
 
-Every published schedule is simulated with the costs of the model's slices and of messages, and the model is partitioned
+Every published schedule is simulated with costs for the model's slices and for messages, and the model is partitioned
 into stages for the shortest makespan (`pipeline/program/partition.py`). Then programs are searched within the same
 memory (`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pipeline Parallelism", ICLR 2024, section
-3, and in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The result is the shortest program of all, so
+3, and in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The result is the shortest program overall, so
 it is never slower than a published schedule. All ranks find the same program.
 
 If memory is short, stages may recompute activations (activation checkpointing), on every rank as little as makes a
@@ -39,7 +39,7 @@ from drawloom.graph import UserError, above, at_least, between, component, setti
 
 
 def list_published(stages_per_rank: int) -> list[Schedule]:
-    """Return all published schedules with this number of stages per rank."""
+    """Return all published schedules with this many stages per rank."""
     if stages_per_rank == 1:
         # GPipe has the bubble of 1F1B, and is better if messages take time.
         return [OneFOneB(), ZeroBubble1P(), ZeroBubbleH2(), OneFOneB(hide_latency=True), GPipe()]
@@ -105,10 +105,10 @@ class Auto:
     """
     Fastest schedule for measured costs and a memory limit, published or found by a search. Times are in any unit.
 
-    `slices` are the costs of equal parts of the model in order, usually of single layers; the first slice includes the
-    embedding, and the last slice the head. A stage consists of one or several slices, so that stages differ in layers
-    if that is faster. A rank has one or two stages, whichever is faster. With `recompute`, the policy of every stage is
-    the fastest that fits in memory: all of its layers, every n-th layer, or none.
+    `slices` are the costs for equal parts of the model in order, usually single layers; the first slice includes the
+    embedding, and the last slice the head. A stage has one or several slices, so that stages differ in layers if that
+    is faster. A rank has one or two stages, whichever is faster. With `recompute`, every stage has the fastest policy
+    that fits in memory: all its layers, every n-th layer, or none.
     """
 
     forward: float = setting(default=1.0, check=above(0), doc="time of a forward pass in a slice of cost 1")
@@ -154,7 +154,7 @@ class Auto:
     _cache: dict[tuple[int, int], Fitted] = attrs.field(init=False, factory=dict)
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """Return the ranks of stages; UserError if slices or memory do not fit."""
+        """Return the stages' ranks; UserError if slices or memory do not fit."""
         return self._plan(ranks).program.stage_to_rank
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sizes:
@@ -172,7 +172,7 @@ class Auto:
         return tuple(layers_per_slice * size for size in sizes)
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """Return the actions of all ranks, in order; UserError if slices or memory do not fit."""
+        """Return all ranks' actions, in order; UserError if slices or memory do not fit."""
         planned = self._plan(ranks)
         if microbatches == planned.program.microbatches:
             return planned.program
@@ -183,7 +183,7 @@ class Auto:
         return self._fastest(ranks, self.microbatches or 4 * ranks)
 
     def _fastest(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
-        """Return the shortest program, or the shortest one with the stages of `planned`."""
+        """Return the shortest program, or the shortest one with `planned`'s stages."""
         size = ranks, microbatches
         if size not in self._cache:
             counts = [planned.program.stages // ranks] if planned else self._stage_counts(ranks)
@@ -205,7 +205,7 @@ class Auto:
     def _programs(
         self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: Fitted | None
     ) -> Iterator[Fitted]:
-        """Yield programs with `count` stages per rank: published programs, and results of a search."""
+        """Yield programs with `count` stages per rank, published or found by a search."""
         slices, placement = self._slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
         limit = self._limit(ranks)
         if planned:

@@ -1,4 +1,4 @@
-"""Simulation of a program: its makespan, its bubble, and the peak memory of every rank."""
+"""Simulation of a program: its makespan, its bubble, and every rank's peak memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -34,7 +34,7 @@ class Bar:
 
 @attrs.frozen(eq=False)
 class Simulation:
-    """Simulation result: the start and end time of every action."""
+    """Simulation result: every action's start and end time."""
 
     program: Program
     costs: Costs
@@ -46,7 +46,7 @@ class Simulation:
     """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
 
     def bars(self, rank: int) -> Iterator[Bar]:
-        """Yield the actions of a rank with their times, in order."""
+        """Yield a rank's actions with their times, in order."""
         for row in range(*self.program.bounds[rank : rank + 2]):
             action, overlaps_previous = self.program.action(row), bool(self.program.overlaps_previous[row])
             yield Bar(action, float(self.start[row]), float(self.end[row]), overlaps_previous)
@@ -73,7 +73,7 @@ class Simulation:
         return max((end - start for start, end in map(self._edges, range(self.program.ranks))), default=0.0)
 
     def _edges(self, rank: int) -> tuple[float, float]:
-        """Return the first start and the last end of a rank, including actions on shards."""
+        """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
         ends = [*self.end[rows].tolist(), *(bar.end for bar in shards)]
@@ -141,7 +141,7 @@ def simulate(
 
 
 def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
-    """Return the lowered programs of all ranks, ordered for these costs."""
+    """Return all ranks' lowered programs, ordered for these costs."""
     timing = time(program, costs)
     lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
     return [sharding.apply(line) for line in lines] if sharding else lines

@@ -1,4 +1,4 @@
-"""Summaries of simulations, as JSON and as text."""
+"""Simulation summaries, as JSON and as text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class Summary:
 
     @property
     def title(self) -> str:
-        """Return the name and size of the schedule."""
+        """Return the schedule's name and size."""
         ranks, stages = format_count(self.ranks, "rank"), format_count(self.stages_per_rank, "stage")
         microbatches = format_count(self.simulation.program.microbatches, "microbatch", "es")
         return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
@@ -80,7 +80,7 @@ class Summary:
         }
 
     def by_rank(self) -> str:
-        """Return a table of the peaks by rank."""
+        """Return a table with the peaks by rank."""
         run = self.simulation
         columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
@@ -88,7 +88,7 @@ class Summary:
 
 
 def compare(summaries: Sequence[Summary]) -> str:
-    """Return a table of schedules of equal size, sorted by makespan, then by memory."""
+    """Return a table of schedules with equal sizes, sorted by makespan, then by memory."""
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
     return table([head, *(_row(summary) for summary in sorted(summaries, key=_cost))])

@@ -1,10 +1,10 @@
 """
-Deferral of weight gradients of torch's own products, which don't use kernels/deferred_grads.py.
+Deferral of weight gradients for torch's own products, which don't use kernels/deferred_grads.py.
 
 `nn.Linear`, `x @ weight` and `nn.Conv2d` leave a node in the autograd graph, with an edge to the weight, to its
-transpose, or to its copy by autocast. The gradients of weight and bias only need the gradient of the product and the
-other factor. A hook on the node captures the gradient after all other hooks have run. Transposes and casts with hooks
-or several users run with the weight gradients; otherwise the leaf's gradient is computed directly, without them.
+transpose, or to its copy by autocast. The gradients of weight and bias only need the product's gradient and the other
+factor. A hook on the node captures the gradient after all other hooks have run. Transposes and casts with hooks or
+several users run with the weight gradients; otherwise the leaf's gradient is computed directly, without them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +26,9 @@ Users = dict[Node | None, list[Node | None]]
 
 def users_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Users:
     """
-    Return the users of all nodes between outputs and inputs (tensors of any shape), without the nodes of the inputs.
+    Return the users of all nodes between outputs and inputs (tensors of any shape), without the inputs' nodes.
 
-    This takes about 1 us per node, for every microbatch, because the graph of the next one may reach other leaves.
+    This takes about 1 us per node, for every microbatch, because the next one's graph may reach other leaves.
     """
     stops, input_leaves = [], set()
     for tensor in inputs:
@@ -58,14 +58,14 @@ def _id_of(leaf: Any) -> int:
 
 
 def _node_of(tensor: Tensor) -> Node:
-    """Return the node that computed a tensor (any shape), or that accumulates the gradient of a leaf."""
+    """Return the node that computed a tensor (any shape), or that accumulates a leaf's gradient."""
     # get_gradient_edge also returns the first kind, but takes microseconds.
     return tensor.grad_fn or get_gradient_edge(tensor).node
 
 
 @attrs.frozen
 class Edges:
-    """Edges of a product's node to its factors and bias, and the names of its saved factors."""
+    """Edges from a product's node to its factors and bias, and its saved factors' names."""
 
     factors: tuple[int, int]
     names: tuple[str, str]
@@ -219,7 +219,7 @@ def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product |
 
 
 def _weight_from_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
-    """Return the transpose or cast of a weight with its graph, or None if it would have to be recomputed."""
+    """Return a weight's transpose or cast with its graph, or None if it would have to be recomputed."""
     variable = getattr(node, edges.raw[side])
     if variable.unpack_hook is not None and not isinstance(wrapper_of(variable), Kept):
         return None
@@ -244,7 +244,7 @@ def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
 
 
 def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
-    """Return the bias of a node, a leaf without other users; None if autograd must compute its gradient."""
+    """Return a node's bias, a leaf without other users; None if autograd must compute its gradient."""
     if type(below) is not LEAF or users.get(below) != [node] or getattr(node, "_saved_beta", 1) != 1:
         return None
     leaf: Tensor = below.variable  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
 
 
 def _sum_to(shape: Sequence[int], grad: Tensor, _: Tensor) -> Tensor:
-    """Sum a matrix product's gradient (rows, columns) to the shape of the bias."""
+    """Sum a matrix product's gradient (rows, columns) to the bias's shape."""
     return grad.sum_to_size(shape)
 
 
@@ -282,7 +282,7 @@ class ConvolutionGradients:
         return self._compute(grad, x).pop(0)
 
     def of_bias(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient (channels,) of the bias."""
+        """Return the bias's gradient (channels,)."""
         return self._compute(grad, x).pop()
 
     def _compute(self, grad: Tensor, x: Tensor) -> list[Tensor]:

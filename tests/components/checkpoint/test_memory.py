@@ -34,8 +34,8 @@ def _values(memory: StateMemory) -> dict[int, tuple[list[float], list[int]]]:
     return {step: (state["weight"].tolist(), state["rows"]) for step, state in states.items()}
 
 
-def test_an_update_changes_no_state_in_memory() -> None:
-    """Until the copy, memory has the last two steps; then the newest one, as it was before the update."""
+def test_an_update_changes_no_held_state() -> None:
+    """Until the copy, the last two steps are held; then the newest one, as it was before the update."""
     memory, node = StateMemory(), Node()
     memory.copy()
     assert memory.states_by_step() == {}
@@ -55,7 +55,7 @@ def test_a_state_of_other_nodes_or_slices_does_not_fit() -> None:
     """An optimizer before its first step has no slices, and everything fits."""
     memory, whole = StateMemory(), Node(slices={"weight": TensorSlice.whole((3,))})
     memory.hold(1, {"node": whole})
-    kept = memory.states_by_step()[1]
+    state = memory.states_by_step()[1]
     other = Node(slices={"weight": TensorSlice((6,), (3,), (3,))})
-    assert kept.fits({"node": whole}) and kept.fits({"node": Node()})
-    assert not kept.fits({"node": other}) and not kept.fits({"other": whole})
+    assert state.fits({"node": whole}) and state.fits({"node": Node()})
+    assert not state.fits({"node": other}) and not state.fits({"other": whole})

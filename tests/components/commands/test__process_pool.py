@@ -25,7 +25,7 @@ sys.exit(int(sys.argv[2]) == 1)
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_at_most_so_many_run_at_a_time(tmp_path: Path, size: int) -> None:
-    """Every command runs once, in order, and its exit code is that of its process."""
+    """Every command runs once, in order, and has its process's exit code."""
     started: list[int] = []
     commands = [[sys.executable, "-S", "-c", COUNT, str(tmp_path), str(number)] for number in range(4)]
     with forwarding(size) as pool:

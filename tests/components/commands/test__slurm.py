@@ -14,7 +14,7 @@ SAVE = "trap 'sleep 0.2; echo saved; exit 143' TERM; echo ready; for _ in $(seq 
 
 
 def test_a_task_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index chooses the command, words with spaces stay whole, and the exit code is that of the command."""
+    """The index chooses the command, words with spaces stay whole, and the exit code is the command's."""
     monkeypatch.chdir(tmp_path)
     commands = [["touch", "a b"], ["bash", "-c", "pwd; exit 3"]]
     script = array_script("my sweep", commands, Path("runs"), at_a_time=4, options=["--gres=gpu:1"])
@@ -29,7 +29,7 @@ def test_a_task_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_signal_waits_for_the_run_to_save(tmp_path: Path) -> None:
-    """SIGTERM for the script goes to the run, whose exit code is that of the task."""
+    """SIGTERM for the script goes to the run, whose exit code is the task's."""
     script = array_script("s", [["bash", "-c", SAVE]], tmp_path, at_a_time=None, options=[])
     environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "0"}
     task = subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True)

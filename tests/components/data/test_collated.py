@@ -106,7 +106,7 @@ def test_the_length_is_a_multiple_up_to_the_greatest() -> None:
 
 
 def test_a_bad_example_is_named() -> None:
-    """An example that is too long is named at opening, and one with an unknown id when it is read, by its source."""
+    """A too long example is named at opening, and one with an unknown id when it is read, by its source."""
     with pytest.raises(UserError, match=r"^mine:2: it has 5 tokens, and rows 4; cut it, or raise max_length"):
         open_rows(Own(), max_length=4)
     rows = open_rows(Own(), models=Every({"model": fake(LanguageModel, vocab_size=9)}))

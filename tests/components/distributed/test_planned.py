@@ -19,7 +19,7 @@ def test_planned_groups_equal_the_layout() -> None:
 
 
 def test_a_mesh_that_does_not_fit_raises_an_error() -> None:
-    """The error is that of a run with as many processes."""
+    """The error equals a run's with as many processes."""
     with pytest.raises(UserError, match="needs 3 processes"):
         PlannedMesh.of({"tensor": 3}, 4)
 

@@ -42,7 +42,7 @@ def test_live_ranks_agree_even_if_one_is_lost_meanwhile() -> None:
 
 
 def test_agreement_ends_when_it_is_over() -> None:
-    """A rank that waits in vain for another one returns no survivors."""
+    """A rank waiting in vain for another one returns no survivors."""
     assert agree_on_survivors(HashStore(), 0, [[0], [1]], lambda _: True, set, lambda: True) == []
 
 

@@ -1,4 +1,4 @@
-"""Exports of text models that were read from folders with other parts: vision towers, and multi-token prediction."""
+"""Exports from folders with more than a text model: vision towers, and multi-token prediction."""
 
 import json
 import warnings
@@ -71,7 +71,7 @@ class LoadedStage(OneStage):
 
 
 def write_multimodal(kind: str, folder: Path, is_old: bool) -> Any:
-    """Write the folder of a small multimodal model, and return the model in transformers."""
+    """Write a small multimodal folder, and return its model in transformers."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     kinds: Any = AutoModelForImageTextToText
@@ -96,7 +96,7 @@ def write_multimodal(kind: str, folder: Path, is_old: bool) -> Any:
 
 
 def export(folder: Path, path: Path, *words: str, factor: float = 1.0) -> dict[str, Any]:
-    """Export the model of a folder as a run does, with weights times a factor, and return our logits."""
+    """Export a folder's model as a run does, with weights times a factor, and return our logits."""
     model = {"use": "model.auto", "path": str(path)}
     run = {"name": "small", "folder": str(folder), "seed": 5}
     recipe = Recipe.load("first_run", "device.kind=cpu", *words).with_values({"model": model, "run": run})
@@ -165,7 +165,7 @@ def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
 def test_adapters_load_over_the_multimodal_folder(kind: str, tmp_path: Path, one_rank: Any) -> None:
-    """Names are those of the model that transformers builds for causal language modeling, which PEFT adapts."""
+    """Names equal those in transformers' model for causal language modeling, which PEFT adapts."""
     write_multimodal(kind, tmp_path / "origin", is_old=False)
     model = AutoModel(kernels=cpu_kernels(), path=tmp_path / "origin")
     adapters = (

@@ -70,6 +70,7 @@ class Parts:
     parameter: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
     linear: str = "compute"
+    frozen: str = "compute"
 
 
 def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:

@@ -17,10 +17,10 @@ from support.metrics import combine, measure
 class User:
     """A node with this many bytes."""
 
-    held: Mapping[MemoryKind, int]
+    kept_bytes: Mapping[MemoryKind, int]
 
     def memory_bytes(self) -> Mapping[MemoryKind, int]:
-        return self.held
+        return self.kept_bytes
 
 
 def test_memory_is_read_from_the_device() -> None:

@@ -32,7 +32,7 @@ def made(kind: type[DecoderBuilder]) -> DecoderBuilder:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: Path) -> None:
-    """Family, sizes, names and initial values equal those of the family's own component with the same sizes."""
+    """Family, sizes, names and initial values equal the family's own component's with the same sizes."""
     model = made(FAMILIES[model_type])
     write_folder(tmp_path / "base", model, OneStage(whole(model)))
     auto = AutoModel(kernels=cpu_kernels(), path=tmp_path / "base")

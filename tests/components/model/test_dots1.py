@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses and gradients equal those of transformers, with a nonzero bias."""
+    """Logits, losses and gradients equal transformers', with a nonzero bias."""
     assert_equal_to_transformers(small(Dots1, **SIZES | KINDS[kind]))
 
 

@@ -49,7 +49,7 @@ def gemma(kind: str) -> Gemma3:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, packed documents' losses and gradients equal those of transformers."""
+    """Logits, packed documents' losses and gradients equal transformers'."""
     assert_equal_to_transformers(gemma(kind))
 
 

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses and gradients equal those of transformers."""
+    """Logits, losses and gradients equal transformers'."""
     assert_equal_to_transformers(small(Llama, **KINDS[kind]))
 
 

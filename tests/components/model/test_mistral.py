@@ -15,7 +15,7 @@ KINDS: dict[str, dict[str, Any]] = {"a window of 4 tokens": {"sliding_window": 4
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses and gradients equal those of transformers."""
+    """Logits, losses and gradients equal transformers'."""
     assert_equal_to_transformers(small(Mistral, **KINDS[kind]))
 
 

@@ -69,7 +69,7 @@ def model_of(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, packed documents' losses and gradients equal those of transformers."""
+    """Logits, packed documents' losses and gradients equal transformers'."""
     assert_equal_to_transformers(model_of(kind))
 
 

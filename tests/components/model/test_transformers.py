@@ -30,6 +30,8 @@ from support.families import CLOSE, gradients
 from support.qwen3 import cpu_kernels, logits_of, losses_of, one_document, pack_documents
 
 LENGTHS = [[9, 10], [19]]
+HEAD_DIM = {"hunyuan_v1_dense": {"head_dim": 16}}
+"""Keys that transformers' default config lacks."""
 
 
 def small_config(model_type: str, **changes: Any) -> Any:
@@ -189,6 +191,24 @@ def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_pa
     """LoRA of GPT-2's `wte` would change its head, too, in the merged export; it matches nothing."""
     model, _ = saved(tmp_path, "gpt2")
     assert inject([lora("wte")], loaded(model)) == set()
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "starcoder2", "qwen2_moe"])
+def test_norms_with_float32_weights_keep_the_dtype_of_layers(model_type: str, tmp_path: Path) -> None:
+    """With `uncast` norms, layers compute in bfloat16, as exactly as without, and parameters get gradients."""
+    model, _ = saved(tmp_path, model_type, **HEAD_DIM.get(model_type, {}))
+    module, tokens, shared = loaded(model), torch.arange(19)[None], one_document(1, 19)
+    expected = logits_of(module, tokens, shared)
+    for name, parameter in module.named_parameters():
+        if not name.endswith("norm.weight"):
+            parameter.data = parameter.data.bfloat16()
+    logits = logits_of(module, tokens, shared)
+    rounded = logits_of(loaded(model).bfloat16(), tokens, shared)
+    assert logits.dtype == torch.bfloat16
+    assert bool((logits - expected).norm() < 1.2 * (rounded - expected).norm())
+    logits.square().sum().backward()
+    missing = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    assert all(".experts." in name for name in missing)
 
 
 def test_random_weights_start_like_transformers(tmp_path: Path) -> None:

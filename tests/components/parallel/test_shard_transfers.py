@@ -119,7 +119,7 @@ def _count_messages(case: Case, by_block: bool) -> tuple[Any, list[int]]:
 
 @pytest.mark.parametrize("by_block", [False, True])
 def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
-    """Layers that multiply in float8 compute the same logits from weights that were gathered in float8."""
+    """Layers in float8 compute the same logits from weights gathered in float8."""
     [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
     results = run_ranks(_count_messages, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
     assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)

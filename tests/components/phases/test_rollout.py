@@ -18,7 +18,9 @@ from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
 from drawloom.graph import Ordered, UserError
+from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
+from support.observers_of_runs import TINY
 
 NAN = torch.nan
 END = 256
@@ -98,7 +100,7 @@ def test_each_prompt_has_a_group_of_scored_completions(one_rank: Any) -> None:
     """
     A prompt's rows follow one another, with keys unique in the step, and every reward sees text and example.
 
-    Totals are weighted sums over the rewards that have a score.
+    Totals are weighted sums over the rewards with a score.
     """
     phase, echo = rollout(one_rank, [prompts_of("a", "z"), prompts_of("b", "c")], {"count": Count(2.0), "cut": Cut()})
     step = Step(3, 9)
@@ -251,8 +253,44 @@ def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -
 
 
 def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
-    """The executor trains on the state that earlier phases have written."""
+    """The executor trains on the state from earlier phases."""
     seen: list[Any] = []
     step = Step(1, 1)
     PolicyGradient(executor=fake(Executor, train=seen.append)).run_phase(step)
     assert seen == [step.state]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["rollout.rewards=[]"], "no completion has a reward"),
+        (["mesh.context=2"], "[rollouts] samples whole rows, which ranks along 'context' would share"),
+        (["collator.use=data.pad_collator"], "[collator] makes TokenBatch, and rollouts complete prompts"),
+        (["loss.beta=0.1"], "there is no reference to diverge from"),
+        (["loss.reference=adapters"], "the reference has no effect with beta = 0"),
+        (["loss.variant=cispo", "loss.clip_low=0.2"], "cispo clips ratios above 1 only"),
+        (
+            ['trainer.phases=["@rollout", "@policy_gradient", "@sync_gradients", "@lr", "@optimizer", "@report"]'],
+            "[policy_gradient] reads batches",
+        ),
+    ],
+)
+def test_a_loop_that_can_not_learn_is_refused_before_it_runs(words: list[str], problem: str) -> None:
+    """`check` reports a missing reward, rows that are no prompts, settings without effect, and a wrong order."""
+    tables: dict[str, Any] = {"vars": {"base": "unused"}, "tokenizer": {"use": "data.bytes"}}
+    tables["model"] = {"use": "model.qwen3.dense", **TINY}
+    problems = Recipe.load("grpo", *words).with_values(tables).graph.problems
+    assert any(problem in str(text) for text in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "problem"),
+    [
+        ("kto", "loss.use=loss.dpo", "[tokens] has answers that are good or bad by themselves"),
+        ("dpo", "loss.use=loss.kto", "learns from answers that are good or bad by themselves, and the data have none"),
+    ],
+)
+def test_judged_answers_and_pairs_are_not_mixed_up(recipe: str, word: str, problem: str) -> None:
+    """KTO needs judged answers, and judged answers KTO."""
+    problems = Recipe.load(recipe, "vars.base=none", 'tokens.paths=["none"]', word).graph.problems
+    assert any(problem in str(text) for text in problems), problems

@@ -37,3 +37,13 @@ def test_activations_wait_for_their_weight_gradients() -> None:
     costs = {0: StageCosts(split, 0)}
     peak = peak_of(program("F0", "I0", "F1", "I1", "W0", "W1"), 0, costs, {0: 0})
     assert (peak.bytes, peak.action) == (4 + 10 + 1, "0I1")
+
+
+def test_offloaded_activations_count_near_their_passes_only() -> None:
+    """They are counted from F to the next action and from the action before B, not while they wait."""
+    line = program("F0", "F1", "F2", "F3", "F4", "B0", "B1", "B2", "B3", "B4")
+    resident, offloaded = (peak_of(line, 0, WHOLE, {0: 0}, stages) for stages in (frozenset[int](), frozenset({0})))
+    assert (resident.bytes, resident.action) == (50 + 3, "0B0")
+    # During B0, microbatch 0 is back, 1 returns, and 4 leaves; 2 and 3 are away.
+    assert (offloaded.bytes, offloaded.action) == (30 + 3, "0B0")
+    assert offloaded.kinds == {"x": 30, "temporary": 3}

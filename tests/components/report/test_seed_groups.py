@@ -29,7 +29,7 @@ def test_seeds_are_grouped_and_recipes_are_not(tmp_path: Path) -> None:
 
 
 def test_spreads_are_means_with_sample_deviations(tmp_path: Path) -> None:
-    """At a step, and of the smallest values; a run that lacks the step has no part, so that there is no spread."""
+    """At a step, and of the smallest values; a run without the step has no part, so there is no spread."""
     losses = [(3.0, 1.0, 2.0), (3.0, 2.0, 4.0), (3.0, 6.0)]
     [group] = group_seeds(read_runs(tmp_path, *((f"s{seed}", 1e-3, seed, row) for seed, row in enumerate(losses))))
     assert last_common_step([group], "validation_loss") == 2

@@ -93,6 +93,19 @@ def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, why
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("stages.capture=true",), "passes in CUDA graphs keep their activations in place"),
+        (("executor.streams=true",), "freed on another stream than it was allocated on"),
+    ],
+)
+def test_activations_with_a_fixed_place_are_not_offloaded(words: tuple[str, ...], why: str) -> None:
+    """CUDA graphs and a stream for each stage are refused together with offloading."""
+    problems = drawloom.Recipe.load("first_run", "stages.offload=true", *words).graph.problems
+    assert [why in str(problem) for problem in problems] == [True]
+
+
 OUTER = ("model.num_hidden_layers=6",)
 CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
 
@@ -160,6 +173,7 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
         (CIRCULAR[:1], ["[executor] [schedule] places embedding and head on every rank"]),
         (CIRCULAR[1:], ["[schedule] [executor] runs one program for all ranks"]),
         ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
+        ((*CIRCULAR, "stages.offload=true"), ["are not actions of a program, which could offload their activations"]),
         ((*CIRCULAR, "stages.head_layer_cost=2"), ["none has fewer layers for them; write head_layer_cost = 0"]),
         ((*CIRCULAR, "mesh.tensor=2", "model.vocab_size=320"), []),
         ((*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4"), []),

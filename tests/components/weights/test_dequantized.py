@@ -29,7 +29,7 @@ def random_bytes(*shape: int, seed: int = 0) -> Tensor:
 
 
 def nf4_tensors(name: str, rows: int, columns: int, nested: bool, **changes: Any) -> dict[str, Tensor]:
-    """Return a weight in the layout that bitsandbytes saves, with random codes."""
+    """Return a weight in bitsandbytes' layout, with random codes."""
     blocks = rows * columns // 64
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
     tensors = {"": random_bytes(rows * columns // 2, 1), ".quant_map": torch.tensor(NF4_VALUES)}
@@ -100,7 +100,7 @@ def test_nf4_of_bitsandbytes_is_read_and_kept(nested: bool, tmp_path: Path) -> N
     ],
 )
 def test_other_formats_of_bitsandbytes_are_refused(changes: dict[str, Any], text: str) -> None:
-    """FP4, other block sizes, and blocks across rows are errors that name the tensor."""
+    """FP4, other block sizes, and blocks across rows are errors naming the tensor."""
     source = Dequantized(InMemory(nf4_tensors("a.weight", 96, 128, nested=False, **changes)))
     with pytest.raises(UserError, match=text):
         source.specs()

@@ -113,7 +113,7 @@ def test_a_base_above_is_fine_inside_the_current_directory(here: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "no/such/place", "folder", ""])
 def test_a_path_that_is_not_a_recipe_is_a_problem(here: Path, name: str) -> None:
-    """Any string that is not a recipe's name is a problem without a traceback."""
+    """Any string besides a recipe's name is a problem without a traceback."""
     (here / "folder").mkdir()
     with pytest.raises(RecipeError, match="there is no recipe"):
         sources(name)

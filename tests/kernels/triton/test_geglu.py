@@ -37,7 +37,7 @@ def test_geglu_equals_eager(
 def test_clamped_swiglu_equals_eager(
     _seed: object, shape: tuple[int, ...], dtype: torch.dtype, layout: str, scaled: bool, bounds: tuple[float, float]
 ) -> None:
-    """Results and gradients, also where bounds cut them off, and those of a scale for each vector."""
+    """Results and gradients, also where bounds cut them off, and with a scale per vector."""
     both = draw_tensor(layout, *shape[:-1], 2 * shape[-1], dtype=dtype, scale=2)
     scale = draw_tensor("contiguous", *shape[:-1]) if scaled else None
     inputs = (both,) if scale is None else (both, scale)

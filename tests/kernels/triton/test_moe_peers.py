@@ -33,8 +33,8 @@ def test_rows_and_sums_equal_plain_torch(
     _seed: object, ranks: int, slots: int, top_k: int, local_experts: int, width: int, dtype: torch.dtype
 ) -> None:
     """
-    Choices, rows, their scalars and staged sums equal plain torch on the same memory; rows and sums also equal those of
-    one rank with all tokens.
+    Choices, rows, their scalars and staged sums equal plain torch on the same memory; rows and sums also equal one
+    rank's with all tokens.
     """
     tokens, first = ranks * slots, local_experts * (ranks - 1)
     chosen = chosen_by(tokens, top_k, local_experts * ranks)

@@ -102,7 +102,7 @@ def test_logits_equal(model: Qwen3Dense) -> None:
 
 
 def test_losses_and_every_gradient_equal_transformers(model: Qwen3Dense) -> None:
-    """Each token's loss and the gradient of every parameter equal those computed from transformers' logits."""
+    """Every token's loss and every parameter's gradient equal values computed from transformers' logits."""
     module, (tokens, targets) = whole(model), random_rows(model, 2, 23)
     theirs = twin(model, dict(module.named_parameters()))
     losses = losses_of(module, tokens, one_document(2, 23), targets)
@@ -114,7 +114,7 @@ def test_losses_and_every_gradient_equal_transformers(model: Qwen3Dense) -> None
 
 
 def test_packed_documents_equal_each_alone(model: Qwen3Dense) -> None:
-    """In packed rows, losses and gradients equal those of transformers on each document alone."""
+    """In packed rows, losses and gradients equal transformers' on every document alone."""
     lengths = [[7, 1, 8], [16], [3, 13]]
     module, (tokens, targets) = whole(model), random_rows(model, 3, 16)
     theirs = twin(model, dict(module.named_parameters()))
@@ -144,7 +144,7 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
 
 
 def test_rope_scaling_changes_logits(model: Qwen3Dense) -> None:
-    """Scaled positions change all logits but those of the first token."""
+    """Scaled positions change all logits but the first token's."""
     if model.rope_scaling is None:
         return
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))

@@ -65,7 +65,7 @@ def test_logits_equal(model: Qwen3Moe) -> None:
 
 
 def test_losses_and_every_gradient_equal_transformers(model: Qwen3Moe) -> None:
-    """Each token's loss and the gradient of every parameter equal those computed from transformers' logits."""
+    """Every token's loss and every parameter's gradient equal values computed from transformers' logits."""
     assert_parity(model, *random_rows(model, 2, 23))
 
 
@@ -130,7 +130,7 @@ def test_packed_documents_equal_each_alone() -> None:
 
 @pytest.mark.parametrize("normalised", [True, False])
 def test_balance_gradients_equal_those_of_transformers(normalised: bool) -> None:
-    """With one row and one layer with experts, gradients equal those of transformers' loss plus its auxiliary loss."""
+    """With one row and one layer with experts, gradients are transformers' for its loss plus its auxiliary loss."""
     torch.manual_seed(1)
     model = sparse(num_hidden_layers=1, router_aux_loss_coef=0.7, norm_topk_prob=normalised)
     module, (tokens, targets) = whole(model), random_rows(model, 1, 23)

@@ -89,7 +89,7 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
             moved = table.moves_up(iteration, stage)
             assert moved is None or rows[stage][column] in (("in", moved), ("out", moved))
             rows[stage - 1][column] = None if moved is None else rows[stage][column]
-        finished = table.finished_microbatch(iteration)
+        finished = table.find_finished_microbatch(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
         entries = [rows[stage][table.column(position)] for position in range(columns)]

@@ -1,0 +1,111 @@
+"""write a teacher's likeliest next tokens for the rows of a recipe's data"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drawloom.components.commands._options import integer, output_file, writing
+from drawloom.components.commands._recipes import only
+from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
+from drawloom.components.data.teacher_logps import MANIFEST
+from drawloom.components.pipeline.executor import ProgramExecutor
+from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.storage.durable_files import replace_file
+from drawloom.graph import UserError
+from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.project import Project, Recipe
+
+MAX_CHUNK_LOGITS = 2**26
+"""Logits that exist together: 256 MiB of float32."""
+
+FLOOR = float(np.finfo(np.float16).min)
+"""Log-probability of no token at all, where the k likeliest tokens are the whole vocabulary."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with the teacher")
+    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    parser.add_argument("--to", type=output_file, metavar="FOLDER", required=True, help="the folder to write")
+    parser.add_argument("--top-k", type=integer(), default=64, metavar="K", help="tokens by position (default 64)")
+    parser.add_argument("--rows", type=integer(), default=8, help="rows that are computed together (default 8)")
+    parser.epilog = "Set single values with node.key=value."
+
+
+@output_class
+class TeacherResult(Result):
+    """A folder with a teacher's likeliest tokens."""
+
+    folder: Path = output("written folder")
+    rows: Mapping[str, int] = output("number of rows by split")
+    top_k: int = output("tokens by position")
+
+    def render(self, format: str) -> str:
+        """Return one line with the counts."""
+        counts = ", ".join(f"{count} rows of {split}" for split, count in self.rows.items())
+        return f"wrote {self.folder}: {counts}, {self.top_k} tokens by position"
+
+
+def main(options: argparse.Namespace, project: Project) -> TeacherResult:
+    """Write ids and log-probabilities of both splits, and the manifest last."""
+    if options.to.exists():
+        raise UserError(f"--to: {options.to} exists; give the name of a new folder", 2)
+    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
+    graph = recipe.graph.require_valid()
+    names = [only(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
+    with recipe.open(names) as run:
+        rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
+        counts: dict[str, int] = {split: rows.count(split) for split in SPLITS}
+        with writing(options.to):
+            options.to.mkdir(parents=True)
+            for split in SPLITS:
+                with (
+                    (options.to / f"{split}.ids").open("wb") as ids,
+                    (options.to / f"{split}.logps").open("wb") as logps,
+                ):
+                    for row_ids, row_logps in _predictions(executor, rows, split, options.top_k, options.rows):
+                        ids.write(row_ids.tobytes())
+                        logps.write(row_logps.tobytes())
+            manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
+            replace_file(options.to / MANIFEST, json.dumps(manifest, indent=1).encode())
+    return TeacherResult(options.to, counts, options.top_k)
+
+
+def _predictions(
+    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, count: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield ids, int32 (rows, length, k), and log-probabilities, float16 (rows, length, k + 1), for some rows."""
+
+    def finish(hidden: Tensor, head: Head) -> Tensor:
+        return torch.stack([_likeliest(row, head, top_k) for row in hidden])
+
+    for first in range(0, rows.count(split), count):
+        batch = rows.batch(split, range(first, min(first + count, rows.count(split))))
+        outputs: dict[int, Tensor] = {}
+        executor.infer_each(
+            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, finish
+        )
+        if not outputs:
+            raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
+        ids, logps = outputs[0][..., :top_k].cpu(), outputs[0][..., top_k:].cpu()
+        yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
+
+
+def _likeliest(hidden: Tensor, head: Head, top_k: int) -> Tensor:
+    """Return ids, log-probabilities and that of the rest: float64 (length, 2 k + 1), for hidden (length, width)."""
+    parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
+    for chunk in torch.split(hidden, step):
+        logits = head.logits(chunk).float()
+        if top_k > logits.shape[-1]:
+            raise UserError(f"--top-k {top_k} is more than the vocabulary of {logits.shape[-1]}; write less", 2)
+        logps = logits.log_softmax(-1).double()
+        top = logps.topk(top_k)
+        rest = logps.scatter(-1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
+        parts.append(torch.cat([top.indices.double(), top.values, rest], -1))
+    return torch.cat(parts)

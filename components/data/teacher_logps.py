@@ -1,0 +1,64 @@
+"""A teacher's stored predictions, as `drawloom teacher-logps` writes them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from drawloom.components.ports.corpus import Split
+from drawloom.graph import UserError, component, setting
+
+MANIFEST = "teacher.json"
+
+
+@component
+class TeacherLogps:
+    """
+    The likeliest tokens of every row under a teacher, from a folder of `drawloom teacher-logps`.
+
+    Files are mapped into memory. The rows must be those that the teacher has seen: the same documents, tokenizer,
+    packing and seed.
+    """
+
+    path: Path = setting(doc="folder that `drawloom teacher-logps` has written")
+    _manifest: Mapping[str, Any] = attrs.field(init=False, factory=dict)
+    _files: dict[Split, tuple[np.ndarray, np.ndarray]] = attrs.field(init=False, factory=dict)
+
+    def check_machine(self) -> None:
+        """Read the manifest. Raises UserError if there is none."""
+        self.manifest()
+
+    def manifest(self) -> Mapping[str, Any]:
+        """Return the manifest: `rows`, their identity; `length`, and `top_k`. Raises UserError without one."""
+        if not self._manifest:
+            try:
+                self._manifest = json.loads((self.path / MANIFEST).read_text("utf-8"))
+            except (OSError, ValueError) as error:
+                text = f"path: {self.path} has no predictions of a teacher ({error})"
+                raise UserError(f"{text}; write them with `drawloom teacher-logps`") from error
+        return self._manifest
+
+    def check_rows(self, identity: Mapping[str, Any]) -> None:
+        written = self.manifest()["rows"]
+        if different := [name for name in {**written, **identity} if written.get(name) != identity.get(name)]:
+            name = different[0]
+            there, here = written.get(name), identity.get(name)
+            text = f"path: {self.path} is of other rows: {name} is {there} there, and {here} here"
+            raise UserError(f"{text}; use the documents, tokenizer, packing, length and seed of the teacher's command")
+
+    def predictions(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        if split not in self._files:
+            shape = -1, self.manifest()["length"], self.manifest()["top_k"]
+            ids = np.memmap(self.path / f"{split}.ids", np.int32, "r").reshape(shape)
+            logps = np.memmap(self.path / f"{split}.logps", np.float16, "r").reshape(*shape[:2], shape[2] + 1)
+            self._files[split] = ids, logps
+        ids, logps = self._files[split]
+        rows = list(indices)
+        return ids[rows].astype(np.int64), logps[rows].astype(np.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes need; each maps the files itself."""
+        return {**self.__dict__, "_files": {}}

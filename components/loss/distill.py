@@ -1,0 +1,101 @@
+"""
+Distillation: learn a teacher's predictions of the next token.
+
+The teacher's k likeliest tokens and the rest of the vocabulary are k + 1 outcomes, and so are they for the student: a
+divergence between both is a lower bound of the one over the vocabulary, and 0 for equal models. (A renormalised top k
+would make the teacher look surer than it is.) Forward KL divergence: Hinton et al. 2015, arXiv 1503.02531; reverse: Gu
+et al. 2023, "MiniLLM", arXiv 2306.08543; generalised Jensen-Shannon divergence: Agarwal et al. 2023, arXiv 2306.13649.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.model import Head
+from drawloom.graph import Problem, UserError, between, component, setting
+from drawloom.graph.wiring.node import NodeView
+
+Divergence = Literal["forward", "reverse", "jsd"]
+
+
+@component
+class Distill(DecoderInputs):
+    """
+    Divergence from a teacher's predictions by token, mixed with the cross entropy of the data.
+
+    `forward` is KL(teacher || student), which covers all that the teacher finds likely; `reverse` is KL(student ||
+    teacher), which avoids what it finds unlikely; `jsd` is beta KL(teacher || M) + (1 - beta) KL(student || M) for the
+    mixture M = beta teacher + (1 - beta) student. Logits are computed chunk by chunk, and again in the backward pass.
+    Named sums are `divergence` and `cross_entropy`; the latter costs a product with the head if `task_weight` is 0.
+    """
+
+    batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "teacher_ids", "teacher_logps")
+
+    divergence: Divergence = setting(default="forward", doc="divergence between teacher and student")
+    beta: float | None = setting(
+        default=None, check=between(0, 1), doc="share of the teacher in the mixture of `jsd`, above 0; default: 0.5"
+    )
+    task_weight: float = setting(
+        default=0.0,
+        check=between(0, 1),
+        doc="share of the data's cross entropy in the loss; the rest is the divergence",
+    )
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report a share of the mixture without a mixture, and one that makes the divergence 0 for all models."""
+        beta, kind = node.settings["beta"], node.settings["divergence"]
+        if beta is not None and kind != "jsd":
+            yield node.problem("beta", f"{kind!r} has no mixture", 'leave it out, or write divergence = "jsd"')
+        elif beta == 0:
+            text = "the divergence is 0 for all models without a teacher in the mixture"
+            yield node.problem("beta", text, 'write divergence = "forward", which is the limit')
+
+    def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
+        if batch.teacher_ids is None or batch.teacher_logps is None:
+            raise UserError('the rows have no predictions of a teacher; write teacher = "@teacher" in the packing', 2)
+        function = partial(coarse_divergence, kind=self.divergence, beta=0.5 if self.beta is None else self.beta)
+        divergences = head.map_logits(function, hidden, batch.teacher_ids, batch.teacher_logps)
+        divergence = (divergences * batch.weights).sum()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.task_weight > 0):
+            task = head.token_losses(hidden, batch.targets, batch.weights)[0].sum()
+        sums = {"divergence": divergence.detach(), "cross_entropy": task.detach()}
+        total = divergence if not self.task_weight else (1 - self.task_weight) * divergence + self.task_weight * task
+        return total, batch.weights.double().sum(), sums
+
+
+def coarse_divergence(logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: Divergence, beta: float) -> Tensor:
+    """
+    Return a divergence over k tokens and the rest of the vocabulary, at least float32 (tokens,).
+
+    logits: (tokens, vocab_size); ids: int64 (tokens, k); teacher_logps: float32 (tokens, k + 1), the rest last. If k is
+    the size of the vocabulary, there is no rest.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    student = logits.gather(-1, ids) - normalizer
+    teacher = teacher_logps.to(logits.dtype)
+    if ids.shape[-1] < logits.shape[-1]:
+        rest = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        student = torch.cat([student, rest - normalizer], -1)
+    else:
+        teacher = teacher[..., :-1]
+    teacher = teacher.log_softmax(-1)  # rounded numbers may not add up to 1
+    if kind == "forward":
+        return _kl(teacher, student)
+    if kind == "reverse":
+        return _kl(student, teacher)
+    shares = torch.tensor([beta, 1 - beta], dtype=logits.dtype, device=logits.device).log()
+    mixture = torch.logaddexp(teacher + shares[0], student + shares[1])
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    """Return KL(one || other) from log-probabilities (tokens, outcomes): (tokens,)."""
+    return (one.exp() * (one - other)).sum(-1)

@@ -1,0 +1,114 @@
+"""Activations that wait in host memory between a microbatch's forward and backward pass."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from weakref import ref
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.memory import Ticket, Transfers
+from drawloom.kernels.recompute import Kept
+
+
+@attrs.define(eq=False)
+class Offloads:
+    """Factory for offloaded tensors, and pool of host memory by size, with tickets for the ends of earlier copies."""
+
+    transfers: Transfers
+    _pool: dict[int, list[tuple[Tensor, Ticket]]] = attrs.field(factory=lambda: defaultdict(list))
+
+    def begin(self, kept: Iterable[ref[Kept]], others: Iterable[Tensor]) -> "OffloadedTensors":
+        """
+        Start to copy kept tensors to host memory, by storage; tensors in the storages of `others` stay.
+
+        Tensors that autograd has released already are left out.
+        """
+        stay = {tensor.untyped_storage().data_ptr() for tensor in others}
+        by_storage: dict[int, list[Kept]] = defaultdict(list)
+        for weak in kept:
+            if (wrapper := weak()) is not None:
+                by_storage[wrapper.value().untyped_storage().data_ptr()].append(wrapper)
+        groups = [wrappers for address, wrappers in by_storage.items() if address and address not in stay]
+        return OffloadedTensors(self, [_Storage(wrappers) for wrappers in groups])
+
+    def take(self, size: int) -> tuple[Tensor, Ticket]:
+        """Return host memory, uint8 (size,), and a ticket for the end of its last use."""
+        return self._pool[size].pop() if self._pool[size] else (self.transfers.allocate(size), None)
+
+    def give(self, memory: Tensor, ticket: Ticket) -> None:
+        """Return host memory to the pool; the ticket is for the end of its use."""
+        self._pool[memory.numel()].append((memory, ticket))
+
+
+class _Storage:
+    """Wrappers around views of one storage, and the views' positions in it."""
+
+    __slots__ = ("bytes", "views", "wrappers")
+
+    def __init__(self, wrappers: Sequence[Kept]) -> None:
+        tensors = [wrapper.value() for wrapper in wrappers]
+        self.wrappers = [ref(wrapper) for wrapper in wrappers]
+        self.views = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors]
+        storage = tensors[0].untyped_storage()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def move_to(self, memory: Tensor) -> None:
+        """Let the wrappers share other memory, uint8 (bytes,), of which they are the same views."""
+        for weak, (dtype, shape, strides, offset) in zip(self.wrappers, self.views, strict=True):
+            if (wrapper := weak()) is not None:
+                whole = torch.empty(0, dtype=dtype, device=memory.device)
+                view = whole.set_(memory.untyped_storage(), offset, shape, strides)
+                wrapper.replace(view)
+
+
+class OffloadedTensors:
+    """
+    A microbatch's activations on their way to host memory and back.
+
+    After `free`, wrappers are views of host memory; after `reload` and `wait` again of the device's.
+    """
+
+    def __init__(self, offloads: Offloads, storages: Sequence[_Storage]) -> None:
+        self._offloads, self._storages = offloads, storages
+        taken = [offloads.take(storage.bytes.numel()) for storage in storages]
+        self._host = [memory for memory, _ in taken]
+        transfers = offloads.transfers
+        copies = [(memory, storage.bytes) for memory, storage in zip(self._host, storages, strict=True)]
+        self._left = transfers.store(copies, [transfers.mark(), *(ticket for _, ticket in taken)])
+        self._arrived: Ticket = None
+        self._is_on_host = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that leave the device."""
+        return sum(memory.numel() for memory in self._host)
+
+    def free(self) -> None:
+        """Free the device memory, after the copies to the host."""
+        self._offloads.transfers.wait(self._left)
+        for storage, memory in zip(self._storages, self._host, strict=True):
+            storage.move_to(memory)
+            storage.bytes = storage.bytes.new_empty(0)
+        self._is_on_host = True
+
+    def reload(self) -> None:
+        """Allocate device memory, and start to copy the activations back."""
+        if not self._is_on_host:
+            self.free()
+        transfers = self._offloads.transfers
+        for storage, memory in zip(self._storages, self._host, strict=True):
+            storage.bytes = torch.empty(memory.numel(), dtype=torch.uint8, device=storage.bytes.device)
+        copies = [(storage.bytes, memory) for storage, memory in zip(self._storages, self._host, strict=True)]
+        # The allocator may hand out memory that computation still uses.
+        self._arrived = transfers.fetch(copies, [transfers.mark(), self._left])
+        for storage in self._storages:
+            storage.move_to(storage.bytes)
+
+    def wait(self) -> None:
+        """Let computation wait for the activations, and return the host memory."""
+        self._offloads.transfers.wait(self._arrived)
+        for memory in self._host:
+            self._offloads.give(memory, self._arrived)
+        self._host, self._storages = [], []

@@ -1,0 +1,105 @@
+"""Activations in host memory against activations on the device, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import drawloom
+from drawloom.components.pipeline.runtime.offloads import Offloads
+from drawloom.kernels.recompute import Collecting
+from support.observers_of_runs import TINY
+from support.pipelines import batches
+from support.steps import train
+from support.transfers import DelayedTransfers
+
+MICROBATCHES = 5
+
+
+def gradients(folder: Path, transfers: Any, **settings: Any) -> dict[str, Tensor]:
+    """Return the gradients of two steps, whose activations leave by these transfers, or by a run's if "real"."""
+    schedule = {"use": f"pipeline.schedules.{settings.pop('schedule', 'gpipe')}"}
+    stages = {"offload": transfers is not None, **settings}
+    run = {"name": "small", "folder": str(folder / "run")}
+    recipe = drawloom.Recipe.load("first_run").with_values(
+        {"model": TINY, "run": run, "schedule": schedule, "stages": stages}
+    )
+    with recipe.open(only="executor") as objects:
+        executor = objects["executor"]
+        if isinstance(transfers, DelayedTransfers):
+            executor.open_transfers = lambda device: transfers
+        for _ in range(2):
+            train(executor, batches(MICROBATCHES))
+        named = executor.stages.named_parameters()
+        return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble_v", "one_f_one_b"])
+@pytest.mark.parametrize("recompute", ["none", "selective", 2])
+def test_offloaded_activations_leave_no_trace(schedule: str, recompute: Any, tmp_path: Path) -> None:
+    """Gradients have the bits of a run without offloading, whatever is recomputed, with whole and split backwards."""
+    plain = gradients(tmp_path, None, schedule=schedule, recompute=recompute)
+    for seed in (0, 1):
+        transfers = DelayedTransfers(seed)
+        offloaded = gradients(tmp_path, transfers, schedule=schedule, recompute=recompute)
+        assert offloaded.keys() == plain.keys()
+        assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
+        # On one rank, 1F1B has no pass between a forward and its backward.
+        assert (transfers.stored > 0) == (schedule != "one_f_one_b") and transfers.stored == transfers.fetched
+
+
+def test_transfers_of_a_run_leave_no_trace(tmp_path: Path) -> None:
+    """Gradients have the same bits with the copies that a run makes on this machine's device."""
+    plain, offloaded = gradients(tmp_path, None), gradients(tmp_path, "real")
+    assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
+
+
+class NoWaits(DelayedTransfers):
+    """Transfers that do not let computation wait."""
+
+    def wait(self, ticket: Any) -> None: ...
+
+
+def test_passes_that_do_not_wait_are_noticed(tmp_path: Path) -> None:
+    """A backward pass that begins before its activations arrive fails, or has other gradients."""
+    plain = gradients(tmp_path, None)
+    with pytest.raises((RuntimeError, AssertionError)):
+        hasty = gradients(tmp_path, NoWaits(1))
+        assert all(torch.equal(hasty[name], plain[name]) for name in plain)
+
+
+def test_memory_is_freed_and_views_stay_views() -> None:
+    """Kept tensors, but no parameters, inputs or outputs, leave their memory; wrappers have the same values after."""
+    weight, x = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)
+    with Collecting() as collecting:
+        inner = x @ weight
+        halves = inner.chunk(2, 1)
+        output = (halves[0].sigmoid() * halves[1].tanh()).sum()
+    others = {tensor.data_ptr() for tensor in (x, output)}
+    saved = [wrapper.value() for weak in collecting.kept if (wrapper := weak()) is not None]
+    storages: list[Any] = [
+        StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        for tensor in saved
+        if tensor.data_ptr() not in others
+    ]
+    del saved
+    expected = torch.autograd.grad(output, [x, weight], retain_graph=True)
+    del inner, halves
+    offloads = Offloads(DelayedTransfers(2))
+    tensors = offloads.begin(collecting.kept, [x, output])
+    tensors.free()
+    assert tensors.size > 0 and all(storage.expired() for storage in storages)
+    tensors.reload()
+    tensors.wait()
+    assert all(map(torch.equal, torch.autograd.grad(output, [x, weight]), expected))
+
+
+def test_host_memory_is_reused() -> None:
+    """A second microbatch takes the memory of the first one after its return."""
+    offloads = Offloads(DelayedTransfers(3))
+    first, _ = offloads.take(100)
+    offloads.give(first, None)
+    assert offloads.take(100)[0] is first and offloads.take(100)[0] is not first
