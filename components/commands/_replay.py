@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
 from drawloom.components.checkpoint.phase_hashes import INITIAL, file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import mesh_sizes
+from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.ports.run import Stateful
-from drawloom.components.report.metrics import lines_of
+from drawloom.components.report.metrics import METRICS, lines_of
+from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -73,6 +75,25 @@ def read_trace(run: Path) -> list[PhaseDigests]:
     return list(rows.values())
 
 
+def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the differing metrics."""
+    return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
+
+
+def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
+    """Return a run's metrics by step, without metrics of the machine."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines_of(run / METRICS):
+        try:
+            row = json.loads(line)
+        except ValueError:  # a kill left the line incomplete
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            values = {key: value for key, value in row.items() if key not in (CHECKSUM, "step", "format")}
+            rows[row["step"]] = {key: v for key, v in values.items() if key.partition("/")[0] not in MACHINE_METRICS}
+    return rows
+
+
 def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
     """
     Return the first difference at a phase in both traces, or None.
@@ -99,8 +120,14 @@ class Replayer:
     _count: list[int] = attrs.field(init=False, factory=lambda: [0])
 
     def replay(self, nodes: Nodes, checkpoint: Path | None, last: int) -> list[PhaseDigests]:
+        """Repeat a run from a checkpoint, or from the start, to a step, and return the hashes."""
+        with self.repeat(nodes, checkpoint, last) as folder:
+            return read_trace(folder)
+
+    @contextmanager
+    def repeat(self, nodes: Nodes, checkpoint: Path | None, last: int) -> Iterator[Path]:
         """
-        Repeat a run from a checkpoint, or from the start, to a step, and return the hashes.
+        Repeat a run from a checkpoint, or from the start, to a step, and yield its folder, removed afterwards.
 
         Raises UserError if the recipe can't run here, such as a recipe for several processes.
         """
@@ -114,11 +141,10 @@ class Replayer:
             for step in run.steps():
                 if step.index >= last:
                     break
-        trace = read_trace(target)
-        shutil.rmtree(target)
-        if not trace:
+        if not read_trace(target):
             raise UserError("the replay has no hashes; its log shows why the listener checkpoint.phase_hashes failed")
-        return trace
+        yield target
+        shutil.rmtree(target)
 
     def _recipe(self, nodes: Nodes, target: Path) -> Recipe:
         root = self.project.root

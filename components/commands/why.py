@@ -3,7 +3,7 @@
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,15 +18,15 @@ from drawloom.components.commands._replay import (
     TraceDifference,
     common_checkpoints,
     first_difference,
+    read_metrics,
     read_nodes,
     read_trace,
     single_edits,
     start_differs,
+    unequal,
 )
-from drawloom.components.commands.verify_resume import MACHINE_METRICS
-from drawloom.components.report.metrics import METRICS, lines_of
+from drawloom.components.report.metrics import lines_of
 from drawloom.components.report.run_record import OWN_SETTINGS, differences
-from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
@@ -160,13 +160,13 @@ class Pair:
     @cached_property
     def rows(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         """Recorded metrics of both runs by step."""
-        return _read_metrics(self.one), _read_metrics(self.other)
+        return read_metrics(self.one), read_metrics(self.other)
 
     @cached_property
     def step(self) -> int | None:
         """The first common step with a different metric."""
         one, other = self.rows
-        return next((step for step in sorted(one.keys() & other.keys()) if _unequal(one[step], other[step])), None)
+        return next((step for step in sorted(one.keys() & other.keys()) if unequal(one[step], other[step])), None)
 
     def equal_steps(self) -> str:
         """Return a sentence about the steps without a difference."""
@@ -180,7 +180,7 @@ class Pair:
     ) -> WhyResult:
         """Return the result for a difference, or for the metrics alone."""
         one, other = self.rows
-        names = _unequal(one[self.step], other[self.step]) if self.step is not None else []
+        names = unequal(one[self.step], other[self.step]) if self.step is not None else []
         # a swapped component is a cause as a whole node
         shown = [s for s in self.settings if s.key in causes or s.key.rpartition(".")[0] in causes]
         environments = _read_environment(self.one), _read_environment(self.other)
@@ -204,25 +204,6 @@ class Pair:
             ],
             notes=list(notes),
         )
-
-
-def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the differing metrics."""
-    return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
-
-
-def _read_metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's metrics by step, without metrics of the machine."""
-    rows: dict[int, dict[str, Any]] = {}
-    for line in lines_of(run / METRICS):
-        try:
-            row = json.loads(line)
-        except ValueError:  # a kill left the line incomplete
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            values = {key: value for key, value in row.items() if key not in (CHECKSUM, "step", "format")}
-            rows[row["step"]] = {key: v for key, v in values.items() if key.partition("/")[0] not in MACHINE_METRICS}
-    return rows
 
 
 def _read_environment(run: Path) -> dict[str, str]:

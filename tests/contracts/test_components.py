@@ -348,6 +348,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "ema": {"use": "phases.ema"},
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@ema"}}}},
     },
+    "phases.compare_replicas": lambda folder: {
+        "compare": {"use": "phases.compare_replicas", "every": 1},
+        "edit": {"trainer": {"phases": {"after": {"@optimizer": "@compare"}}}},
+    },
     "phases.budget": lambda folder: {
         "budget": {"use": "phases.budget", "tokens": 10_000_000},
         "edit": {"trainer": {"phases": {"after": {"@optimizer": "@budget"}}}},

@@ -28,10 +28,11 @@ from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.parallel.float8_layers import linear_layers
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
-from drawloom.components.ports.distributed import Device, Pending, Processes, Timed
+from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
 from drawloom.components.ports.model import TokenContext, stored_formats
 from drawloom.components.ports.pipeline import Executor, Predictor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
+from drawloom.components.ports.stages import Parameters
 from drawloom.components.state.step_state import StepState
 from drawloom.components.trackers import aim, background
 from drawloom.graph import Every, UserError
@@ -315,6 +316,21 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
                 phase.on_event(Event("saving_started", step))
             events.append((len(logged), "validation_loss" in step.state, "initial_validation_loss" in step.state))
     return events
+
+
+def compared_steps(use: str, values: Values, _place: Path) -> Any:
+    """Return the steps at which two replicas exchange digests."""
+    steps: list[int] = []
+
+    def gather(value: Any) -> list[Any]:
+        steps.append(step.index)
+        return [value, value]
+
+    mesh = fake(Mesh, replicas=fake(Group, size=2, gather_json=gather))
+    phase = build(use, mesh=mesh, parameters=fake(Parameters, named_parameters=lambda: []), **values)
+    for step in (Step(index, 6) for index in range(1, 7)):
+        phase.run_phase(step)
+    return steps
 
 
 def checkpoints_of(use: str, values: Values, folder: Path) -> Any:

@@ -717,6 +717,7 @@ ROWS: dict[str, Row] = {
         {"digits": 3, "examples_drawn": 50, "validation_fraction": 0.9},
     ),
     "phases.evaluate": Row(runs.steps_of_phase, {}, EVERY | {"at_start": True}),
+    "phases.compare_replicas": Row(runs.compared_steps, {}, {"every": 2}),
     "phases.garbage_collection": Row(runs.steps_of_phase, {}, EVERY | {"before_saves": True}),
     "phases.loss_spikes": Row(
         parts.detect_spikes,

@@ -25,7 +25,7 @@ class Record:
     finished: int = 0
     signal_after: int = 0
     last: int = 0
-    held: int = 0
+    remembered: int = 0
     before_final_tasks: list[str] | None = None
 
     def run_phase(self, step: Step) -> None:
@@ -48,7 +48,7 @@ class Record:
         self.calls.append("wait")
 
     def hold(self, step: Step) -> None:
-        self.held = step.index
+        self.remembered = step.index
 
     def is_finished(self, step: int) -> bool:
         return self.finished == step

@@ -1,0 +1,113 @@
+"""
+repeat a step of a run from its checkpoint, and report which results differ from the recorded ones
+
+A difference shows silent data corruption, then or now, or another environment: libraries, device, kernels. A second
+replay tells whether this machine computes the step twice alike.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of
+from drawloom.components.commands._options import integer
+from drawloom.components.commands._replay import (
+    Replayer,
+    first_difference,
+    read_metrics,
+    read_nodes,
+    read_trace,
+    unequal,
+)
+from drawloom.graph import UserError
+from drawloom.graph.cli.exit_codes import FAILED, OK
+from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.project import Project
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command-line arguments."""
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
+    parser.add_argument("--step", type=integer(), required=True, metavar="N", help="the step to verify, from 1")
+
+
+@output_class
+class MetricDifference:
+    """A metric with another value in the replay."""
+
+    name: str = output("name of the metric")
+    recorded: str = output("value recorded by the run; empty without it")
+    replayed: str = output("value in the replay; empty without it")
+
+
+@output_class
+class VerifyStepResult(Result):
+    """A replayed step compared with the record."""
+
+    step: int = output("verified step")
+    start: int = output("step of the checkpoint from which it was replayed; 0 for the start of the run")
+    different_step: int | None = output(
+        "first step that differs, from start + 1 to the verified one; null if none does"
+    )
+    phase: str = output("phase after which recorded hashes differ first; empty without recorded hashes")
+    tensors: Sequence[str] = output("tensors whose recorded hashes differ there")
+    metrics: Sequence[MetricDifference] = output("recorded metrics that differ in that step")
+    compared: int = output("number of recorded values compared: metrics, and hashes of tensors")
+    deterministic: bool | None = output("whether a second replay equals the first; null if nothing differs")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something differs."""
+        return OK if self.different_step is None else FAILED
+
+    def render(self, format: str) -> str:
+        """Return the verdict, and what differs."""
+        origin = f"the checkpoint after step {self.start}" if self.start else "the start of the run"
+        if self.different_step is None:
+            return f"step {self.step} is as recorded: {self.compared} values are equal, replayed from {origin}"
+        where = f", after [{self.phase}]: {', '.join(self.tensors)}" if self.phase else ""
+        lines = [f"step {self.different_step} differs from the record, replayed from {origin}{where}"]
+        lines += [f"  {metric.name}: {metric.recorded} -> {metric.replayed}" for metric in self.metrics]
+        if self.deterministic:
+            text = "a second replay equals the first: the recorded step was corrupted, or has another environment"
+        else:
+            text = "a second replay differs from the first: this machine does not compute the step twice alike"
+        return "\n".join([*lines, text])
+
+
+def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
+    """Replay from the newest checkpoint before the step, and compare every replayed step with the record."""
+    run, step = options.run_folder, options.step
+    nodes, recorded, hashes = read_nodes(run), read_metrics(run), read_trace(run)
+    if step not in recorded:
+        last = f"the last one is step {max(recorded)}" if recorded else "there is none"
+        raise UserError(f"--step {step}: {run} has no record of this step; {last}", 2)
+    earlier = {step_of(path): path for path in list_checkpoints(run / FOLDER) if step_of(path) < step}
+    start = max(earlier, default=0)
+    with tempfile.TemporaryDirectory(prefix="verify-step-") as folder:
+        replayer = Replayer(project, Path(folder))
+        with replayer.repeat(nodes, earlier.get(start), step) as replayed:
+            metrics, trace = read_metrics(replayed), read_trace(replayed)
+        steps = [index for index in range(start + 1, step + 1) if index in recorded and index in metrics]
+        hashes = [entry for entry in hashes if start < entry.step <= step]
+        difference = first_difference(hashes, trace)
+        different = [index for index in steps if unequal(recorded[index], metrics[index])]
+        first = min([*different[:1], *([difference.step] if difference else [])], default=None)
+        names = unequal(recorded[first], metrics[first]) if first in steps and first is not None else []
+        is_first = difference is not None and difference.step == first
+        again = None if first is None else first_difference(trace, replayer.replay(nodes, earlier.get(start), step))
+    return VerifyStepResult(
+        step=step,
+        start=start,
+        different_step=first,
+        phase=difference.phase if difference and is_first else "",
+        tensors=list(difference.names) if difference and is_first else [],
+        metrics=[
+            MetricDifference(name, str(recorded[first].get(name, "")), str(metrics[first].get(name, "")))
+            for name in names
+            if first is not None
+        ],
+        compared=sum(len(recorded[index]) for index in steps) + sum(len(entry.digests) for entry in hashes),
+        deterministic=None if first is None else again is None,
+    )
