@@ -195,8 +195,10 @@ class StochasticAdamW:
         if means == torch.uint8 and not has_codes:
             means = torch.float32  # a slice of a vector would cut blocks
         specs = {field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields.values()}
+        if not has_codes:
+            return specs
         scales = (blocks_in_rows(shape), torch.float32)
-        return specs | ({"exp_avg_scale": scales, "exp_avg_sq_scale": scales} if has_codes else {})
+        return specs | {"exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
     def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""

@@ -178,7 +178,7 @@ class Container(Mapping[str, Any]):
 
             with recipe.open() as run:
                 for step in run.steps():
-                    print(step.index, step.state.number("loss"))
+                    losses.append(step.state.number("loss"))
         """
         root = self._built.get(self.graph.root)
         if root is None or not hasattr(root, "iterate"):

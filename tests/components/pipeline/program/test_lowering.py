@@ -104,11 +104,11 @@ def test_gradients_are_reduced_with_each_backward_of_weights_where_memory_is_sho
 
 def test_activations_wait_in_host_memory_if_the_gap_is_long() -> None:
     """They leave after their forward pass and return one action before B or I; close passes and other stages stay."""
-    text = "0: 0F0 0F1 0F2 1F0 0F3 1B0 0I0 0B1 0W0 0B2 0B3\n"
+    text = "0: 0F0 0F1 0F2 1F0 0F3 1F1 1F2 1F3 1B0 0I0 1B1 0B1 0W0 1B2 0B2 1B3 0B3\n"
     line = with_offload_actions(lower(read_program(text), 0), {0})
     assert " ".join(map(str, line)) == (
-        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 1F0 0F3 0OFFLOAD3 0RELOAD0 1B0 0RELOAD1 0I0 0B1 0RELOAD2 0W0 "
-        "0RELOAD3 0B2 0B3"
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 1F0 0F3 0OFFLOAD3 1F1 1F2 1F3 0RELOAD0 1B0 0I0 0RELOAD1 1B1 0B1 "
+        "0W0 0RELOAD2 1B2 0B2 0RELOAD3 1B3 0B3"
     )
     assert with_offload_actions(lower(read_program("0: 0F0 0F1 0B0 0B1\n"), 0), {0}) == lower(
         read_program("0: 0F0 0F1 0B0 0B1\n"), 0
