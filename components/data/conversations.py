@@ -54,10 +54,10 @@ class Conversations(ChatCorpus):
         else:
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         check_messages([*prompt, *trained])
-        weights = [0.0] * len(prompt) + [self._turn_weight(message) for message in trained]
+        weights = [0.0] * len(prompt) + [self._weigh_turn(message) for message in trained]
         return [without(message, "weight") for message in (*prompt, *trained)], weights
 
-    def _turn_weight(self, message: Mapping[str, Any]) -> float:
+    def _weigh_turn(self, message: Mapping[str, Any]) -> float:
         weight = message.get("weight", self.roles.get(message["role"], 0.0))
         if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
             raise ValueError(f"a turn has weight {weight!r}; write 0, 1, or another number from 0 on")

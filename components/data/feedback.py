@@ -47,7 +47,9 @@ class Feedback(ChatCorpus):
             raise UserError(f"paths: {text}; write more lines, or another validation_fraction")
         others = documents[1:] + documents[:1]
         return [
-            part for one, other in zip(documents, others, strict=True) for part in _pair_up(one, _mismatch(one, other))
+            part
+            for one, other in zip(documents, others, strict=True)
+            for part in _share_weight(one, _exchange_answer(one, other))
         ]
 
 
@@ -66,19 +68,19 @@ def encode_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: Ch
     return encode_rendered(tokenizer, rendered, messages, row.get("tools"))
 
 
-def _answer_start(document: Encoded) -> int:
+def _find_answer_start(document: Encoded) -> int:
     """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
     return 1 + int(np.argmax(document.weights[1:] > 0))
 
 
-def _mismatch(one: Encoded, other: Encoded) -> Encoded:
+def _exchange_answer(one: Encoded, other: Encoded) -> Encoded:
     """Return one document's prompt with another's answer."""
-    first, second = _answer_start(one), _answer_start(other)
+    first, second = _find_answer_start(one), _find_answer_start(other)
     ids = np.concatenate([one.ids[:first], other.ids[second:]])
     return Encoded(ids, np.concatenate([one.weights[:first], other.weights[second:]]), label=0.0)
 
 
-def _pair_up(*sides: Encoded) -> list[Encoded]:
+def _share_weight(*sides: Encoded) -> list[Encoded]:
     """Return documents with weights that sum to 1."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))

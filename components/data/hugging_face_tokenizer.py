@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
             else:
-                table[token_id] = len(token) if is_byte_level else len(_as_text(token).encode())
+                table[token_id] = len(token) if is_byte_level else len(_unescape_token(token).encode())
         return table
 
     def files_read(self) -> dict[str, list[Path]]:
@@ -187,7 +187,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
-def _as_text(token: str) -> str:
+def _unescape_token(token: str) -> str:
     """Return a token's text; a byte-fallback token becomes an arbitrary single byte."""
     return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 

@@ -101,7 +101,7 @@ class Loader:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
-        self._begin([])
+        self._lay_out_stream([])
         if self.workers:
             self._workers = Workers(self.rows, "train", self.workers)
 
@@ -121,7 +121,7 @@ class Loader:
         """
         step = self._step + 1
         if self._stream is None:
-            self._stream = self._batches(step)
+            self._stream = self._iterate_batches(step)
         batches = [next(self._stream) for _ in self.batching.positions(step)]
         if self.lengths:
             batches = [self.shorten(batch, step) for batch in batches]
@@ -140,12 +140,12 @@ class Loader:
 
     def length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
-        tokens = self._start(step) * self.rows.length
+        tokens = self._find_start(step) * self.rows.length
         return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
         """Return a step's row numbers, over all ranks."""
-        return self._rows.rows(range(self._start(step), self._start(step + 1)))
+        return self._rows.rows(range(self._find_start(step), self._find_start(step + 1)))
 
     @property
     def last_resized_step(self) -> int:
@@ -158,14 +158,14 @@ class Loader:
 
         Counts a source's average tokens per row, so the sum is exact at an epoch's end.
         """
-        rows = self._rows.count_rows_before(self._start(step + 1))
+        rows = self._rows.count_rows_before(self._find_start(step + 1))
         sources = self._rows.sources.values()
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
     def position(self) -> int:
         """The position in the endless row order where the next step begins."""
-        return self._start(self._step + 1)
+        return self._find_start(self._step + 1)
 
     def continue_at(self, position: int) -> None:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
@@ -196,23 +196,23 @@ class Loader:
         self._step, self._stream = step, None
         self._offset = position - self.batching.start(step + 1)
         self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
-        self._begin([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
+        self._lay_out_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
-    def _start(self, step: int) -> int:
+    def _find_start(self, step: int) -> int:
         """Return the position where a step begins."""
         return self.batching.start(step) + self._offset
 
-    def _begin(self, segments: list[Segment]) -> None:
+    def _lay_out_stream(self, segments: list[Segment]) -> None:
         """Lay out the row stream: earlier segments, plus a new one if the shares have changed."""
         sources = {source.name: source for source in row_sources(self.rows)}
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
             log.warning("from step %d on, the mixture's sources have other shares than before", self._step + 1)
-            position = self._start(self._step + 1)
+            position = self._find_start(self._step + 1)
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
-    def _batches(self, step: int) -> Iterator[Batch]:
+    def _iterate_batches(self, step: int) -> Iterator[Batch]:
         """Return an endless iterator over the microbatches from a step on."""
         row_indices = self._row_indices_from(step)
         if self._workers is None:
@@ -276,7 +276,7 @@ def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> No
     Raise UserError on every rank if ranks with one data-parallel index have different batches, or if any ranks have
     different row counts. Collective over all ranks.
     """
-    answers = world.gather_json([replica, rows, _fingerprint(batch)])
+    answers = world.gather_json([replica, rows, _hash_batch(batch)])
     first_ranks: dict[int, int] = {}
     for rank, (index, row_count, fingerprint) in enumerate(answers):
         if row_count != answers[0][1]:
@@ -291,7 +291,7 @@ def _raise_difference(first: int, second: int, difference: str) -> NoReturn:
     raise UserError(f"data: ranks {first} and {second} {difference}; {hint}")
 
 
-def _fingerprint(batch: Batch) -> str:
+def _hash_batch(batch: Batch) -> str:
     digest = blake2b(digest_size=16)
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())

@@ -44,19 +44,19 @@ class MixedDocuments:
         return sha256("".join(parts).encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        source, number = self._locate(document)
+        source, number = self._find_document(document)
         return source.documents.read(number, first, last)
 
     def source(self, document: int) -> str:
         """Return the source's name, and the document's origin in it."""
-        source, number = self._locate(document)
+        source, number = self._find_document(document)
         return f"{source.name}: {source.documents.source(number)}"
 
     @cached_property
     def _starts(self) -> list[int]:
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
-    def _locate(self, document: int) -> tuple[DocumentSource, int]:
+    def _find_document(self, document: int) -> tuple[DocumentSource, int]:
         index = bisect_right(self._starts, document) - 1
         return self.sources[index], document - self._starts[index]
 
@@ -120,11 +120,11 @@ class Mixture:
             for name, corpus in self.sources.items():
                 documents = corpus.documents(split)
                 tokens = float(documents.lengths.sum(dtype=np.int64))
-                sources.append(DocumentSource(name, documents, self._weight(name, tokens)))
+                sources.append(DocumentSource(name, documents, self._weigh_source(name, tokens)))
             self._mixed[split] = MixedDocuments(tuple(sources))
         return self._mixed[split]
 
-    def _weight(self, name: str, tokens: float) -> float:
+    def _weigh_source(self, name: str, tokens: float) -> float:
         if self.weights:
             return self.weights[name]
         weight: float = (self.epochs.get(name, 1.0) * tokens) ** (1 / self.temperature)

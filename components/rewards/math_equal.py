@@ -50,12 +50,12 @@ class MathEqual(Compared):
 
 def read_number(text: str) -> Fraction | None:
     """Return a text's number, None without one."""
-    boxed = _last_boxed(text)
+    boxed = _find_last_box(text)
     numbers = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
-    return _parse(numbers[-1]) if numbers else None
+    return _parse_number(numbers[-1]) if numbers else None
 
 
-def _last_boxed(text: str) -> str | None:
+def _find_last_box(text: str) -> str | None:
     """Return the content of the last closed box, with balanced braces; None without a box."""
     begin = text.rfind(BOXED)
     if begin < 0:
@@ -68,7 +68,7 @@ def _last_boxed(text: str) -> str | None:
     return ""
 
 
-def _parse(text: str) -> Fraction | None:
+def _parse_number(text: str) -> Fraction | None:
     match = PARTS.fullmatch(text)
     if match is None or len(text) > MAX_DIGITS:
         return None

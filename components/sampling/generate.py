@@ -44,17 +44,17 @@ class Sampler:
         """
         ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
-            token = self._sample(ids, cache)
+            token = self._sample_id(ids, cache)
             if token == self.end:
                 return
             ids.append(token)
             yield token
 
-    def _sample(self, ids: list[int], cache: KeyValueCache) -> int:
+    def _sample_id(self, ids: list[int], cache: KeyValueCache) -> int:
         # A text that is longer than the context moves by one position per token, so cached keys would be wrong.
         fits = len(ids) <= self.context
         window, first = (ids[cache.length :], cache.length) if fits else (ids[-self.context :], 0)
-        logits = self._logits(window, first, cache if fits else None)
+        logits = self._compute_logits(window, first, cache if fits else None)
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         sums = torch.tensor([drawn, cache.layers])
         self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
@@ -65,7 +65,7 @@ class Sampler:
             cache.advance(len(window))
         return int(token)
 
-    def _logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
+    def _compute_logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
         """Compute logits (1, tokens, vocab_size) for ids from position `first` on; None without the last stage."""
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)

@@ -60,7 +60,7 @@ class Sha256Stream:
             self._thread = threading.Thread(target=self._hash_queue, name="sha256", daemon=True)
             self._thread.start()
         if self._thread is None:
-            self._append(piece)
+            self._hash_piece(piece)
         else:
             self._pieces.put(piece)
 
@@ -76,9 +76,9 @@ class Sha256Stream:
 
     def _hash_queue(self) -> None:
         for piece in iter(self._pieces.get, None):
-            self._append(piece)
+            self._hash_piece(piece)
 
-    def _append(self, piece: memoryview) -> None:
+    def _hash_piece(self, piece: memoryview) -> None:
         while piece:
             part, piece = piece[: self._block - self._hashed], piece[self._block - self._hashed :]
             self._hash.update(part)

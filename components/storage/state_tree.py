@@ -109,9 +109,9 @@ class _Packer:
 
     def pack(self, value: Any, path: tuple[Any, ...]) -> Tree:
         if isinstance(value, Tensor):
-            return {"tensor": self._name(value.detach(), path)}
+            return {"tensor": self._register_tensor(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            return _slice_leaf(self._name(value.tensor.detach(), path), value.tensor_slice)
+            return _slice_leaf(self._register_tensor(value.tensor.detach(), path), value.tensor_slice)
         if isinstance(value, dict):
             # JSON would convert other keys to strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -126,7 +126,7 @@ class _Packer:
             return value
         raise TypeError(f"{_join_path(path)} is a {type(value).__name__}, which can't be saved")
 
-    def _name(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+    def _register_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
         """Return a tensor's name; a tensor with the same memory and layout as an earlier one has its name."""
         name = _join_path(path)
         if (

@@ -16,7 +16,9 @@ def parse(text: bytes, *, most: int) -> Any:
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
         raise ValueError(f"it has {parts} parts, and more than {most} are not read")
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
 
@@ -31,7 +33,7 @@ def checksum(value: Any) -> str:
     return hashlib.sha256(dumps(value)).hexdigest()
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         counts = Counter(name for name, _ in pairs)

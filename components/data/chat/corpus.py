@@ -79,8 +79,10 @@ class ChatCorpus:
             rows[split_of(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.nothing_trained_message()}")
-        self._splits = {split: self._join(self.arrange(documents, split), split) for split, documents in rows.items()}
-        self._report(sum(map(len, rows.values())))
+        self._splits = {
+            split: self._join_documents(self.arrange(documents, split), split) for split, documents in rows.items()
+        }
+        self._log_summary(sum(map(len, rows.values())))
 
     def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield all lines with their documents, if a token is trained."""
@@ -130,7 +132,7 @@ class ChatCorpus:
         self._straddling += sum(document.straddles for document in encoded)
         return encoded
 
-    def _join(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
+    def _join_documents(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
         dtype = id_dtype(self.vocab_size)
         weights = [row.weights for row in rows]
         references = [row.reference for row in rows if row.reference is not None]
@@ -145,7 +147,7 @@ class ChatCorpus:
         name = f"{split} {self.kind}"
         return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, labels or None, name)
 
-    def _report(self, rows: int) -> None:
+    def _log_summary(self, rows: int) -> None:
         splits = self._splits.values()
         tokens = sum(len(split.ids) for split in splits)
         trained = sum(int((split.own_weights > 0).sum()) for split in splits if split.own_weights is not None)

@@ -54,7 +54,7 @@ class ChatTemplate:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         os.set_blocking(self._process.stdout.fileno(), False)
         opening = {"template": self.text, "special_tokens": dict(self.special_tokens), "date": self.date}
-        answer = self._ask(opening, 60.0)
+        answer = self._send_request(opening, 60.0)
         if "error" in answer:
             self.close()
             raise UserError(f"the chat template can't be read: {answer['error']}; take that of the model's tokenizer")
@@ -74,13 +74,13 @@ class ChatTemplate:
         """
         if self._process is None:
             self.open()
-        answers = self._ask(requests, self.seconds)
+        answers = self._send_request(requests, self.seconds)
         for answer in answers:
             if "error" in answer:
                 raise RenderError(answer["error"])
         return [answer["text"] for answer in answers]
 
-    def _ask(self, request: Any, seconds: float) -> Any:
+    def _send_request(self, request: Any, seconds: float) -> Any:
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

@@ -61,7 +61,7 @@ def render_turns(
         return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
 
     trained = [number for number, weight in enumerate(weights) if weight]
-    contents = [number for number, message in enumerate(messages) if _text_content(message)]
+    contents = [number for number, message in enumerate(messages) if _get_text(message)]
     nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
     requests = [request(messages)]
     for number in trained:
@@ -75,7 +75,7 @@ def render_turns(
     prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
     others = rest[2 * len(trained) :]
     content_spans = {
-        number: _find_content(whole, others[2 * index : 2 * index + 2], nonces[index], _text_content(messages[number]))
+        number: _find_content(whole, others[2 * index : 2 * index + 2], nonces[index], _get_text(messages[number]))
         for index, number in enumerate(contents)
     }
     spans = [
@@ -101,7 +101,7 @@ def _find_turn(
     return Span(first, end, weight)
 
 
-def _text_content(message: Message) -> str:
+def _get_text(message: Message) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else ""
 

@@ -55,17 +55,17 @@ class Segment:
         Positions and row numbers count from 0 at the start of the segment; both results are int64 (last -
         first,).
         """
-        begin, source, row = self._due_near(first, last)
+        begin, source, row = self._list_due_rows(first, last)
         bounds = slice(first - int(begin.sum()), last - int(begin.sum()))
         return source[bounds], row[bounds]
 
     def counts(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
-        begin, source, _ = self._due_near(position, position)
+        begin, source, _ = self._list_due_rows(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
-    def _due_near(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _list_due_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
         Count the rows per source due before a slightly earlier time, and return the rows due around the range,
         in order.
@@ -120,7 +120,7 @@ class RowStream:
         for position in positions:
             window, index = divmod(position, size)
             if window != self._window:
-                self._rows = self._rows_between(window * size, (window + 1) * size)
+                self._rows = self._compute_rows(window * size, (window + 1) * size)
                 self._window = window
             if (row := int(self._rows[index])) == MISSING_ROW:
                 raise UserError(f"the row at position {position} is of a source that is no longer in the mixture")
@@ -133,7 +133,7 @@ class RowStream:
         segment = self.segments[number]
         return _add_counts(self._before[number], segment.counts(position - segment.start))
 
-    def _rows_between(self, first: int, last: int) -> np.ndarray:
+    def _compute_rows(self, first: int, last: int) -> np.ndarray:
         parts = []
         for number in range(self._find_segment(first), self._find_segment(last - 1) + 1):
             segment = self.segments[number]
@@ -142,11 +142,11 @@ class RowStream:
             rows = np.empty(len(row), np.int64)
             for index, name in enumerate(segment.shares):
                 is_from_source = source == index
-                rows[is_from_source] = self._draw_rows(name, self._before[number].get(name, 0) + row[is_from_source])
+                rows[is_from_source] = self._find_rows(name, self._before[number].get(name, 0) + row[is_from_source])
             parts.append(rows)
         return np.concatenate(parts)
 
-    def _draw_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
+    def _find_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
         """Return a source's rows, given how many rows were drawn from it before each one."""
         numbers = np.full(len(drawn), MISSING_ROW)
         if (source := self.sources.get(name)) is None or not source.rows:

@@ -45,10 +45,10 @@ def best_fit(
     """
     counts = np.bincount(sizes, minlength=capacity + 1)
     row_of, slot_of, rows = _assign_rows(counts, len(sizes), capacity)
-    return groups.gather_rows(_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
+    return groups.gather_rows(_sort_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
 
 
-def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
+def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
     """Return the documents from the largest to the smallest, int64 (items,)."""
     # A key combines size, random bits and document, from the highest bits on, so sorting needs no second array.
     high, low = (np.uint64(int(bound).bit_length()) for bound in (capacity, documents.max(initial=0)))

@@ -68,10 +68,10 @@ def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray,
     used = (left.reshape(runs, -1) < capacity).sum(axis=1)
     rows += (np.cumsum(used) - used)[:, None]
     flat = rows.reshape(-1)[: len(sizes)]
-    return flat, _slots_in_rows(flat), int(used.sum())
+    return flat, _number_slots(flat), int(used.sum())
 
 
-def _slots_in_rows(rows: np.ndarray) -> np.ndarray:
+def _number_slots(rows: np.ndarray) -> np.ndarray:
     """Count the earlier items in the same row by item, (items,)."""
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)

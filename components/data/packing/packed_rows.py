@@ -90,12 +90,12 @@ class PackedRows:
         """Pack both splits, and warn about texts too long for a model."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
-            self._splits[split] = packed = self._pack(split)
+            self._splits[split] = packed = self._pack_split(split)
             for source, index in zip(document_sources(packed.documents), packed.index.members, strict=True):
                 rate = 100 * index.tokens / (index.rows * self.length) if index.rows else 100
                 log.info(
                     "%s: %d documents in %d rows of %d, %.2f %% filled",
-                    *(_name(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
+                    *(_name_split(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
                 )
         if self.teacher is not None:
             self.teacher.check_rows(self.identity())
@@ -162,18 +162,18 @@ class PackedRows:
                 for source, rows in zip(documents, self.row_sources(split), strict=True):
                     identity = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
                     digest = hashlib.sha256(identity.encode()).hexdigest()
-                    self._fingerprints[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
+                    self._fingerprints[_name_split(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
-    def _pack(self, split: Split) -> PackedSplit:
+    def _pack_split(self, split: Split) -> PackedSplit:
         documents, first_documents, indexes = self.tokens.documents(split), [0], []
         for source in document_sources(documents):
             lengths = source.documents.lengths
-            self._warn_of_cuts(_name(split, source.name), source.documents)
+            self._warn_of_cuts(_name_split(split, source.name), source.documents)
             shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
             indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
             first_documents.append(first_documents[-1] + len(lengths))
@@ -195,7 +195,7 @@ class PackedRows:
         return {**self.__dict__, "tokens": None, "job": None, "recipe": None, "models": None}
 
 
-def _name(split: Split, source: str) -> str:
+def _name_split(split: Split, source: str) -> str:
     """Name a split, or one source in a split."""
     return f"{split} of {source}" if source else split
 

@@ -79,11 +79,11 @@ class SplitPart:
         """Yield the split's documents, in order."""
         for document in self.part.documents():
             if self.within:
-                yield attrs.evolve(document, text=self._share(document.text))
+                yield attrs.evolve(document, text=self._cut_share(document.text))
             elif split_of(document.key, self.fraction) == self.split:
                 yield document
 
-    def _share(self, text: str) -> str:
+    def _cut_share(self, text: str) -> str:
         cut = int(len(text) * (1 - self.fraction))
         return text[:cut] if self.split == "train" else text[cut:]
 

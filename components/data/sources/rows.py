@@ -31,19 +31,19 @@ def lines_of(paths: Sequence[str]) -> Iterator[Line]:
     Yield non-blank lines and table rows in the globs' files. Raises UserError for a line that is not an object.
     """
     for file in find(paths):
-        yield from _table_lines(file) if file.suffix in TABLES else _json_lines(file)
+        yield from _read_table_lines(file) if file.suffix in TABLES else _read_json_lines(file)
 
 
-def _json_lines(file: File) -> Iterator[Line]:
+def _read_json_lines(file: File) -> Iterator[Line]:
     with open_file(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 position = f"{file.path}:{number}"
                 # The key excludes the line end, which the last line may lack, so a line has the same split anywhere.
-                yield Line(position, line.strip(), _parse(line, position))
+                yield Line(position, line.strip(), _parse_object(line, position))
 
 
-def _parse(line: bytes, position: str) -> dict[str, Any]:
+def _parse_object(line: bytes, position: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -53,7 +53,7 @@ def _parse(line: bytes, position: str) -> dict[str, Any]:
     return row
 
 
-def _table_lines(file: File) -> Iterator[Line]:
+def _read_table_lines(file: File) -> Iterator[Line]:
     for number, row in enumerate(table_rows(file)):
         cleaned = _drop_nulls(row)
         key = json.dumps(cleaned, sort_keys=True, default=str).encode()
