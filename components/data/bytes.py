@@ -65,6 +65,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _make_tokenizer_config() -> dict[str, Any]:
+    """Return the content for `tokenizer_config.json`."""
     # without this cleanup setting, decoding would drop spaces before punctuation
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,7 +76,7 @@ def _make_tokenizer_config() -> dict[str, Any]:
 
 
 def _make_tokenizer() -> dict[str, Any]:
-    """Return a byte-pair encoding without merges, only with its byte alphabet."""
+    """Return the content for `tokenizer.json`: a byte-pair encoding without merges, so every byte is a token."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_list_byte_characters())} | {END_NAME: END}
     return {

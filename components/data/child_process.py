@@ -18,7 +18,7 @@ class ChildProcess:
     pipe: Connection
 
     def end(self) -> str:
-        """Wait up to 1 s for a process whose pipe has closed, and return how it ended."""
+        """Wait up to 1 s for a process whose pipe has closed, and describe how it ended."""
         self.process.join(1)
         code = self.process.exitcode or 0
         return f"was killed by {Signals(-code).name}" if code < 0 else f"exited (exit code {code})"

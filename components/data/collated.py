@@ -80,7 +80,7 @@ class Collated:
         return batch
 
     def sources(self, split: Split, row: int) -> list[str]:
-        """Return a row's example by name."""
+        """Return the name of the row's example, as a list."""
         return [self._name_example(split, row)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,6 +92,7 @@ class Collated:
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _collate_rows(self, split: Split, indices: Sequence[int]) -> Batch:
+        """Collate examples. Raises ValueError if the batch has another class, or ids outside the vocabulary."""
         batch = self.collator.collate([self._splits[split][index] for index in indices], self.length)
         if not isinstance(batch, self.collator.batch_type):
             expected = self.collator.batch_type.__name__
@@ -101,6 +102,7 @@ class Collated:
         return batch
 
     def _count_tokens(self, split: Split, index: int) -> int:
+        """Count an example's tokens. Raises UserError if they are more than `max_length`."""
         with self._name_in_errors(split, index):
             tokens = self.collator.count(self._splits[split][index])
             if tokens > self.max_length:
@@ -117,6 +119,7 @@ class Collated:
             raise UserError(f"{self._name_example(split, index)}: {reason}") from error
 
     def _name_example(self, split: Split, index: int) -> str:
+        """Return an example's `source`, or else its number."""
         try:
             source = self._splits[split][index].get("source")
         except Exception:  # the example itself may be what can't be read
@@ -124,6 +127,7 @@ class Collated:
         return str(source) if source else f"example {index} of {split}"
 
     def _hash_sample(self, split: Split) -> str:
+        """Hash up to MAX_ROWS_COMPARED rows, evenly spread over a split."""
         count = self.count(split)
         spread = (index * count // MAX_ROWS_COMPARED for index in range(MAX_ROWS_COMPARED))
         rows = [*spread] if count > MAX_ROWS_COMPARED else range(count)

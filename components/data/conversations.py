@@ -58,6 +58,9 @@ class Conversations(ChatCorpus):
         return [without(message, "weight") for message in (*prompt, *trained)], weights
 
     def _weigh_turn(self, message: Mapping[str, Any]) -> float:
+        """
+        Return a trained message's weight, its own or its role's. Raises ValueError if it is negative or not finite.
+        """
         weight = message.get("weight", self.roles.get(message["role"], 0.0))
         if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
             raise ValueError(f"a turn has weight {weight!r}; write 0, 1, or another number from 0 on")
@@ -66,7 +69,10 @@ class Conversations(ChatCorpus):
     def _rows_to_train(
         self, messages: list[Message], weights: list[float]
     ) -> Iterator[tuple[Sequence[Message], Sequence[float]]]:
-        """Yield a line's conversations with their turn weights."""
+        """
+        Yield messages and turn weights to encode: the whole conversation, or, as `turns` says, beginnings up to a
+        trained turn.
+        """
         trained = [index for index, weight in enumerate(weights) if weight > 0]
         if self.turns == "all":
             yield messages, weights

@@ -32,7 +32,7 @@ class Feedback(ChatCorpus):
     kind: ClassVar[str] = "answer"
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
-        """Return a line's document. Raises ValueError for a malformed line."""
+        """Return a line's document, with label 1 or -1. Raises ValueError for a malformed line."""
         if not isinstance(label := row.get("label"), bool):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
         return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
@@ -41,7 +41,10 @@ class Feedback(ChatCorpus):
         return f"no line has an answer; write {FORMS}"
 
     def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
-        """Put the mismatched document behind each line's own. Raises UserError for a split of one line."""
+        """
+        Insert after every document its prompt with the next document's answer. Raises UserError for a split with one
+        line.
+        """
         if len(documents) == 1:
             text = f"the {split} split has one answer, and KTO compares it with that of another line"
             raise UserError(f"paths: {text}; write more lines, or another validation_fraction")
@@ -81,7 +84,7 @@ def _exchange_answer(one: Encoded, other: Encoded) -> Encoded:
 
 
 def _share_weight(*sides: Encoded) -> list[Encoded]:
-    """Return documents with weights that sum to 1."""
+    """Return both documents with equal weights for all trained tokens, which sum to 1 over both."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
     return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]

@@ -48,6 +48,7 @@ class HuggingFaceDataset:
         return [*split_parts(self._list_arrow_parts(self.train), split, self.validation_fraction)]
 
     def _list_arrow_parts(self, name: str) -> list[ArrowPart]:
+        """Return a dataset's Arrow files, by its name in the dictionary. Raises UserError if it is missing."""
         names = _read_json(self.path / "dataset_dict.json")
         if names is None and self.validation is not None:
             raise UserError(

@@ -62,6 +62,7 @@ class HuggingFaceTokenizer:
 
     @property
     def _file(self) -> Path:
+        """Path to `tokenizer.json`."""
         return self.path / "tokenizer.json" if self.path.is_dir() else self.path
 
     @cached_property
@@ -182,13 +183,15 @@ def eos_token(folder: Path) -> str | None:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether tokens are spelled in GPT-2's byte alphabet; the decoder may be in a sequence."""
+    """Return whether tokens are spelled in GPT-2's byte alphabet, according to decoder or pre-tokenizer."""
     parts = (tokenizer.decoder, tokenizer.pre_tokenizer)
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
 def _unescape_token(token: str) -> str:
-    """Return a token's text; a byte-fallback token becomes an arbitrary single byte."""
+    """
+    Return a text with a token's byte count: `▁` becomes a space, and a byte fallback such as `<0x0A>` becomes `?`.
+    """
     return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 
 
@@ -202,5 +205,6 @@ def _import_tokenizers() -> Any:
 
 
 def _suggest_tokens(tokenizer: Any) -> str:
+    """Return a remedy for messages, with the special tokens to choose from."""
     special = [f'"{token.content}"' for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f"write one of {', '.join(special)}" if special else "write one of its tokens"

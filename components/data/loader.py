@@ -43,7 +43,7 @@ class LengthStage:
     )
 
     def holds(self, step: int, tokens: int) -> bool:
-        """Return whether a step is in this stage or earlier; `tokens` is the token count before the step."""
+        """Return whether a step is in this stage or an earlier one; `tokens` is the token count before the step."""
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
 
@@ -213,14 +213,14 @@ class Loader:
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
     def _iterate_batches(self, step: int) -> Iterator[Batch]:
-        """Return an endless iterator over the microbatches from a step on."""
+        """Return an endless iterator over microbatches, beginning with a step."""
         row_indices = self._row_indices_from(step)
         if self._workers is None:
             return (self.rows.batch("train", indices) for indices in row_indices)
         return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
     def _row_indices_from(self, step: int) -> Iterator[list[int]]:
-        """Return an endless iterator over row numbers by microbatch from a step on."""
+        """Return an endless iterator over the microbatches' row numbers, beginning with a step."""
         microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
@@ -287,11 +287,13 @@ def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> No
 
 
 def _raise_difference(first: int, second: int, difference: str) -> NoReturn:
+    """Raise UserError for a difference between two ranks."""
     hint = "give every rank the same corpus, tokenizer and seed"
     raise UserError(f"data: ranks {first} and {second} {difference}; {hint}")
 
 
 def _hash_batch(batch: Batch) -> str:
+    """Hash the shapes and bytes in a batch."""
     digest = blake2b(digest_size=16)
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())

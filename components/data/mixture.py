@@ -54,9 +54,11 @@ class MixedDocuments:
 
     @cached_property
     def _starts(self) -> list[int]:
+        """First document numbers by source, followed by the total document count."""
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
     def _find_document(self, document: int) -> tuple[DocumentSource, int]:
+        """Return a document's source, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.sources[index], document - self._starts[index]
 
@@ -125,6 +127,7 @@ class Mixture:
         return self._mixed[split]
 
     def _weigh_source(self, name: str, tokens: float) -> float:
+        """Return a source's weight: the setting, or (epochs * tokens) ** (1 / temperature)."""
         if self.weights:
             return self.weights[name]
         weight: float = (self.epochs.get(name, 1.0) * tokens) ** (1 / self.temperature)

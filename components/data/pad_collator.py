@@ -69,7 +69,9 @@ class PadCollator:
 
 
 def _shift_targets(example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """Return targets for all tokens but the last, and their weights."""
+    """
+    Return targets for all tokens but the last, and their weights. Raises ValueError for invalid labels or weights.
+    """
     targets = _to_ids(example["input_ids"])[1:]
     weights = np.ones(len(targets), np.float32)
     if example.get("weights") is not None:
@@ -85,6 +87,7 @@ def _shift_targets(example: Example) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _to_ids(values: Any) -> np.ndarray:
+    """Convert values to ids, int64 (values,). Raises ValueError unless they are a sequence with only integers."""
     ids = np.asarray(values)
     if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
         raise ValueError(f"its ids are {ids.dtype} of shape {ids.shape} and not a sequence of integers")

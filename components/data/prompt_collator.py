@@ -60,6 +60,7 @@ class PromptCollator:
         return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), examples=tuple(examples))
 
     def _encode(self, example: Mapping[str, Any]) -> np.ndarray:
+        """Encode a prompt, int32 (tokens,). Raises ValueError if it is missing or empty."""
         prompt = example.get("prompt")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
@@ -72,6 +73,7 @@ class PromptCollator:
         return ids
 
     def _encode_messages(self, messages: list[Any], tools: Any) -> np.ndarray:
+        """Render messages up to the answer's beginning, and encode the text, int32 (tokens,)."""
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
         check_messages(messages)

@@ -48,6 +48,7 @@ class Record:
         self._log.close()
 
     def _open_log(self, step: int) -> StepLog:
+        """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
         folder = make_folder(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:
             # all ranks: an earlier start may have had more ranks than this one

@@ -48,11 +48,13 @@ class SortDigits:
         return self._splits[split]
 
     def _draw_numbers(self) -> Iterator[str]:
+        """Yield random digit strings without repetition."""
         shape = self.examples_drawn, self.digits
         drawn = torch.randint(10, shape, generator=generator(self.job.seed, "sort_digits"))
         yield from dict.fromkeys("".join(map(str, row)) for row in drawn.tolist())
 
     def _make_example(self, number: str) -> Mapping[str, Any]:
+        """Return a number's example, with prompt and answer as text and as ids."""
         prompt, answer = f"{number}>", "".join(sorted(number))
         prompt_ids, answer_ids = (self.tokenizer.encode(text).tolist() for text in (prompt, answer))
         answer_ids.append(self.tokenizer.eos_id)

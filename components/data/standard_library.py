@@ -37,7 +37,7 @@ class StandardLibrary:
 def source_files() -> list[File]:
     """Return the running Python's modules, sorted by path below `stdlib`. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in _walk_modules(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
+    paths = [path for path in _walk_files(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:
         raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
     return sorted(
@@ -45,11 +45,12 @@ def source_files() -> list[File]:
     )
 
 
-def _walk_modules(root: Path) -> Iterator[Path]:
+def _walk_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if _is_source_folder(name)]
         yield from (Path(folder, name) for name in names)
 
 
 def _is_source_folder(folder: str) -> bool:
+    """Return whether a folder has neither tests nor installed or generated files."""
     return folder not in TESTS | INSTALLED and not folder.startswith(GENERATED)

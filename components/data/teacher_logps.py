@@ -17,7 +17,7 @@ MANIFEST = "teacher.json"
 @component
 class TeacherLogps:
     """
-    The likeliest tokens of every row under a teacher, from a folder of `drawloom teacher-logps`.
+    A teacher's likeliest tokens at every position, from a folder that `drawloom teacher-logps` has written.
 
     Files are mapped into memory. The rows must be those that the teacher has seen: the same documents, tokenizer,
     packing and seed.
@@ -32,7 +32,9 @@ class TeacherLogps:
         self.manifest()
 
     def manifest(self) -> Mapping[str, Any]:
-        """Return the manifest: `rows`, their identity; `length`, and `top_k`. Raises UserError without one."""
+        """
+        Return the manifest: the rows' identity (`rows`), `length` and `top_k`. Raises UserError if it is unreadable.
+        """
         if not self._manifest:
             try:
                 self._manifest = json.loads((self.path / MANIFEST).read_text("utf-8"))

@@ -79,6 +79,7 @@ class Worker:
         return batch
 
     def _make_lost_error(self) -> WorkerLostError:
+        """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
         return WorkerLostError(f"{self} {self.child.end()} before it delivered", hint)
 
@@ -119,6 +120,7 @@ class Workers:
             self.members.pop().child.stop()
 
     def _request_batch(self, rows: Sequence[int]) -> None:
+        """Request a batch from the next worker. Raises UserError if the worker has ended."""
         worker = next(self._turns)
         try:
             worker.request(rows)
@@ -146,6 +148,7 @@ class Workers:
 
 
 def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
+    """Start a worker process. Raises UserError if the rows can't be pickled."""
     context = multiprocessing.get_context("forkserver")
     # importing torch takes over a second; preloaded, it is imported once for all workers
     context.set_forkserver_preload(["torch"])
@@ -207,6 +210,7 @@ class TensorPickler(pickle.Pickler):
 
 
 def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor over these bytes, without another copy."""
     memory = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return memory.view(dtype).view(shape)
 

@@ -44,6 +44,7 @@ class Code(Compared):
             return [float(passed) for passed in threads.map(self._passes_tests, programs, [*tests])]
 
     def _passes_tests(self, program: str, tests: str) -> bool:
+        """Return whether a program's process reaches the end of the tests, where it writes the nonce."""
         nonce = secrets.token_hex(16)
         request: dict[str, object] = {"program": program, "tests": tests, "nonce": nonce}
         request |= {"seconds": math.ceil(self.seconds), "bytes": round(self.memory * 1e9)}
@@ -60,7 +61,7 @@ class Code(Compared):
             os.close(writer)
 
     def _run_process(self, request: dict[str, object], folder: str, writer: int) -> None:
-        """Run a request in a new session, and kill its remaining processes."""
+        """Run a request in a new session, and kill all its processes at the end or at the time limit."""
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", code_process.__file__, str(writer)],
             stdin=subprocess.PIPE,

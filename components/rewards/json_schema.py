@@ -1,4 +1,4 @@
-"""Reward for JSON of a schema."""
+"""Reward for JSON that is valid under a schema."""
 
 import json
 import re
@@ -24,7 +24,7 @@ NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "defaul
 
 
 def _check_schema(schema: Any) -> str | None:
-    """Return why a schema is not one that `is_valid` reads, else None."""
+    """Return the reason if `is_valid` does not support a schema, else None."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
@@ -38,7 +38,7 @@ def _check_schema(schema: Any) -> str | None:
 
 
 def _list_subschemas(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas inside of a schema."""
+    """Return the schemas directly inside a schema."""
     members = [schema[key] for key in ("items", "not", "additionalProperties") if key in schema]
     members += [entry for key in ("anyOf", "allOf", "oneOf") for entry in schema.get(key, [])]
     return [*members, *schema.get("properties", {}).values()]
@@ -68,7 +68,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def is_valid(value: Any, schema: Any) -> bool:
-    """Return whether a JSON value is valid under a schema of the keywords in KEYWORDS."""
+    """Return whether a JSON value is valid under a schema, with the keywords in KEYWORDS."""
     if isinstance(schema, bool):
         return schema
     return all(KEYWORDS[key](value, argument) for key, argument in schema.items() if key in KEYWORDS) and (
@@ -77,6 +77,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 
 
 def _has_valid_extras(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether an object's undeclared properties are valid under `additionalProperties`."""
     if not isinstance(value, dict):
         return True
     extras = value.keys() - schema.get("properties", {}).keys()
@@ -84,11 +85,12 @@ def _has_valid_extras(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _has_type(value: Any, kinds: Any) -> bool:
+    """Return whether a value has one of the JSON types `kinds`, a name or a list."""
     return any(TYPES[kind](value) for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
 
 def _restrict_to_type(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Return a test that values of other types pass, as JSON Schema defines it."""
+    """Return a test for values with the JSON type `kind`; other values always pass, as JSON Schema defines it."""
     return lambda value, argument: not TYPES[kind](value) or test(value, argument)
 
 

@@ -20,7 +20,7 @@ class Length(Weighted):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report a buffer that begins before the first token."""
+        """Report a buffer longer than `max_tokens`."""
         buffer, limit = node.settings.get("buffer"), node.settings.get("max_tokens")
         if isinstance(buffer, int) and isinstance(limit, int) and buffer > limit:
             yield node.problem("buffer", f"{buffer} tokens are more than max_tokens = {limit}", "write at most that")

@@ -10,6 +10,7 @@ from drawloom.graph import component, setting
 
 
 def _check_pattern(pattern: str) -> str | None:
+    """Return why a pattern is not a regular expression, or None."""
     try:
         re.compile(pattern)
     except re.error as error:

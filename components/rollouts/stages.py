@@ -77,6 +77,7 @@ class StageRollouts:
         return _split_rows(self._complete_prompts(together, key), [len(microbatch.lengths) for microbatch in prompts])
 
     def _complete_prompts(self, prompts: Prompts, key: int) -> Completions:
+        """Sample completions for a batch of prompts; `key` is the random seed. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens = torch.full((rows, length), end)
@@ -104,7 +105,7 @@ class StageRollouts:
     def _draw_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
-        """Return an id, its log-probability and the entropy by row, for `position`: float64 (rows, 3)."""
+        """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
         window = tokens[:, first:last]
         places = torch.arange(first, last).expand(len(tokens), -1)
@@ -114,6 +115,7 @@ class StageRollouts:
         known, starts = tokens.to(device), starts.to(device)
 
         def finish(hidden: Tensor, head: Head) -> Tensor:
+            """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             logits = head.logits(hidden[:, column : column + 1])[:, 0]
             ids, logps, entropies = draw_rows(logits, uniforms)
@@ -149,7 +151,11 @@ class StageRollouts:
 
 
 def uniform(key: int, counters: Tensor) -> Tensor:
-    """Return a number in [0, 1) per counter, int64 (rows,): float64 (rows,), from 53 random bits."""
+    """
+    Return a random number in [0, 1) per counter, the same for equal keys and counters: float64 (rows,).
+
+    counters: int64 (rows,).
+    """
     return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
@@ -184,6 +190,6 @@ def _compute_training_logps(
 
 
 def _split_rows(completions: Completions, rows: Sequence[int]) -> list[Completions]:
-    """Return slices with these numbers of rows."""
+    """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
     return [transform(itemgetter(part), completions) for part in slices]

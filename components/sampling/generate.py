@@ -24,8 +24,9 @@ class Sampler:
     """
     Sampler for prompt continuations. All pipeline ranks call it, and all get the sampled tokens.
 
-    The model sees the last `context` ids. Up to `context` ids it computes an id once, with a cache of keys and values.
-    `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely tokens, and the id `end` ends a text.
+    The model sees the last `context` ids. Up to this length every id passes the model once, because keys and values
+    are cached; a longer text needs a pass over `context` ids per token. `temperature` 0 is greedy, `top_k` restricts
+    sampling to the k most likely tokens, and the id `end` ends a text.
     """
 
     model: Predictor
@@ -51,6 +52,7 @@ class Sampler:
             yield token
 
     def _sample_id(self, ids: list[int], cache: KeyValueCache) -> int:
+        """Sample the next id, the same on all ranks. Raises UserError if the logits are not finite."""
         # A text that is longer than the context moves by one position per token, so cached keys would be wrong.
         fits = len(ids) <= self.context
         window, first = (ids[cache.length :], cache.length) if fits else (ids[-self.context :], 0)
@@ -66,7 +68,9 @@ class Sampler:
         return int(token)
 
     def _compute_logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
-        """Compute logits (1, tokens, vocab_size) for ids from position `first` on; None without the last stage."""
+        """
+        Compute logits (1, tokens, vocab_size) for ids from position `first` on; None on ranks without the last stage.
+        """
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))

@@ -67,6 +67,7 @@ class Sample:
         return self.prompt + self.tokenizer.decode(ids)
 
     def _write_text(self, step: int, text: str) -> None:
+        """Log the text's beginning, and replace the file."""
         more = f"\n... ({len(text):,} characters in {self._target})" if len(text) > MAX_LOGGED else ""
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._target, f"{_format_heading(step)}{text}\n".encode())
@@ -83,6 +84,7 @@ class Sample:
         )
 
     def _has_sample(self, step: int) -> bool:
+        """Return whether the file's heading is for this step."""
         heading = _format_heading(step).encode()
         try:
             with regular_file(self._target) as file:
@@ -96,4 +98,5 @@ class Sample:
 
 
 def _format_heading(step: int) -> str:
+    """Return the file's first line."""
     return f"# after step {step}\n"

@@ -14,7 +14,7 @@ log = logging.getLogger("drawloom.storage")
 
 @attrs.define(eq=False)
 class AppendedFile:
-    """Open file; rewritten, with a warning, if somebody removes it or its folder."""
+    """Open file; if somebody removes it or its folder, the next append rewrites it, with a warning."""
 
     path: Path
     _descriptor: int
@@ -75,5 +75,6 @@ class AppendedFile:
             return False
 
     def _reopen_file(self) -> None:
+        """Open the file that is now at the path, and close the old descriptor."""
         old_descriptor, self._descriptor = self._descriptor, open_to_append(self.path)
         os.close(old_descriptor)

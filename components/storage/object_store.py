@@ -32,7 +32,7 @@ class ObjectStore:
 
     @classmethod
     def open(cls, url: str) -> "ObjectStore":
-        """Return the store of a URL. Raises UserError if the package of its protocol is missing."""
+        """Return the store for a URL. Raises UserError if fsspec or the protocol's package is missing."""
         try:
             import fsspec
         except ImportError as error:
@@ -44,7 +44,7 @@ class ObjectStore:
         return cls(url, system, root)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in a folder, sorted. Empty if it does not exist."""
+        """Return the sorted names in a folder; empty if it is missing."""
         with self._convert_errors():
             self._system.invalidate_cache()
             try:
@@ -54,7 +54,7 @@ class ObjectStore:
             return sorted({posixpath.basename(str(path).rstrip("/")) for path in paths} - {""})
 
     def put(self, file: Path, name: str) -> None:
-        """Write a file. Raises FileNotFoundError if the local file is gone."""
+        """Upload a local file under a name. Raises FileNotFoundError if the local file is gone."""
         if not file.is_file():
             raise FileNotFoundError(file)
         with self._convert_errors():
@@ -62,7 +62,7 @@ class ObjectStore:
             self._system.put_file(str(file), self._join_path(name))
 
     def get(self, name: str, file: Path) -> None:
-        """Read a file into a local one, whose folder is created."""
+        """Download a file, and create the local folder for it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with self._convert_errors():
             self._system.get_file(self._join_path(name), str(file))
@@ -74,11 +74,12 @@ class ObjectStore:
                 self._system.rm(self._join_path(name), recursive=True)
 
     def _join_path(self, name: str) -> str:
+        """Return a name's path in fsspec's file system."""
         return posixpath.join(self._root, name) if name else self._root
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Turn the many exceptions of stores and their packages into StoreError."""
+        """Convert every exception to StoreError, because stores and their packages raise many kinds."""
         try:
             yield
         except Exception as error:

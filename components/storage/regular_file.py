@@ -68,7 +68,9 @@ def regular_file(path: Path) -> Iterator[RegularFile]:
 
 @contextmanager
 def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
-    """Open an untrusted file for reading. Raises UserError with the remedy, from the OSError, if it is unreadable."""
+    """
+    Open an untrusted file for reading. Raises UserError with the reason and the remedy if opening or reading fails.
+    """
     try:
         with regular_file(path) as file:
             yield file
@@ -138,6 +140,7 @@ def hash_file(path: Path) -> Content:
 
 
 def _check_is_regular(path: Path, status: os.stat_result) -> None:
+    """Raise OSError for a link, a folder, a pipe or a device."""
     if stat.S_ISLNK(status.st_mode):
         raise OSError(0, "it is a symbolic link, which may lead anywhere; `cp -rL` copies what it leads to", str(path))
     if not stat.S_ISREG(status.st_mode):
@@ -189,6 +192,7 @@ class VerifiedFile(RegularFile):
             self._verify_block(number, self._read_unverified(start, stop))
 
     def _read_block(self, number: int) -> bytes:
+        """Return a verified block; caches the last one."""
         if number != self._last[0]:
             start, stop = self._block_range(number)
             block = self._read_unverified(start, stop)
@@ -197,14 +201,17 @@ class VerifiedFile(RegularFile):
         return self._last[1]
 
     def _read_unverified(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to before `stop`."""
         buffer = bytearray(stop - start)
         super().read_into(memoryview(buffer), start)
         return bytes(buffer)
 
     def _block_range(self, number: int) -> tuple[int, int]:
+        """Return a block's first byte and its end."""
         return number * BLOCK, min((number + 1) * BLOCK, self.size)
 
     def _verify_block(self, number: int, block: bytes | memoryview) -> None:
+        """Raise ContentMismatchError if a block's digest differs."""
         if number >= len(self.expected.blocks) or hash_block(block) != self.expected.blocks[number]:
             start, stop = self._block_range(number)
             raise ContentMismatchError(f"has a checksum mismatch in bytes {start} to {stop}")

@@ -75,10 +75,12 @@ class Sha256Stream:
         return Content(self.size, self._blocks)
 
     def _hash_queue(self) -> None:
+        """Hash the queued pieces, in the thread, until None arrives."""
         for piece in iter(self._pieces.get, None):
             self._hash_piece(piece)
 
     def _hash_piece(self, piece: memoryview) -> None:
+        """Hash a piece, and end every full block."""
         while piece:
             part, piece = piece[: self._block - self._hashed], piece[self._block - self._hashed :]
             self._hash.update(part)
@@ -87,5 +89,6 @@ class Sha256Stream:
                 self._end_block()
 
     def _end_block(self) -> None:
+        """Store the block's digest, and begin the next block."""
         self._blocks.append(self._hash.hexdigest())
         self._hash, self._hashed = hashlib.sha256(), 0

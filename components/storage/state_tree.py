@@ -76,7 +76,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
 
 
 def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
-    """Return a state's tree after its tensors were narrowed to `parts`: their leaves become slices."""
+    """Return a tree with slices in place of the tensors named in `parts`; existing slices are narrowed further."""
     if isinstance(tree, list):
         return [narrow_tree(part, parts) for part in tree]
     if not isinstance(tree, dict):
@@ -127,7 +127,7 @@ class _Packer:
         raise TypeError(f"{_join_path(path)} is a {type(value).__name__}, which can't be saved")
 
     def _register_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Return a tensor's name; a tensor with the same memory and layout as an earlier one has its name."""
+        """Add a tensor, and return its name; the same memory and layout as an earlier tensor's share its name."""
         name = _join_path(path)
         if (
             not path
@@ -162,10 +162,12 @@ def _parse_slice(content: Mapping[str, Any]) -> TensorSlice:
 
 
 def _join_path(path: tuple[Any, ...]) -> str:
+    """Join keys with slashes, for names and messages."""
     return "/".join(map(str, path)) or "it"
 
 
 def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a tree's value."""
     if isinstance(tree, list):
         return [_unpack(part, tensors) for part in tree]
     if not isinstance(tree, dict):

@@ -234,6 +234,7 @@ def _repair_rows(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[in
 
 
 def _describe_lines(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
+    """Describe a kind of damage with the first numbers; empty without damage."""
     if not numbers:
         return ""
     shown = ", ".join(map(str, sorted(numbers)[:MAX_NUMBERS_SHOWN]))

@@ -18,9 +18,9 @@ class Encoded:
     """
     Encoded document. ids: int32 (tokens,); weights: float32 (tokens,), token weights as targets.
 
-    `straddles` is true if the whole text encodes to other ids, because a token crosses two parts. `reference` is
-    the log-probability of the trained tokens under another model, if the data have one. `label` is a number for the
-    loss, such as a margin.
+    `straddles` is true if the text as a whole encodes to other ids, because a token would cross the beginning or end of
+    a trained part. `reference` is the log-probability of the trained tokens under another model, if the data have one.
+    `label` is a number for the loss, such as a margin.
     """
 
     ids: np.ndarray
@@ -58,7 +58,10 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
 def _find_forged_spans(
     control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
 ) -> list[tuple[int, int]]:
-    """Return the spans in content with a spelled-out control token."""
+    """
+    Return the spans in `rendered.text` for contents with a spelled-out control token. Raises ValueError if such a token
+    is outside of a located content.
+    """
     forged = []
     for number, message in enumerate(messages):
         content = message.get("content")

@@ -81,6 +81,9 @@ class ChatTemplate:
         return [answer["text"] for answer in answers]
 
     def _send_request(self, request: Any, seconds: float) -> Any:
+        """
+        Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
+        """
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -94,6 +97,9 @@ class ChatTemplate:
             raise UserError(f"{problem}; use another template") from error
 
     def _read_line(self, deadline: float) -> bytes:
+        """
+        Read a line from the process, until `deadline` (time.monotonic). Raises TimeoutError, or EOFError if it ends.
+        """
         stream = self._process.stdout
         while b"\n" not in self._buffer:
             if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:

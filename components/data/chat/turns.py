@@ -23,7 +23,7 @@ REMEDY = 'write turns = "last" or turns = "one_row_per_turn"'
 
 
 class AmbiguousTurnError(ValueError):
-    """A turn rendered differently within a conversation and at its end."""
+    """A turn without a certain span, such as one rendered differently within a conversation and at its end."""
 
 
 @attrs.frozen
@@ -58,6 +58,7 @@ def render_turns(
     """
 
     def request(part: Sequence[Message], prompt: bool = False) -> dict[str, Any]:
+        """Return a rendering request."""
         return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
 
     trained = [number for number, weight in enumerate(weights) if weight]
@@ -90,6 +91,7 @@ def render_turns(
 def _find_turn(
     whole: str, before: str, after: str, content: tuple[int, int] | None, number: int, weight: float
 ) -> Span:
+    """Return a turn's span, given the text rendered up to its beginning and to its end. Raises AmbiguousTurnError."""
     if not (after.startswith(before) and whole.startswith(after)):
         why = "otherwise at the end of a conversation than before other turns, or after another prompt"
         raise AmbiguousTurnError(f"turn {number + 1}: the template renders it {why}; {REMEDY}")
@@ -102,16 +104,22 @@ def _find_turn(
 
 
 def _get_text(message: Message) -> str:
+    """Return a message's content if it is text, otherwise an empty string."""
     content = message.get("content")
     return content if isinstance(content, str) else ""
 
 
 def _replace_content(messages: Sequence[Message], number: int, nonce: str) -> list[Message]:
+    """Return the messages, with a nonce as the content in one."""
     return [*messages[:number], {**messages[number], "content": nonce}, *messages[number + 1 :]]
 
 
 def _find_content(whole: str, others: Sequence[str], nonces: Sequence[str], content: str) -> tuple[int, int] | None:
-    """Return a message's content span, verbatim or stripped; None if it can't be located."""
+    """
+    Return a message's content span in `whole`, verbatim or stripped; None if it can't be located.
+
+    `others`: the conversation rendered with a nonce in place of this content, once per nonce.
+    """
     sides = [other.split(nonce) for other, nonce in zip(others, nonces, strict=True)]
     if any(len(side) != 2 for side in sides) or sides[0] != sides[1]:
         return None

@@ -33,7 +33,9 @@ class Permutation:
     count: int
 
     def all(self) -> np.ndarray:
-        """Return every item in order, int64 (count,), or int32 if there are many and it suffices."""
+        """
+        Return all items in permuted order: int64 (count,), or int32 for more than MAX_SORTED items if it suffices.
+        """
         if self.count <= MAX_SORTED:
             return self._order
         items = np.empty(self.count, np.int32 if self.count <= 2**31 else np.int64)
@@ -57,22 +59,25 @@ class Permutation:
 
     @cached_property
     def _stream(self) -> np.uint64:
+        """Offset for all keys: a hash over seed, purpose and epoch."""
         digest = blake2b(f"{self.purpose} {self.seed} {self.epoch}".encode(), digest_size=8).digest()
         return np.uint64(int.from_bytes(digest, "big"))
 
     @cached_property
     def _order(self) -> np.ndarray:
+        """All items in permuted order, int64 (count,); only for few items."""
         # all keys differ, so every sorting algorithm returns the same order
         return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
 
     def _permute(self, x: np.ndarray) -> np.ndarray:
-        """Apply the network to each index until the result is in range."""
+        """Return the items at positions x, uint64, by applying the network until every result is in range."""
         x = self._apply_network(x)
         while len(outside := np.flatnonzero(x >= self.count)):
             x[outside] = self._apply_network(x[outside])
         return x.astype(np.int64)
 
     def _apply_network(self, x: np.ndarray) -> np.ndarray:
+        """Permute numbers below the next power of two, by a Feistel network; x: uint64."""
         bits = (self.count - 1).bit_length()
         left_bits, right_bits = bits // 2, bits - bits // 2
         left, right = x >> np.uint64(right_bits), x & np.uint64(2**right_bits - 1)
@@ -92,12 +97,14 @@ class Permutation:
 
     @cached_property
     def _round_keys(self) -> np.ndarray:
+        """One key per round in the network, uint64 (ROUNDS,)."""
         keys = np.arange(1, ROUNDS + 1, dtype=np.uint64) * GAMMA + self._stream
         _mix_bits(keys)
         return keys
 
 
 def _mix_bits(x: np.ndarray) -> None:
+    """Apply SplitMix64's bijection to x, uint64, in place."""
     x ^= x >> np.uint64(30)
     x *= MIX_1
     x ^= x >> np.uint64(27)

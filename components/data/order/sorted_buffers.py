@@ -34,12 +34,13 @@ class SortedBuffers:
         return rows
 
     def _get_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
-        """Return a buffer's sorted rows, caching each source's last buffer."""
+        """Return a buffer's rows in final order; caches each source's last buffer."""
         if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
             self._last[source.name] = cached = (epoch, number, self._sort_buffer(source, epoch, number))
         return cached[2]
 
     def _sort_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+        """Sort a buffer's shuffled rows by length, divide them into packs, and shuffle the packs."""
         if self._tokens is None:
             self._tokens = self.lengths.row_tokens("train")
         first = number * self.buffer

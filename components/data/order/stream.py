@@ -34,7 +34,9 @@ def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 
 def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
-    """Return every source's row share, for token weights; sources without weight or rows are left out."""
+    """
+    Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight or rows are left out.
+    """
     used = [source for source in sources if source.weight and source.rows]
     rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())
@@ -67,8 +69,10 @@ class Segment:
 
     def _list_due_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
-        Count the rows per source due before a slightly earlier time, and return the rows due around the range,
-        in order.
+        Return the rows due at positions from slightly before `first` to slightly after `last`, ordered by due time.
+
+        Returns the row count per source before these rows, int64 (sources,), and the rows' sources and numbers, both
+        int64 (rows,).
         """
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
@@ -94,8 +98,8 @@ class RowStream:
     """
     Row at each position; `segments` begin at increasing positions, the first one at 0.
 
-    Rows have the numbers of the dataset: `source.first` plus the number in the source. The n-th row drawn from a
-    source is at place n % source.rows of its epoch n // source.rows.
+    Rows have the numbers of the dataset: `source.first` plus the number in the source. The n-th row drawn from a source
+    is at position n % source.rows in its epoch n // source.rows.
     """
 
     sources: Mapping[str, RowSource]
@@ -134,6 +138,9 @@ class RowStream:
         return _add_counts(self._before[number], segment.counts(position - segment.start))
 
     def _compute_rows(self, first: int, last: int) -> np.ndarray:
+        """
+        Return the rows at positions `first` to before `last`, int64 (last - first,); MISSING_ROW if a source is gone.
+        """
         parts = []
         for number in range(self._find_segment(first), self._find_segment(last - 1) + 1):
             segment = self.segments[number]
@@ -147,7 +154,7 @@ class RowStream:
         return np.concatenate(parts)
 
     def _find_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
-        """Return a source's rows, given how many rows were drawn from it before each one."""
+        """Return a source's rows, int64 (rows,); `drawn` has the number drawn from the source before every row."""
         numbers = np.full(len(drawn), MISSING_ROW)
         if (source := self.sources.get(name)) is None or not source.rows:
             return numbers
@@ -158,8 +165,10 @@ class RowStream:
         return source.first + numbers
 
     def _find_segment(self, position: int) -> int:
+        """Return the index for the segment with a position."""
         return bisect_right([segment.start for segment in self.segments], position) - 1
 
 
 def _add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    """Add row counts by source."""
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}

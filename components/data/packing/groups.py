@@ -71,11 +71,11 @@ class Groups:
 
 def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: int, group: Group) -> Groups:
     """
-    Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers to group
-    together.
+    Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers, every block grouped
+    by itself.
 
-    A long document's rest becomes a group member, like a short document. A one-token rest is dropped, because it
-    has no target and is itself the last target in the row before.
+    A long document's rest becomes a group member, like a short document. A one-token rest is dropped, because it has no
+    target and is itself the last target in the row before.
     """
     # the smallest dtype for the longest document and a whole row; -1 - n because -128 fits one byte and 128 does not
     sizes = lengths.astype(np.min_scalar_type(-1 - int(lengths.max(initial=length))), copy=False)
@@ -122,7 +122,7 @@ def split_order(order: np.ndarray) -> Iterator[np.ndarray]:
 
 def gather_rows(items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return items by row, (items,), and the item count per row, (rows,).
+    Group items by row: return them row after row, (items,), and the item count per row, (rows,).
 
     row_of, slot_of: (items,), rows by item, and slots in the row, from 0 without gaps.
     """

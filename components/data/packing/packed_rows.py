@@ -42,6 +42,7 @@ def sources_of(packing: NodeView) -> Iterator[NodeView]:
 
 
 def _check_length(length: int) -> str | None:
+    """Return the problem with a row length, or None."""
     if length < 2:
         return f"a row of {length} tokens has nothing to predict"
     return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
@@ -50,10 +51,10 @@ def _check_length(length: int) -> str | None:
 @inherited
 class PackedRows:
     """
-    Rows of documents, packed by index; tokens are read when a batch is made.
+    Base for rows with packed documents; a row's tokens are read when a batch is made.
 
-    The run's seed shuffles the training documents; validation documents stay in corpus order. Documents with fewer
-    than two tokens have nothing to predict and are dropped. A run resumes only with the documents that it began with.
+    The run's seed shuffles the training documents; validation documents stay in corpus order. Documents with fewer than
+    two tokens have nothing to predict and are dropped. A run resumes only with the documents that it began with.
     """
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
@@ -151,11 +152,13 @@ class PackedRows:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def identity(self) -> dict[str, Any]:
-        """Return fingerprints by split and source, and the seed, by which documents are dealt to rows."""
+        """
+        Return row counts and fingerprints by split and source, and the run's seed: together they determine all rows.
+        """
         return {**self.state_dict(), "seed": self.job.seed}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return row fingerprints by split and source, constant during a run."""
+        """Return row counts and fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
                 documents = document_sources(self._splits[split].documents)
@@ -170,6 +173,7 @@ class PackedRows:
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack_split(self, split: Split) -> PackedSplit:
+        """Pack a split's documents, source by source; training documents are shuffled."""
         documents, first_documents, indexes = self.tokens.documents(split), [0], []
         for source in document_sources(documents):
             lengths = source.documents.lengths
@@ -215,7 +219,7 @@ def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None
 
 def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:
     """
-    Compare `rows` and `sha256` by split, or by split and source, with a checkpoint.
+    Compare row counts and digests (`rows`, `sha256`), by split or by split and source, with a checkpoint's.
 
     Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not a
     dataset's.

@@ -19,5 +19,5 @@ class Padded(PackedRows):
 
 
 def assign_own_rows(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents unchanged, (items,), and 1 by row, (rows,)."""
+    """Put every document into its own row: return the documents unchanged, (items,), and ones, (rows,)."""
     return documents, np.ones(len(documents), np.int64)

@@ -119,7 +119,10 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
 
 
 def _read_part(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
-    """Read a document's part. Raises UserError with the file and offset if it is unreadable."""
+    """
+    Read a document's tokens from `first` to before `last`; the last one may be missing. Raises UserError with the
+    position.
+    """
     try:
         part = documents.read(document, first, last)
         if len(part.ids) < last - first - 1:

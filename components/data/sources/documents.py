@@ -63,7 +63,7 @@ def texts_of(parts: Iterable[Part]) -> Iterator[str]:
 
 @attrs.frozen
 class SplitPart:
-    """A part's documents in a split; or, if `within`, the split's share within the documents."""
+    """One split's documents in a part. If `within`, every document is divided between the splits instead."""
 
     part: Part
     split: Split
@@ -84,6 +84,7 @@ class SplitPart:
                 yield document
 
     def _cut_share(self, text: str) -> str:
+        """Return the training split's beginning, or the validation split's end, in a document."""
         cut = int(len(text) * (1 - self.fraction))
         return text[:cut] if self.split == "train" else text[cut:]
 

@@ -109,6 +109,7 @@ def package(name: str, hint: str) -> Any:
 
 
 def _open_raw(path: str) -> IO[bytes]:
+    """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")
     stream: IO[bytes] = package("fsspec", FSSPEC).open(path, "rb").open()
@@ -117,6 +118,7 @@ def _open_raw(path: str) -> IO[bytes]:
 
 @contextmanager
 def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Decompress a stream, if the name has a compressed file's suffix."""
     if name.endswith(".gz"):
         with gzip.open(stream) as content:
             yield content  # type: ignore[misc]
@@ -132,6 +134,7 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _find_local(pattern: str) -> list[File]:
+    """Return a glob's or a folder's files, sorted by name. Raises UserError if there are none."""
     if os.path.isdir(pattern):
         pattern = f"{pattern.rstrip('/')}/**/*"
     folder = _base_folder(pattern)
@@ -143,6 +146,7 @@ def _find_local(pattern: str) -> list[File]:
 
 
 def _find_remote(pattern: str) -> list[File]:
+    """Return a URL glob's files through fsspec, sorted by name. Raises UserError if there are none."""
     fsspec = package("fsspec", FSSPEC)
     try:
         system, glob = fsspec.core.url_to_fs(pattern)

@@ -45,6 +45,7 @@ class JsonLinesPart:
             offset += len(line)
 
     def _read_text(self, line: bytes, offset: int) -> str:
+        """Return a line's text. Raises UserError with the line number."""
         try:
             return text_of(_parse_line(line), self.field)
         except ValueError as error:
@@ -92,6 +93,7 @@ def text_of(value: object, field: str) -> str:
 
 
 def _parse_line(line: bytes) -> object:
+    """Parse a JSON line. Raises ValueError with the reason."""
     try:
         return json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:

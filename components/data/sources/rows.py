@@ -35,6 +35,7 @@ def lines_of(paths: Sequence[str]) -> Iterator[Line]:
 
 
 def _read_json_lines(file: File) -> Iterator[Line]:
+    """Yield a file's non-blank lines."""
     with open_file(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -44,6 +45,7 @@ def _read_json_lines(file: File) -> Iterator[Line]:
 
 
 def _parse_object(line: bytes, position: str) -> dict[str, Any]:
+    """Parse a line's JSON object. Raises UserError with the position."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -54,6 +56,7 @@ def _parse_object(line: bytes, position: str) -> dict[str, Any]:
 
 
 def _read_table_lines(file: File) -> Iterator[Line]:
+    """Yield a table's rows; the hash over all values determines a row's split."""
     for number, row in enumerate(table_rows(file)):
         cleaned = _drop_nulls(row)
         key = json.dumps(cleaned, sort_keys=True, default=str).encode()

@@ -65,6 +65,7 @@ def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:
 
 
 def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
+    """Divide a Parquet file into consecutive row groups, up to PART_BYTES per part."""
     with open_file(file) as stream, _convert_errors(file):
         metadata = _open_parquet(stream).metadata
         _check_field(metadata.schema.to_arrow_schema().names, field, file)
@@ -113,6 +114,7 @@ def _open_parquet(stream: Any) -> Any:
 
 
 def _read_documents(batches: Any, file: File, field: str, row: int) -> Iterator[Document]:
+    """Yield the first column's texts as documents; `row` is the first row's number."""
     for batch in batches:
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
@@ -123,6 +125,7 @@ def _read_documents(batches: Any, file: File, field: str, row: int) -> Iterator[
 
 
 def _check_field(names: Sequence[str], field: str, file: File) -> None:
+    """Raise UserError if a table lacks the text column."""
     if field not in names:
         raise UserError(
             f'{file.path}: the table has no column "{field}", only {", ".join(names)}; set `field` to one of them'

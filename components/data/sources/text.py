@@ -36,6 +36,7 @@ def text_parts(files: Sequence[File], replace: bool = False) -> list[TextPart]:
 
 
 def _decode(content: bytes, path: str, replace: bool) -> str:
+    """Decode UTF-8. Raises UserError for an invalid byte, unless `replace`."""
     try:
         return content.decode("utf-8", "replace" if replace else "strict")
     except UnicodeDecodeError as error:

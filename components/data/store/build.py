@@ -48,10 +48,10 @@ def build(
     every: float = 10,
 ) -> Store:
     """
-    Return the token store for these parts. One process at a time writes or completes it.
+    Write the token store for these parts, or complete it, and return it; other processes wait meanwhile.
 
-    `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder
-    has other content.
+    `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder has
+    other content.
     """
     plan = describe_input(parts, tokenizer)
     with lock_folder(folder, say) as lock:
@@ -67,7 +67,9 @@ def build(
 
 
 def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Describe a store's input; equal parts and tokenizers have equal plans."""
+    """
+    Return a store's plan: digests for parts and tokenizer, and the ids' range and dtype. Equal input has equal plans.
+    """
     inputs = hashlib.sha256()
     for part in parts:
         inputs.update(f"{part!r}\n".encode("utf-8", "surrogatepass"))
@@ -114,6 +116,7 @@ def lock_folder(folder: Path, say: Say) -> Iterator[int]:
 
 
 def _try_lock(descriptor: int) -> bool:
+    """Lock a file without waiting, and return whether this succeeded."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,7 +125,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_complete(folder: Path, plan: dict[str, Any]) -> bool:
-    """Return whether the store is complete. Raises UserError if the folder has another store or other files."""
+    """Return whether a complete store with this plan exists. Raises UserError for another store, or for other files."""
     for name, read in ((STORE, read_index), (PLAN, _read_plan)):
         path = folder / name
         if path.is_file():
@@ -139,6 +142,7 @@ def _is_complete(folder: Path, plan: dict[str, Any]) -> bool:
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
+    """Return an unfinished store's plan. Raises UserError if it is damaged."""
     try:
         plan: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except ValueError as error:

@@ -46,7 +46,7 @@ class Progress:
         self._started = self._last_shown = self.clock()
 
     def add(self, part: int, read: int, tokens: int) -> None:
-        """Count a batch. A part never exceeds its size, although characters and bytes differ."""
+        """Count a batch with `read` characters. A part never exceeds its size, although characters and bytes differ."""
         self._read[part] = min(self._read.get(part, 0) + read, self.sizes[part])
         self._tokens += tokens
         self.show()
@@ -72,7 +72,7 @@ class Progress:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a time span."""
+    """Format a time span in seconds, minutes, or hours and minutes."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
@@ -109,7 +109,7 @@ def tokenize_parts(
 
 
 def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
-    """Receive reports and assign parts, until all processes are idle."""
+    """Receive the processes' reports, and send waiting parts to idle processes, until all parts are complete."""
     busy = {child.pipe: child for child in processes}
     while busy:
         for ready in wait([*busy, *(child.process.sentinel for child in busy.values())], TICK):
@@ -134,11 +134,13 @@ def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, 
 
 
 def _make_death_error(child: ChildProcess) -> UserError:
+    """Return the error for a dead process."""
     hint = "check for a lack of memory; run the same command again to complete the store"
     return UserError(f"a process that tokenizes ({child.process.pid}) {child.end()}; {hint}")
 
 
 def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
+    """Start a tokenizing process, and pass it the lock."""
     lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
     try:
         # spawn, because a fork would copy the memory of a training rank

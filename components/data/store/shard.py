@@ -112,11 +112,13 @@ class ShardWriter:
             self._write_pending()
 
     def _create_file(self, kind: str) -> Any:
+        """Create a file, in place of a killed process's file."""
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
         return new_file(path, BLOCK)
 
     def _write_pending(self) -> None:
+        """Write the pending ids and weights."""
         if self._pending:
             _append_values(self._out, np.concatenate(self._pending))
         if self._pending_weights and self._out_weights is not None:
@@ -199,7 +201,7 @@ class TokenShard:
         return self.column("ends")
 
     def column(self, name: str) -> np.ndarray:
-        """Return a document column, (documents,)."""
+        """Return a document column by its name in COLUMNS, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
@@ -246,6 +248,7 @@ class TokenShard:
 
 
 def _read_store_file(path: Path) -> bytes:
+    """Read a small file. Raises UserError if it is missing or unreadable."""
     try:
         return read_regular(path)
     except OSError as error:
@@ -253,6 +256,7 @@ def _read_store_file(path: Path) -> bytes:
 
 
 def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
+    """Parse a shard's JSON file. Raises UserError if it is damaged."""
     try:
         summary: dict[str, Any] = json.loads(text)
     except ValueError as error:
@@ -261,12 +265,13 @@ def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _join_digests(file: FileWriter) -> bytes:
-    """Return the digests of a file's blocks; none for an empty file."""
+    """Return a file's block digests in succession; empty for an empty file."""
     content = file.content()
     return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 
 
 def _append_values(file: FileWriter, values: np.ndarray) -> None:
+    """Append an array's bytes."""
     if values.nbytes:
         assert file.sha256 is not None
         file.put(memoryview(values.view(np.uint8).data), file.sha256.size)

@@ -25,7 +25,7 @@ STORE, LOCK = "store.json", "lock"
 @attrs.frozen(eq=False)
 class Store:
     """
-    TokenDocuments in a token store. Until a document is read, only `store.json` is.
+    TokenDocuments in a token store; a shard is mapped when a document is first read.
 
     `vocab_size` and `eos_id` come from the tokenizer, `tokenizer` is its digest.
     """
@@ -109,7 +109,7 @@ class Store:
         return self.shards[index], document - self._starts[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the text for `store.json`: a worker process maps the shards itself."""
+        """Return only the fields, without cached values: a worker process maps the shards itself."""
         return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,6 +153,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def _find_fault(shard: TokenShard) -> str:
+    """Verify a shard's files, and describe the first fault; empty if there is none."""
     try:
         shard.check_content()
     except UserError as error:

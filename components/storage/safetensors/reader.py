@@ -132,6 +132,7 @@ def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
 
 @contextmanager
 def _convert_header_errors(path: Path) -> Iterator[None]:
+    """Convert HeaderError to UserError with the path."""
     try:
         yield
     except HeaderError as error:
@@ -164,6 +165,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 
 def _is_plain_file_name(file: Any) -> bool:
+    """Return whether this is a file name without a folder."""
     # path separators and drive letters could lead out of the folder
     if not isinstance(file, str) or file in ("", ".", "..") or not file.isprintable():
         return False
@@ -184,6 +186,7 @@ def _read_total_size(index: Mapping[str, Any], path: Path) -> int | None:
 def _find_differences(
     files_by_tensor: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None
 ) -> Iterator[str]:
+    """Describe missing, unexpected and duplicate tensors, and a wrong total size."""
     if missing := [f"{name} (in {file})" for name, file in files_by_tensor.items() if name not in files[file].specs]:
         yield f"missing {format_names(missing)}"
     stored = [(name, file) for file, header in files.items() for name in header.specs]
