@@ -46,7 +46,7 @@ class Feedback(ChatCorpus):
         line.
         """
         if len(documents) == 1:
-            text = f"the {split} split has one answer, and KTO compares it with that of another line"
+            text = f"the {split} split has one answer, but KTO compares a line's answer with another line's"
             raise UserError(f"paths: {text}; write more lines, or another validation_fraction")
         others = documents[1:] + documents[:1]
         return [

@@ -52,7 +52,7 @@ class HuggingFaceDataset:
         names = _read_json(self.path / "dataset_dict.json")
         if names is None and self.validation is not None:
             raise UserError(
-                f"validation: {self.path} holds one data set and not a dictionary of them; leave `validation` out"
+                f"validation: {self.path} holds one data set, not a dictionary with several; leave `validation` out"
             )
         if names is not None and name not in names["splits"]:
             raise UserError(f'{self.path} has no "{name}", only {", ".join(names["splits"])}')

@@ -207,7 +207,9 @@ class Loader:
         sources = {source.name: source for source in row_sources(self.rows)}
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
-            log.warning("from step %d on, the mixture's sources have other shares than before", self._step + 1)
+            log.warning(
+                "from step %d on, the shares of the mixture's sources differ from the earlier steps'", self._step + 1
+            )
             position = self._find_start(self._step + 1)
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
@@ -236,7 +238,7 @@ class Loader:
             for writer, batch_type in batch_types(rows):
                 yield from _check_batch_division(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
-            text = "lengths cuts documents, and those of pairs can't be compared then"
+            text = "lengths would cut documents, and a cut pair can't be compared"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
         for index, stage in enumerate(node.settings["lengths"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
@@ -248,7 +250,7 @@ def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int,
     """Yield problems with batches that can't be divided along `context` or cut by `lengths`."""
     text = f"[{writer.name}] makes {batch_type.__name__}"
     if ranks > 1 and "tokens" not in batch_type.specs.values():
-        text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
+        text += f", which has no tensor with tokens to divide over {ranks} ranks along 'context'"
         yield writer.problem("use", text, "write mesh.context = 1")
     if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
         yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")

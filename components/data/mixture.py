@@ -96,7 +96,7 @@ class Mixture:
             ids, other_ids = ((corpus.vocab_size, corpus.eos_id) for corpus in corpora)
             if ids != other_ids:
                 raise UserError(
-                    f"sources: {first} has {ids[0]} token ids, of which {ids[1]} ends a document, and {other} has "
+                    f"sources: {first} has {ids[0]} token ids and the end token {ids[1]}, but {other} has "
                     f"{other_ids[0]} and {other_ids[1]}; tokenize both with one tokenizer",
                     exit_code=2,
                 )
@@ -145,7 +145,9 @@ class Mixture:
                     hint = did_you_mean(name, names)
                     yield node.problem((key, name), f"{key}.{name}: sources has no {name!r}", hint)
                 elif not 0 <= value < inf:
-                    yield node.problem((key, name), f"{key}.{name}: {value} is not a share", "write a number from 0 on")
+                    yield node.problem(
+                        (key, name), f"{key}.{name}: {value} is negative or not finite", "write a number from 0 on"
+                    )
         if weights and (missing := [name for name in names if name not in weights]):
             text = f"weights leaves out {' and '.join(missing)}"
             yield node.problem("weights", text, f"write weights.{missing[0]}, which may be 0")

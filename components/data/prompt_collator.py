@@ -84,7 +84,7 @@ class PromptCollator:
         request = {"messages": messages, "tools": tools, "add_generation_prompt": True}
         (whole,) = self._renderer.render([request])
         if not whole.startswith(rendered.text):
-            raise ValueError("the template changes the messages where an answer begins; take another template")
+            raise ValueError("the template renders the messages differently before an answer; use another template")
         return encode_rendered(self.tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
 
     def __getstate__(self) -> dict[str, Any]:

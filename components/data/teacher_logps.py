@@ -39,7 +39,7 @@ class TeacherLogps:
             try:
                 self._manifest = json.loads((self.path / MANIFEST).read_text("utf-8"))
             except (OSError, ValueError) as error:
-                text = f"path: {self.path} has no predictions of a teacher ({error})"
+                text = f"path: {self.path} has no teacher predictions ({error})"
                 raise UserError(f"{text}; write them with `drawloom teacher-logps`") from error
         return self._manifest
 
@@ -48,8 +48,10 @@ class TeacherLogps:
         if different := [name for name in {**written, **identity} if written.get(name) != identity.get(name)]:
             name = different[0]
             there, here = written.get(name), identity.get(name)
-            text = f"path: {self.path} is of other rows: {name} is {there} there, and {here} here"
-            raise UserError(f"{text}; use the documents, tokenizer, packing, length and seed of the teacher's command")
+            text = f"path: {self.path} was written for other rows: {name} is {there} there, and {here} here"
+            raise UserError(
+                f"{text}; use the same documents, tokenizer, packing, length and seed as `drawloom teacher-logps`"
+            )
 
     def predictions(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         if split not in self._files:

@@ -46,7 +46,7 @@ class MathEqual(Compared):
         number = read_number(str(value)) if is_number or isinstance(value, str) else None
         if number is None:
             source = answer.example.get("source", "an example")
-            raise UserError(f"{source}: {self.key} is {value!r}, in which there is no number; correct it", 2)
+            raise UserError(f"{source}: {self.key} is {value!r}, which contains no number; correct it", 2)
         return number
 
 

@@ -57,7 +57,7 @@ class StageRollouts:
         """Report context parallelism, under which no rank has whole rows for a cache."""
         mesh = node.neighbour("mesh")
         if mesh and mesh.settings.get("context", 1) != 1:
-            text = f"[{node.name}] samples whole rows, which ranks along 'context' would share"
+            text = f"[{node.name}] samples whole rows, but ranks along 'context' divide rows"
             yield mesh.problem("context", text, "write context = 1")
 
     def open(self) -> None:

@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.graph import UserError
 
-MISSING = "install what reads it: pip install 'drawloom[fsspec]', and the package of its protocol, such as s3fs"
+MISSING = "install its reader: pip install 'drawloom[fsspec]', and the protocol's package, such as s3fs"
 
 
 class StoreError(Exception):

@@ -155,7 +155,7 @@ def _parse_slice(content: Mapping[str, Any]) -> TensorSlice:
     shape, offsets, size = (content[key] for key in ("shape", "offsets", "size"))
     numbers = [*shape, *offsets, *size]
     if not len(shape) == len(offsets) == len(size) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("a slice has no valid shape")
+        raise ValueError("a slice's shape, offsets or size is invalid")
     if any(at + length > whole for whole, at, length in zip(shape, offsets, size, strict=True)):
         raise ValueError("a slice is not inside its tensor")
     return TensorSlice(tuple(shape), tuple(offsets), tuple(size))
@@ -182,5 +182,5 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tuple":
         return tuple(_unpack(content, tensors))
     if kind != "dict":
-        raise ValueError(f"{kind!r} is not a kind of value")
+        raise ValueError(f"the state has the unknown kind {kind!r}")
     return {key: _unpack(part, tensors) for key, part in content.items()}

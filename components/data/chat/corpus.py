@@ -141,11 +141,11 @@ class ChatCorpus:
         labels = [row.label for row in rows if row.label is not None]
         if len(references) not in (0, len(rows)):
             raise UserError(
-                f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; give all of them one, or none"
+                f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; write one for all, or for none"
             )
         if len(labels) not in (0, len(rows)):
             text = f"{len(labels)} of {len(rows)} {self.kind}s have a {self.label}"
-            raise UserError(f"paths: {text}; give all of them one, or none")
+            raise UserError(f"paths: {text}; write one for all, or for none")
         name = f"{split} {self.kind}"
         return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, labels or None, name)
 

@@ -67,12 +67,13 @@ def _find_forged_spans(
         content = message.get("content")
         other_keys = {key: value for key, value in message.items() if key != "content" or not isinstance(content, str)}
         if match := control.search(json.dumps(other_keys, ensure_ascii=False)):
-            where = "outside of its content"
-            raise ValueError(f"turn {number + 1} contains the control token {match[0]} {where}; remove it there")
+            text = f"turn {number + 1} contains the control token {match[0]} outside of its content"
+            raise ValueError(f"{text}; remove it there")
         if isinstance(content, str) and (match := control.search(content)):
             if number not in rendered.contents:
-                where = "where the template changes the content, so that it can't be told from the template's own"
-                raise ValueError(f"turn {number + 1} contains the control token {match[0]} {where}; remove it there")
+                text = f"turn {number + 1} contains the control token {match[0]}"
+                reason = "the template changes this turn's content, so the token can't be distinguished from its own"
+                raise ValueError(f"{text}, and {reason}; remove the token")
             forged.append(rendered.contents[number])
     if match := control.search(json.dumps(tools, ensure_ascii=False)):
         raise ValueError(f"a tool contains the control token {match[0]}; remove it there")

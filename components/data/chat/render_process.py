@@ -46,7 +46,7 @@ def environment(date: str | None) -> Any:
     def strftime_now(form: str) -> str:
         """Format the date given by the user, because today's date would make runs differ."""
         if date is None:
-            raise jinja2.exceptions.TemplateError("it asks for today's date; write date = the day that it is to say")
+            raise jinja2.exceptions.TemplateError('it needs today\'s date; write date = "2025-01-31", for example')
         return datetime.fromisoformat(date).strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -80,7 +80,7 @@ def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str
     except Exception as error:  # a template can raise anything
         return {"error": re.sub(r"\s+", " ", f"{error}")[:500] or type(error).__name__}
     if len(text) > MAX_TEXT:
-        return {"error": f"it gives {len(text)} characters, and {MAX_TEXT} are the most"}
+        return {"error": f"it renders {len(text)} characters, more than {MAX_TEXT}"}
     return {"text": text}
 
 

@@ -57,7 +57,9 @@ class ChatTemplate:
         answer = self._send_request(opening, 60.0)
         if "error" in answer:
             self.close()
-            raise UserError(f"the chat template can't be read: {answer['error']}; take that of the model's tokenizer")
+            raise UserError(
+                f"the chat template can't be read: {answer['error']}; use the chat template in the model's tokenizer"
+            )
 
     def close(self) -> None:
         """Kill the process."""

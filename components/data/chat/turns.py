@@ -84,7 +84,7 @@ def render_turns(
         for number, (before, after) in zip(trained, prefixes, strict=True)
     ]
     if any(span.last > following.first for span, following in pairwise(spans)):
-        raise AmbiguousTurnError(f"the template renders two turns into one another; {REMEDY}")
+        raise AmbiguousTurnError(f"two turns to train overlap in the rendered text; {REMEDY}")
     return Rendered(whole, tuple(spans), {number: span for number, span in content_spans.items() if span})
 
 
@@ -93,11 +93,11 @@ def _find_turn(
 ) -> Span:
     """Return a turn's span, given the text rendered up to its beginning and to its end. Raises AmbiguousTurnError."""
     if not (after.startswith(before) and whole.startswith(after)):
-        why = "otherwise at the end of a conversation than before other turns, or after another prompt"
+        why = "differently when other turns follow, or after a generation prompt"
         raise AmbiguousTurnError(f"turn {number + 1}: the template renders it {why}; {REMEDY}")
     first, last = len(before), len(after)
     if content is not None and not first <= content[0] <= content[1] <= last:
-        raise AmbiguousTurnError(f"turn {number + 1}: its content is not where the template puts an answer; {REMEDY}")
+        raise AmbiguousTurnError(f"turn {number + 1}: its rendered content is not inside the rendered turn; {REMEDY}")
     # Exclude text of the template between turns, such as a line end.
     end = max(first + len(whole[first:last].rstrip()), content[1] if content else first)
     return Span(first, end, weight)

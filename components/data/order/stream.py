@@ -127,7 +127,9 @@ class RowStream:
                 self._rows = self._compute_rows(window * size, (window + 1) * size)
                 self._window = window
             if (row := int(self._rows[index])) == MISSING_ROW:
-                raise UserError(f"the row at position {position} is of a source that is no longer in the mixture")
+                raise UserError(
+                    f"the row at position {position} is from a source no longer in the mixture; add the source again"
+                )
             rows.append(row)
         return rows
 

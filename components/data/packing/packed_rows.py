@@ -77,7 +77,7 @@ class PackedRows:
         """Yield a problem if a packing separates document pairs, or packs non-existent pairs."""
         for source in sources_of(node):
             if has_pairs(source.component) and not has_pairs(cls):
-                text = f"[{source.name}] has pairs of documents, which would come apart"
+                text = f"[{source.name}] has pairs of documents, which this packing would separate"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
             elif has_pairs(cls) and not has_pairs(source.component):
                 text = f"[{source.name}] has no pairs of documents"
@@ -225,7 +225,7 @@ def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_change
     dataset's.
     """
     if not then.keys() & now.keys():
-        raise KeyError(f"{', '.join(then)}: no split of these rows")
+        raise KeyError(f"the state has {', '.join(then)}, but no split in this dataset")
     differences = ", and ".join(filter(None, (_describe_difference(name, then, now) for name in {**then, **now})))
     if differences and not accept_changes:
         raise UserError(

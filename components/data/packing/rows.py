@@ -126,7 +126,7 @@ def _read_part(documents: TokenDocuments, document: int, first: int, last: int) 
     try:
         part = documents.read(document, first, last)
         if len(part.ids) < last - first - 1:
-            raise ValueError(f"there are {len(part.ids)} instead of {last - first - 1}")
+            raise ValueError(f"it has {len(part.ids)} tokens there instead of {last - first - 1}")
         return part
     except Exception as error:
         where = f"{documents.source(document)}: tokens {first} to {last - 2}"

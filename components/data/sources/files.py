@@ -19,7 +19,7 @@ import attrs
 from drawloom.graph import UserError
 
 COMPRESSED = (".gz", ".zst")
-FSSPEC = "install what reads it: pip install 'drawloom[fsspec]', and the package of its protocol, such as s3fs"
+FSSPEC = "install its reader: pip install 'drawloom[fsspec]', and the protocol's package, such as s3fs"
 PYARROW = "pip install 'drawloom[arrow]'"
 
 
@@ -152,7 +152,7 @@ def _find_remote(pattern: str) -> list[File]:
         system, glob = fsspec.core.url_to_fs(pattern)
         matches = [details for details in system.glob(glob, detail=True).values() if details["type"] == "file"]
     except Exception as error:  # each protocol raises its own exceptions
-        raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write a glob that can, or {FSSPEC}') from error
+        raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write another glob, or {FSSPEC}') from error
     if not matches:
         raise UserError(f'paths: no file matches "{pattern}"; write a glob that matches one')
     folder = _base_folder(glob)

@@ -49,9 +49,9 @@ def _parse_object(line: bytes, position: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{position}: {error}; write an object of JSON in each line") from error
+        raise UserError(f"{position}: {error}; write one JSON object per line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{position}: a line must be an object, and not {type(row).__name__}")
+        raise UserError(f"{position}: a line must be a JSON object, not {type(row).__name__}")
     return row
 
 

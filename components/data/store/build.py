@@ -61,7 +61,8 @@ def build(
         except OSError as error:
             reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise UserError(
-                f"{folder}: the token store can't be written ({reason}); what is written is kept"
+                f"{folder}: the token store can't be written ({reason}); solve this, and run the command again: "
+                "complete shards are kept"
             ) from error
     return Store.open(folder)
 

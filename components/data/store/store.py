@@ -64,7 +64,7 @@ class Store:
             if path.name not in names:
                 faults.append(f"{path} is not a file of the token store; remove it")
             elif path.name == LOCK and path.stat().st_size:
-                faults.append(f"{path} is not empty, as it was written; remove it")
+                faults.append(f"{path} is not empty, although drawloom writes nothing into it; remove it")
         return faults
 
     @property

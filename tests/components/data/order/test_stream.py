@@ -106,5 +106,5 @@ def test_rows_of_a_source_that_is_gone_are_refused() -> None:
     """Rows of the remaining source, before and after, are available; a removed source's row is refused."""
     stream = RowStream(sources_of(50), Sequential(), [Segment(0, {"a": 1, "gone": 1}), Segment(4, {"a": 1})])
     assert stream.rows([0, 2, 4, 5, 6]) == [0, 1, 2, 3, 4]
-    with pytest.raises(UserError, match="position 1 is of a source that is no longer in the mixture"):
+    with pytest.raises(UserError, match="position 1 is from a source no longer in the mixture"):
         stream.rows([1])
