@@ -61,6 +61,7 @@ class Bytes:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,12 +12,12 @@ import attrs
 
 @attrs.frozen
 class ChildProcess:
-    """A started process, with the parent end of its pipe."""
+    """A running child process, with the parent's end of its pipe."""
 
     process: BaseProcess
     pipe: Connection
 
-    def end(self) -> str:
+    def describe_end(self) -> str:
         """Wait up to 1 s for a process whose pipe has closed, and describe how it ended."""
         self.process.join(1)
         code = self.process.exitcode or 0

@@ -42,7 +42,7 @@ class LengthStage:
         doc="training tokens after which this stage ends, counted in full rows",
     )
 
-    def holds(self, step: int, tokens: int) -> bool:
+    def covers(self, step: int, tokens: int) -> bool:
         """Return whether a step is in this stage or an earlier one; `tokens` is the token count before the step."""
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
@@ -127,7 +127,7 @@ class Loader:
             batches = [self.shorten(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
-            check_leaves(self.rows, batches[0])
+            check_batch(self.rows, batches[0])
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
             self._checked = True
         self._step = step
@@ -141,7 +141,7 @@ class Loader:
     def length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
         tokens = self._find_start(step) * self.rows.length
-        return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
+        return next((stage.length for stage in self.lengths if stage.covers(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
         """Return a step's row numbers, over all ranks."""
@@ -256,7 +256,7 @@ def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int,
         yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")
 
 
-def check_leaves(rows: PackedDataset, batch: Any) -> None:
+def check_batch(rows: PackedDataset, batch: Any) -> None:
     """Raise UserError if a batch has another class than declared, or its tensors do not fit together."""
     declared = rows.batch_type or Batch
     if not isinstance(batch, declared):

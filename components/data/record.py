@@ -61,7 +61,7 @@ class Record:
 
 
 def row_digests(batch: Batch) -> list[str]:
-    """Return a digest for every row in a batch."""
+    """Return a digest for every row in a batch, over all tensors except replicated ones."""
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
     contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]

@@ -46,6 +46,7 @@ def source_files() -> list[File]:
 
 
 def _walk_files(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, except in folders with tests or installed packages."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if _is_source_folder(name)]
         yield from (Path(folder, name) for name in names)

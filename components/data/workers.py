@@ -60,7 +60,7 @@ class Worker:
             raise self._make_lost_error() from error
 
     def take(self, timeout: float) -> Batch:
-        """Return the oldest requested batch, after waiting up to `timeout` seconds."""
+        """Return the oldest requested batch. Raises WorkerLostError if it does not arrive within `timeout` seconds."""
         # wait for the sentinel too, so that a dead worker is noticed before the timeout
         if not wait([self.child.pipe, self.child.process.sentinel], timeout):
             hint = "give it more time (`timeout`), or write workers = 0"
@@ -81,7 +81,7 @@ class Worker:
     def _make_lost_error(self) -> WorkerLostError:
         """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return WorkerLostError(f"{self} {self.child.end()} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.describe_end()} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.child.process.pid})"

@@ -56,6 +56,7 @@ class JsonSchema(Weighted):
         return [self._score(answer.text) for answer in answers]
 
     def _score(self, text: str) -> float:
+        """Return 1 for a text with valid JSON, else 0."""
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
@@ -64,6 +65,7 @@ class JsonSchema(Weighted):
 
 
 def _refuse_constant(name: str) -> Any:
+    """Raise ValueError for NaN and infinities, which JSON lacks."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -28,6 +28,7 @@ class Regex(Weighted):
 
     @cached_property
     def _expression(self) -> re.Pattern[str]:
+        """The compiled regular expression, in which a dot also matches line ends."""
         return re.compile(self.pattern, re.DOTALL)
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:

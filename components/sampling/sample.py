@@ -73,6 +73,7 @@ class Sample:
         replace_file(self._target, f"{_format_heading(step)}{text}\n".encode())
 
     def _make_sampler(self) -> Sampler:
+        """Return a sampler with this task's settings."""
         return Sampler(
             model=self.model,
             pipeline=self.mesh.pipeline_group,
@@ -94,6 +95,7 @@ class Sample:
 
     @property
     def _target(self) -> Path:
+        """Path to the text file."""
         return self.folder.folder / "sample.txt"
 
 

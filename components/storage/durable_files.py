@@ -189,6 +189,7 @@ def begin_folder(target: Path) -> TempFolder:
 
 
 def _refuse_if_taken(target: Path) -> None:
+    """Raise UserError unless the target is missing or an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():

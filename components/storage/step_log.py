@@ -133,6 +133,7 @@ class StepLog:
                 log.warning(text, self._file.path, error.strerror)
 
     def _warn_of_damage(self, damage: Damage, repaired: Mapping[int, Row]) -> None:
+        """Log the damaged lines, and the steps repaired with the checkpoint's values."""
         if text := str(damage):
             names = ", ".join(map(str, sorted(repaired)))
             known = f"; the values of step {names} are the checkpoint's" if repaired else ""

@@ -173,6 +173,6 @@ def check_messages(messages: Sequence[Any]) -> None:
             raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
-def without(message: Message, key: str) -> Message:
-    """Return a copy without one key."""
+def remove_key(message: Message, key: str) -> Message:
+    """Return a copy without the key."""
     return {name: value for name, value in message.items() if name != key}

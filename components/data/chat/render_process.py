@@ -105,6 +105,7 @@ if __name__ == "__main__":
     output = sys.stdout.buffer
 
     def send(line: bytes) -> None:
+        """Write a line, and flush it."""
         output.write(line)
         output.flush()
 

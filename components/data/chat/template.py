@@ -27,10 +27,9 @@ class RenderError(ValueError):
 @attrs.define(eq=False)
 class ChatTemplate:
     """
-    Chat template in a child process; `special_tokens` are its variables, such as bos_token.
+    Chat template, rendered in a child process; `special_tokens` are its variables, such as bos_token.
 
-    Nothing can be rendered if `text` is None. `date`, such as 2025-01-31, is for templates with today's
-    date.
+    `text` None raises an error at the first rendering. `date`, such as 2025-01-31, is for templates with today's date.
     """
 
     text: str | None
@@ -113,7 +112,7 @@ class ChatTemplate:
         return line
 
 
-def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
+def read_chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Return the chat template in a tokenizer folder, or None, and the special tokens by name."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))

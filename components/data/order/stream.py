@@ -50,18 +50,17 @@ class Segment:
     start: int
     shares: Mapping[str, int]
 
-    def turns(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def find_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """
-        Return the source at each position in a range, as an index into the shares, and its row number.
+        Return the source and its row number at positions `first` to before `last`, both int64 (last - first,).
 
-        Positions and row numbers count from 0 at the start of the segment; both results are int64 (last -
-        first,).
+        Sources are indexes into the shares; positions and row numbers count from 0 at the segment's start.
         """
         begin, source, row = self._list_due_rows(first, last)
         bounds = slice(first - int(begin.sum()), last - int(begin.sum()))
         return source[bounds], row[bounds]
 
-    def counts(self, position: int) -> dict[str, int]:
+    def count_rows(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
         begin, source, _ = self._list_due_rows(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
@@ -113,7 +112,7 @@ class RowStream:
         """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
-            counts = segment.counts(following.start - segment.start)
+            counts = segment.count_rows(following.start - segment.start)
             self._before.append(_add_counts(self._before[-1], counts))
 
     def rows(self, positions: Sequence[int]) -> list[int]:
@@ -137,7 +136,7 @@ class RowStream:
         """Count the rows per source before a position, including sources that later segments lack."""
         number = self._find_segment(position)
         segment = self.segments[number]
-        return _add_counts(self._before[number], segment.counts(position - segment.start))
+        return _add_counts(self._before[number], segment.count_rows(position - segment.start))
 
     def _compute_rows(self, first: int, last: int) -> np.ndarray:
         """
@@ -147,7 +146,7 @@ class RowStream:
         for number in range(self._find_segment(first), self._find_segment(last - 1) + 1):
             segment = self.segments[number]
             end = self.segments[number + 1].start if number + 1 < len(self.segments) else last
-            source, row = segment.turns(max(first, segment.start) - segment.start, min(last, end) - segment.start)
+            source, row = segment.find_rows(max(first, segment.start) - segment.start, min(last, end) - segment.start)
             rows = np.empty(len(row), np.int64)
             for index, name in enumerate(segment.shares):
                 is_from_source = source == index

@@ -45,10 +45,11 @@ class Groups:
 
     @property
     def _full_rows(self) -> int:
+        """Number of rows filled by one long document."""
         return int(self.full[-1]) if len(self.full) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """Return a long document's part, or the rests in a group."""
+        """Return a row's pieces: one full piece from a long document, or the rests and short documents in a group."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         if row < self._full_rows:

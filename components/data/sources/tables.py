@@ -51,7 +51,7 @@ class ArrowPart:
 
 
 def table_parts(files: Sequence[File], field: str) -> list[Part]:
-    """Divide Parquet and Arrow files into parts."""
+    """Divide Parquet files into row groups; an Arrow file is one part."""
     return [
         part
         for file in files
@@ -107,6 +107,7 @@ def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
 
 
 def _open_parquet(stream: Any) -> Any:
+    """Open a Parquet file. Raises UserError if pyarrow is missing."""
     package("pyarrow", PYARROW)
     from pyarrow.parquet import ParquetFile
 

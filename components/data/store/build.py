@@ -24,7 +24,7 @@ from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
 from drawloom.components.data.store.shard import ShardFiles, TokenShard, id_dtype
-from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, fingerprint_of, index_text, read_index
+from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, encode_index, hash_documents, read_index
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -77,7 +77,7 @@ def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any
     return {
         "format": FORMAT,
         "inputs": inputs.hexdigest(),
-        "tokenizer": tokenizer_digest(tokenizer),
+        "tokenizer": hash_tokenizer(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "dtype": np.dtype(id_dtype(tokenizer.vocab_size)).name,
@@ -86,7 +86,7 @@ def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
+def hash_tokenizer(tokenizer: Tokenizer) -> str:
     """Hash a tokenizer's saved files and its end token with SHA-256."""
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}\n".encode())
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +171,7 @@ def _write_shards(
     processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
-    replace_file(folder / STORE, index_text({**plan, "fingerprint": fingerprint_of(shards), "shards": counts}))
+    replace_file(folder / STORE, encode_index({**plan, "fingerprint": hash_documents(shards), "shards": counts}))
     (folder / PLAN).unlink()
 
 

@@ -136,7 +136,7 @@ def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, 
 def _make_death_error(child: ChildProcess) -> UserError:
     """Return the error for a dead process."""
     hint = "check for a lack of memory; run the same command again to complete the store"
-    return UserError(f"a process that tokenizes ({child.process.pid}) {child.end()}; {hint}")
+    return UserError(f"a process that tokenizes ({child.process.pid}) {child.describe_end()}; {hint}")
 
 
 def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
@@ -152,6 +152,7 @@ def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProces
 
 
 def _report_batch(pipe: Connection, number: int, read: int, tokens: int) -> None:
+    """Report a batch's characters and tokens to the parent process."""
     pipe.send(("batch", number, read, tokens))
 
 

@@ -40,14 +40,14 @@ class Store:
     @classmethod
     def open(cls, folder: Path) -> "Store":
         """Open a complete store. Raises UserError if the folder is not a store, or a file is missing or truncated."""
-        store = cls.describe(folder)
+        store = cls.open_unchecked(folder)
         for shard in store.shards:
             shard.check_header()
         return store
 
     @classmethod
-    def describe(cls, folder: Path) -> "Store":
-        """Return the store that `store.json` describes, without checking its shards."""
+    def open_unchecked(cls, folder: Path) -> "Store":
+        """Return the store described by `store.json`, without checking its shards."""
         index = read_index(folder / STORE)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [
@@ -56,8 +56,8 @@ class Store:
         ]
         return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
 
-    def faults(self) -> list[str]:
-        """Verify all files, and describe changed files and files that do not belong to the store."""
+    def find_faults(self) -> list[str]:
+        """Verify all files. Describe changed files, and files foreign to the store."""
         faults = [fault for shard in self.shards if (fault := _find_fault(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
@@ -117,7 +117,7 @@ class Store:
             object.__setattr__(self, name, value)
 
 
-def fingerprint_of(shards: list[TokenShard]) -> str:
+def hash_documents(shards: list[TokenShard]) -> str:
     """Hash all documents' hashes and lengths with SHA-256, independently from the division into shards."""
     digest = hashlib.sha256()
     for shard in shards:
@@ -126,7 +126,7 @@ def fingerprint_of(shards: list[TokenShard]) -> str:
     return digest.hexdigest()
 
 
-def index_text(index: dict[str, Any]) -> bytes:
+def encode_index(index: dict[str, Any]) -> bytes:
     """Return the text for `store.json`: the index, with its JSON's SHA-256."""
     digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
     return (json.dumps({**index, "digest": digest}) + "\n").encode()
@@ -147,7 +147,7 @@ def read_index(path: Path) -> dict[str, Any]:
         actual_format = index.get("format") if isinstance(index, dict) else None
         raise UserError(f"{path} has format {actual_format!r} instead of {FORMAT}; {remedy}")
     index.pop("digest", None)
-    if text != index_text(index):
+    if text != encode_index(index):
         raise UserError(f"{path} has other content than was written; {remedy}")
     return index
 

@@ -45,10 +45,10 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
     """Any range of positions equals a merge by exact fractions, and so does the count before it."""
     segment = Segment(0, {str(number): share for number, share in enumerate(shares)})
     wanted = plain_turns(shares, first + count)
-    source, row = segment.turns(first, first + count)
+    source, row = segment.find_rows(first, first + count)
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == wanted[first:]
     counted = Counter(source for source, _ in wanted[:first])
-    assert segment.counts(first) == {str(number): counted[number] for number in range(len(shares))}
+    assert segment.count_rows(first) == {str(number): counted[number] for number in range(len(shares))}
 
 
 @given(shares, st.integers(0, 10**12))
