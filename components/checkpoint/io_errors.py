@@ -26,7 +26,7 @@ def describe_io_error(error: RankError, checkpoints: Path, need: int, world: Gro
     if error.errno not in FULL:
         return str(error)
     try:
-        own_free = byte_size(durable_files.free(checkpoints))
+        own_free = byte_size(durable_files.count_free_bytes(checkpoints))
     except OSError:  # the folder may be gone
         own_free = "an unknown number of bytes"
     free = world.gather_json(own_free)[error.rank]
@@ -45,7 +45,7 @@ def check_space(world: Group, checkpoints: Path, expected: int, last: int) -> No
 
 
 def _check_space(checkpoints: Path, expected: int, likely: int) -> None:
-    free = durable_files.free(checkpoints)
+    free = durable_files.count_free_bytes(checkpoints)
     if free < expected:
         raise UserError(
             f"{checkpoints}: a checkpoint needs about {byte_size(expected)}, and {byte_size(free)} are free; free some "

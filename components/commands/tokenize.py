@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawloom.components.commands._options import integer
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, eos_token, read_tokenizer
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_eos_token, read_tokenizer
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import parts_of
 from drawloom.components.data.store.build import build
@@ -64,7 +64,7 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
         return Bytes()
     path = options.tokenizer / "tokenizer.json" if options.tokenizer.is_dir() else options.tokenizer
     read_tokenizer(path)
-    if (end := options.end_token or eos_token(path.parent)) is None:
+    if (end := options.end_token or read_eos_token(path.parent)) is None:
         config = path.with_name("tokenizer_config.json")
         raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2)
     tokenizer = HuggingFaceTokenizer(path=path, end_token=end)

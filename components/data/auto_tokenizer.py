@@ -65,7 +65,7 @@ def make_ids_agree(folder: Path, tokenizer: Tokenizer) -> None:
 
     A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """
-    is_generic = _read(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
+    is_generic = _read_json_object(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
     if not is_generic and not find_difference(folder, tokenizer):
         return
     make_read_unchanged(folder)
@@ -77,25 +77,25 @@ def is_read_unchanged(folder: Path) -> bool:
     """
     Return whether transformers reads the `tokenizer.json` unchanged, according to the configurations in the folder.
     """
-    config = _read(folder / CONFIG)
+    config = _read_json_object(folder / CONFIG)
     names_code = config.get("auto_map") == AUTO_MAP and (folder / CODE_FILE).is_file()
-    return config.get("tokenizer_class") in CLASSES_OF_FILES and (names_code or not _is_rebuilt(folder))
+    return config.get("tokenizer_class") in CLASSES_OF_FILES and (names_code or not _ignores_declared_class(folder))
 
 
 def make_read_unchanged(folder: Path) -> None:
     """Edit `tokenizer_config.json` to make transformers read `tokenizer.json` unchanged."""
     if is_read_unchanged(folder):
         return
-    config = _read(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
-    if _is_rebuilt(folder):
+    config = _read_json_object(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
+    if _ignores_declared_class(folder):
         (folder / CODE_FILE).write_text(CODE, encoding="utf-8")
         config["auto_map"] = AUTO_MAP
     (folder / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _is_rebuilt(folder: Path) -> bool:
+def _ignores_declared_class(folder: Path) -> bool:
     """Return whether transformers ignores the declared tokenizer class for a folder's model family."""
-    return _read(folder / MODEL).get("model_type") in REBUILT
+    return _read_json_object(folder / MODEL).get("model_type") in REBUILT
 
 
 def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
@@ -113,7 +113,7 @@ def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
             auto_tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises many kinds: a missing package, an unexpected value
         return f"transformers can't read it ({type(error).__name__}: {error})"
-    for text in (*SAMPLES, _vocabulary_sample(tokenizer)):
+    for text in (*SAMPLES, _sample_vocabulary(tokenizer)):
         our_ids, other_ids = tokenizer.encode(text).tolist(), auto_tokenizer.encode(text, add_special_tokens=False)
         if our_ids != other_ids:
             name = f"transformers reads it as {type(auto_tokenizer).__name__}"
@@ -121,7 +121,7 @@ def find_difference(folder: Path, tokenizer: Tokenizer) -> str:
     return ""
 
 
-def _vocabulary_sample(tokenizer: Tokenizer) -> str:
+def _sample_vocabulary(tokenizer: Tokenizer) -> str:
     """Return evenly spread vocabulary tokens as text, joined by spaces: words in the corpus's language."""
     step = max(1, tokenizer.vocab_size // VOCABULARY_SAMPLES)
     return " ".join(tokenizer.decode([token_id]).strip() for token_id in range(0, tokenizer.vocab_size, step))
@@ -147,7 +147,7 @@ def _silence_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or {} if the file is missing or invalid."""
     try:
         content = json.loads(path.read_text("utf-8"))

@@ -55,16 +55,18 @@ class Bytes:
         text that contains `<|end|>` is encoded as bytes and can't forge a document's end. In a model
         folder transformers may need more files, see `make_read_unchanged`.
         """
-        _write(folder / "tokenizer.json", _tokenizer_json())
-        _write(folder / "tokenizer_config.json", _tokenizer_config_json())
+        _write_json(folder / "tokenizer.json", _make_tokenizer())
+        _write_json(folder / "tokenizer_config.json", _make_tokenizer_config())
         make_read_unchanged(folder)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _tokenizer_config_json() -> dict[str, Any]:
+def _make_tokenizer_config() -> dict[str, Any]:
+    """Return the content for `tokenizer_config.json`."""
     # without this cleanup setting, decoding would drop spaces before punctuation
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,10 +76,10 @@ def _tokenizer_config_json() -> dict[str, Any]:
     }
 
 
-def _tokenizer_json() -> dict[str, Any]:
-    """Return a byte-pair encoding without merges, only with its byte alphabet."""
+def _make_tokenizer() -> dict[str, Any]:
+    """Return the content for `tokenizer.json`: a byte-pair encoding without merges, so every byte is a token."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {character: byte for byte, character in enumerate(_alphabet())} | {END_NAME: END}
+    vocabulary = {character: byte for byte, character in enumerate(_list_byte_characters())} | {END_NAME: END}
     return {
         "version": "1.0",
         "truncation": None,
@@ -91,7 +93,7 @@ def _tokenizer_json() -> dict[str, Any]:
     }
 
 
-def _alphabet() -> list[str]:
+def _list_byte_characters() -> list[str]:
     """
     Return GPT-2's characters by byte: the byte itself if it is printable, otherwise the next character from U+0100.
     """

@@ -12,13 +12,13 @@ import attrs
 
 @attrs.frozen
 class ChildProcess:
-    """A started process, with the parent end of its pipe."""
+    """A running child process, with the parent's end of its pipe."""
 
     process: BaseProcess
     pipe: Connection
 
-    def end(self) -> str:
-        """Wait up to 1 s for a process whose pipe has closed, and return how it ended."""
+    def describe_end(self) -> str:
+        """Wait up to 1 s for a process whose pipe has closed, and describe how it ended."""
         self.process.join(1)
         code = self.process.exitcode or 0
         return f"was killed by {Signals(-code).name}" if code < 0 else f"exited (exit code {code})"

@@ -71,27 +71,28 @@ class Collated:
     def batch(self, split: Split, indices: Sequence[int]) -> Batch:
         """Return the examples' rows. Raises UserError with the name of an example that can't be collated."""
         try:
-            batch = self._rows(split, indices)
+            batch = self._collate_rows(split, indices)
         except Exception:
             for index in indices:
                 with self._name_in_errors(split, index):
-                    self._rows(split, [index])
+                    self._collate_rows(split, [index])
             raise
         return batch
 
     def sources(self, split: Split, row: int) -> list[str]:
-        """Return a row's example by name."""
-        return [self._name(split, row)]
+        """Return the name of the row's example, as a list."""
+        return [self._name_example(split, row)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return row counts by split, and a sample's digest."""
-        return {split: {"rows": self.count(split), "sha256": self._digest(split)} for split in SPLITS}
+        return {split: {"rows": self.count(split), "sha256": self._hash_sample(split)} for split in SPLITS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
-    def _rows(self, split: Split, indices: Sequence[int]) -> Batch:
+    def _collate_rows(self, split: Split, indices: Sequence[int]) -> Batch:
+        """Collate examples. Raises ValueError if the batch has another class, or ids outside the vocabulary."""
         batch = self.collator.collate([self._splits[split][index] for index in indices], self.length)
         if not isinstance(batch, self.collator.batch_type):
             expected = self.collator.batch_type.__name__
@@ -101,6 +102,7 @@ class Collated:
         return batch
 
     def _count_tokens(self, split: Split, index: int) -> int:
+        """Count an example's tokens. Raises UserError if they are more than `max_length`."""
         with self._name_in_errors(split, index):
             tokens = self.collator.count(self._splits[split][index])
             if tokens > self.max_length:
@@ -114,16 +116,18 @@ class Collated:
             yield
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError | UserError) else f"{type(error).__name__}: {error}"
-            raise UserError(f"{self._name(split, index)}: {reason}") from error
+            raise UserError(f"{self._name_example(split, index)}: {reason}") from error
 
-    def _name(self, split: Split, index: int) -> str:
+    def _name_example(self, split: Split, index: int) -> str:
+        """Return an example's `source`, or else its number."""
         try:
             source = self._splits[split][index].get("source")
         except Exception:  # the example itself may be what can't be read
             source = None
         return str(source) if source else f"example {index} of {split}"
 
-    def _digest(self, split: Split) -> str:
+    def _hash_sample(self, split: Split) -> str:
+        """Hash up to MAX_ROWS_COMPARED rows, evenly spread over a split."""
         count = self.count(split)
         spread = (index * count // MAX_ROWS_COMPARED for index in range(MAX_ROWS_COMPARED))
         rows = [*spread] if count > MAX_ROWS_COMPARED else range(count)

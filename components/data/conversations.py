@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, without
+from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, remove_key
 from drawloom.components.data.chat.encode import Encoded, encode_completion, encode_rendered
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message, render_turns
@@ -54,10 +54,13 @@ class Conversations(ChatCorpus):
         else:
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         check_messages([*prompt, *trained])
-        weights = [0.0] * len(prompt) + [self._turn_weight(message) for message in trained]
-        return [without(message, "weight") for message in (*prompt, *trained)], weights
+        weights = [0.0] * len(prompt) + [self._weigh_turn(message) for message in trained]
+        return [remove_key(message, "weight") for message in (*prompt, *trained)], weights
 
-    def _turn_weight(self, message: Mapping[str, Any]) -> float:
+    def _weigh_turn(self, message: Mapping[str, Any]) -> float:
+        """
+        Return a trained message's weight, its own or its role's. Raises ValueError if it is negative or not finite.
+        """
         weight = message.get("weight", self.roles.get(message["role"], 0.0))
         if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
             raise ValueError(f"a turn has weight {weight!r}; write 0, 1, or another number from 0 on")
@@ -66,7 +69,10 @@ class Conversations(ChatCorpus):
     def _rows_to_train(
         self, messages: list[Message], weights: list[float]
     ) -> Iterator[tuple[Sequence[Message], Sequence[float]]]:
-        """Yield a line's conversations with their turn weights."""
+        """
+        Yield messages and turn weights to encode: the whole conversation, or, as `turns` says, beginnings up to a
+        trained turn.
+        """
         trained = [index for index, weight in enumerate(weights) if weight > 0]
         if self.turns == "all":
             yield messages, weights

@@ -32,7 +32,7 @@ class Feedback(ChatCorpus):
     kind: ClassVar[str] = "answer"
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
-        """Return a line's document. Raises ValueError for a malformed line."""
+        """Return a line's document, with label 1 or -1. Raises ValueError for a malformed line."""
         if not isinstance(label := row.get("label"), bool):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
         return [attrs.evolve(encode_answer(self.tokenizer, row, template), label=1.0 if label else -1.0)]
@@ -41,13 +41,18 @@ class Feedback(ChatCorpus):
         return f"no line has an answer; write {FORMS}"
 
     def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
-        """Put the mismatched document behind each line's own. Raises UserError for a split of one line."""
+        """
+        Insert after every document its prompt with the next document's answer. Raises UserError for a split with one
+        line.
+        """
         if len(documents) == 1:
-            text = f"the {split} split has one answer, and KTO compares it with that of another line"
+            text = f"the {split} split has one answer, but KTO compares a line's answer with another line's"
             raise UserError(f"paths: {text}; write more lines, or another validation_fraction")
         others = documents[1:] + documents[:1]
         return [
-            part for one, other in zip(documents, others, strict=True) for part in _pair_up(one, _mismatch(one, other))
+            part
+            for one, other in zip(documents, others, strict=True)
+            for part in _share_weight(one, _exchange_answer(one, other))
         ]
 
 
@@ -66,20 +71,20 @@ def encode_answer(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: Ch
     return encode_rendered(tokenizer, rendered, messages, row.get("tools"))
 
 
-def _answer_start(document: Encoded) -> int:
+def _find_answer_start(document: Encoded) -> int:
     """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
     return 1 + int(np.argmax(document.weights[1:] > 0))
 
 
-def _mismatch(one: Encoded, other: Encoded) -> Encoded:
+def _exchange_answer(one: Encoded, other: Encoded) -> Encoded:
     """Return one document's prompt with another's answer."""
-    first, second = _answer_start(one), _answer_start(other)
+    first, second = _find_answer_start(one), _find_answer_start(other)
     ids = np.concatenate([one.ids[:first], other.ids[second:]])
     return Encoded(ids, np.concatenate([one.weights[:first], other.weights[second:]]), label=0.0)
 
 
-def _pair_up(*sides: Encoded) -> list[Encoded]:
-    """Return documents with weights that sum to 1."""
+def _share_weight(*sides: Encoded) -> list[Encoded]:
+    """Return both documents with equal weights for all trained tokens, which sum to 1 over both."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
     return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.data.sources.documents import Part, split_parts, texts_of
-from drawloom.components.data.sources.files import local
+from drawloom.components.data.sources.files import make_local_file
 from drawloom.components.data.sources.tables import ArrowPart
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
@@ -33,7 +33,7 @@ class HuggingFaceDataset:
     def check_machine(self) -> None:
         """Read every dataset's first document. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
-            next(texts_of(self._parts(name)[:1]), None)
+            next(texts_of(self._list_arrow_parts(name)[:1]), None)
 
     def documents(self, split: Split) -> Iterator[str]:
         """
@@ -44,26 +44,27 @@ class HuggingFaceDataset:
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
         if self.validation is not None:
-            return [*self._parts(self.train if split == "train" else self.validation)]
-        return [*split_parts(self._parts(self.train), split, self.validation_fraction)]
+            return [*self._list_arrow_parts(self.train if split == "train" else self.validation)]
+        return [*split_parts(self._list_arrow_parts(self.train), split, self.validation_fraction)]
 
-    def _parts(self, name: str) -> list[ArrowPart]:
-        names = _read(self.path / "dataset_dict.json")
+    def _list_arrow_parts(self, name: str) -> list[ArrowPart]:
+        """Return a dataset's Arrow files, by its name in the dictionary. Raises UserError if it is missing."""
+        names = _read_json(self.path / "dataset_dict.json")
         if names is None and self.validation is not None:
             raise UserError(
-                f"validation: {self.path} holds one data set and not a dictionary of them; leave `validation` out"
+                f"validation: {self.path} holds one data set, not a dictionary with several; leave `validation` out"
             )
         if names is not None and name not in names["splits"]:
             raise UserError(f'{self.path} has no "{name}", only {", ".join(names["splits"])}')
         folder = self.path / name if names is not None else self.path
-        state = _read(folder / "state.json")
+        state = _read_json(folder / "state.json")
         if state is None:
             raise UserError(f"path: {folder} is not a data set: it has no state.json; write one with `save_to_disk`")
         files = [entry["filename"] for entry in state["_data_files"]]
-        return [ArrowPart(local(file, folder / file), self.field) for file in files]
+        return [ArrowPart(make_local_file(file, folder / file), self.field) for file in files]
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     """Return a JSON file's content, or None if it is missing."""
     try:
         return json.loads(path.read_text("utf-8"))

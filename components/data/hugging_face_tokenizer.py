@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from drawloom.components.data.auto_tokenizer import CLASSES_OF_FILES, make_ids_agree, warn_of_other_ids
-from drawloom.components.data.chat.template import template_of
+from drawloom.components.data.chat.template import read_chat_template
 from drawloom.graph import UserError, component, setting
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -49,12 +49,13 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        """The tokenizer in the file, read once."""
         return read_tokenizer(self._file)
 
     @cached_property
     def _end_token(self) -> str:
         """Return the end-of-document token; raises UserError if nothing declares one."""
-        token = self.end_token or eos_token(self._file.parent)
+        token = self.end_token or read_eos_token(self._file.parent)
         if token is None:
             where = f"{self._file.parent / COMPANIONS[0]} has no eos_token"
             raise UserError(f"end_token: it is not set, and {where}; {_suggest_tokens(self._tokenizer)}")
@@ -62,6 +63,7 @@ class HuggingFaceTokenizer:
 
     @property
     def _file(self) -> Path:
+        """Path to `tokenizer.json`."""
         return self.path / "tokenizer.json" if self.path.is_dir() else self.path
 
     @cached_property
@@ -84,12 +86,12 @@ class HuggingFaceTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template in `chat_template.jinja` or `tokenizer_config.json` beside the file."""
-        return template_of(self._file.parent)[0]
+        return read_chat_template(self._file.parent)[0]
 
     @property
     def template_tokens(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return template_of(self._file.parent)[1]
+        return read_chat_template(self._file.parent)[1]
 
     @property
     def control_tokens(self) -> list[str]:
@@ -130,7 +132,7 @@ class HuggingFaceTokenizer:
             if token_id in added:
                 table[token_id] = 0 if added[token_id].special else len(added[token_id].content.encode())
             else:
-                table[token_id] = len(token) if is_byte_level else len(_as_text(token).encode())
+                table[token_id] = len(token) if is_byte_level else len(_unescape_token(token).encode())
         return table
 
     def files_read(self) -> dict[str, list[Path]]:
@@ -171,7 +173,7 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def eos_token(folder: Path) -> str | None:
+def read_eos_token(folder: Path) -> str | None:
     """Return the eos_token in `tokenizer_config.json`, or None."""
     try:
         token = json.loads((folder / COMPANIONS[0]).read_text("utf-8")).get("eos_token")
@@ -182,17 +184,20 @@ def eos_token(folder: Path) -> str | None:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether tokens are spelled in GPT-2's byte alphabet; the decoder may be in a sequence."""
+    """Return whether tokens are spelled in GPT-2's byte alphabet, according to decoder or pre-tokenizer."""
     parts = (tokenizer.decoder, tokenizer.pre_tokenizer)
     return any(part is not None and b'"ByteLevel"' in part.__getstate__() for part in parts)
 
 
-def _as_text(token: str) -> str:
-    """Return a token's text; a byte-fallback token becomes an arbitrary single byte."""
+def _unescape_token(token: str) -> str:
+    """
+    Return a text with a token's byte count: `▁` becomes a space, and a byte fallback such as `<0x0A>` becomes `?`.
+    """
     return "?" if BYTE.fullmatch(token) else token.replace("▁", " ")
 
 
 def _import_tokenizers() -> Any:
+    """Import the package `tokenizers`. Raises UserError with an installation hint if it is missing."""
     try:
         import tokenizers
     except ImportError as error:
@@ -202,5 +207,6 @@ def _import_tokenizers() -> Any:
 
 
 def _suggest_tokens(tokenizer: Any) -> str:
+    """Return a remedy for messages, with the special tokens to choose from."""
     special = [f'"{token.content}"' for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f"write one of {', '.join(special)}" if special else "write one of its tokens"

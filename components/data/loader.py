@@ -42,8 +42,8 @@ class LengthStage:
         doc="training tokens after which this stage ends, counted in full rows",
     )
 
-    def holds(self, step: int, tokens: int) -> bool:
-        """Return whether a step is in this stage or earlier; `tokens` is the token count before the step."""
+    def covers(self, step: int, tokens: int) -> bool:
+        """Return whether a step is in this stage or an earlier one; `tokens` is the token count before the step."""
         return step <= (self.until_step or 0) or tokens < (self.until_tokens or 0)
 
 
@@ -101,7 +101,7 @@ class Loader:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
-        self._begin([])
+        self._lay_out_stream([])
         if self.workers:
             self._workers = Workers(self.rows, "train", self.workers)
 
@@ -121,13 +121,13 @@ class Loader:
         """
         step = self._step + 1
         if self._stream is None:
-            self._stream = self._batches(step)
+            self._stream = self._iterate_batches(step)
         batches = [next(self._stream) for _ in self.batching.positions(step)]
         if self.lengths:
             batches = [self.shorten(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
-            check_leaves(self.rows, batches[0])
+            check_batch(self.rows, batches[0])
             check_consistency(self.mesh.world, self.batching.dp_rank, self.rows.count("train"), batches[0])
             self._checked = True
         self._step = step
@@ -140,12 +140,12 @@ class Loader:
 
     def length_at(self, step: int) -> int | None:
         """Return the step's maximum document length; None if documents are not cut."""
-        tokens = self._start(step) * self.rows.length
-        return next((stage.length for stage in self.lengths if stage.holds(step, tokens)), None)
+        tokens = self._find_start(step) * self.rows.length
+        return next((stage.length for stage in self.lengths if stage.covers(step, tokens)), None)
 
     def rows_of(self, step: int) -> list[int]:
         """Return a step's row numbers, over all ranks."""
-        return self._rows.rows(range(self._start(step), self._start(step + 1)))
+        return self._rows.rows(range(self._find_start(step), self._find_start(step + 1)))
 
     @property
     def last_resized_step(self) -> int:
@@ -158,14 +158,14 @@ class Loader:
 
         Counts a source's average tokens per row, so the sum is exact at an epoch's end.
         """
-        rows = self._rows.count_rows_before(self._start(step + 1))
+        rows = self._rows.count_rows_before(self._find_start(step + 1))
         sources = self._rows.sources.values()
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
     def position(self) -> int:
         """The position in the endless row order where the next step begins."""
-        return self._start(self._step + 1)
+        return self._find_start(self._step + 1)
 
     def continue_at(self, position: int) -> None:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
@@ -196,31 +196,33 @@ class Loader:
         self._step, self._stream = step, None
         self._offset = position - self.batching.start(step + 1)
         self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
-        self._begin([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
+        self._lay_out_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
 
-    def _start(self, step: int) -> int:
+    def _find_start(self, step: int) -> int:
         """Return the position where a step begins."""
         return self.batching.start(step) + self._offset
 
-    def _begin(self, segments: list[Segment]) -> None:
+    def _lay_out_stream(self, segments: list[Segment]) -> None:
         """Lay out the row stream: earlier segments, plus a new one if the shares have changed."""
         sources = {source.name: source for source in row_sources(self.rows)}
         shares = row_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
-            log.warning("from step %d on, the mixture's sources have other shares than before", self._step + 1)
-            position = self._start(self._step + 1)
+            log.warning(
+                "from step %d on, the shares of the mixture's sources differ from the earlier steps'", self._step + 1
+            )
+            position = self._find_start(self._step + 1)
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
-    def _batches(self, step: int) -> Iterator[Batch]:
-        """Return an endless iterator over the microbatches from a step on."""
+    def _iterate_batches(self, step: int) -> Iterator[Batch]:
+        """Return an endless iterator over microbatches, beginning with a step."""
         row_indices = self._row_indices_from(step)
         if self._workers is None:
             return (self.rows.batch("train", indices) for indices in row_indices)
         return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
     def _row_indices_from(self, step: int) -> Iterator[list[int]]:
-        """Return an endless iterator over row numbers by microbatch from a step on."""
+        """Return an endless iterator over the microbatches' row numbers, beginning with a step."""
         microbatches = (positions for later_step in count(step) for positions in self.batching.positions(later_step))
         return (self._rows.rows([self._offset + position for position in positions]) for positions in microbatches)
 
@@ -236,7 +238,7 @@ class Loader:
             for writer, batch_type in batch_types(rows):
                 yield from _check_batch_division(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
-            text = "lengths cuts documents, and those of pairs can't be compared then"
+            text = "lengths would cut documents, and a cut pair can't be compared"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
         for index, stage in enumerate(node.settings["lengths"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
@@ -248,13 +250,13 @@ def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int,
     """Yield problems with batches that can't be divided along `context` or cut by `lengths`."""
     text = f"[{writer.name}] makes {batch_type.__name__}"
     if ranks > 1 and "tokens" not in batch_type.specs.values():
-        text += f", which has no leaf of tokens to divide over {ranks} ranks along 'context'"
+        text += f", which has no tensor with tokens to divide over {ranks} ranks along 'context'"
         yield writer.problem("use", text, "write mesh.context = 1")
     if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
         yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")
 
 
-def check_leaves(rows: PackedDataset, batch: Any) -> None:
+def check_batch(rows: PackedDataset, batch: Any) -> None:
     """Raise UserError if a batch has another class than declared, or its tensors do not fit together."""
     declared = rows.batch_type or Batch
     if not isinstance(batch, declared):
@@ -276,7 +278,7 @@ def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> No
     Raise UserError on every rank if ranks with one data-parallel index have different batches, or if any ranks have
     different row counts. Collective over all ranks.
     """
-    answers = world.gather_json([replica, rows, _fingerprint(batch)])
+    answers = world.gather_json([replica, rows, _hash_batch(batch)])
     first_ranks: dict[int, int] = {}
     for rank, (index, row_count, fingerprint) in enumerate(answers):
         if row_count != answers[0][1]:
@@ -287,11 +289,13 @@ def check_consistency(world: Group, replica: int, rows: int, batch: Batch) -> No
 
 
 def _raise_difference(first: int, second: int, difference: str) -> NoReturn:
+    """Raise UserError for a difference between two ranks."""
     hint = "give every rank the same corpus, tokenizer and seed"
     raise UserError(f"data: ranks {first} and {second} {difference}; {hint}")
 
 
-def _fingerprint(batch: Batch) -> str:
+def _hash_batch(batch: Batch) -> str:
+    """Hash the shapes and bytes in a batch."""
     digest = blake2b(digest_size=16)
     for tensor in batch.tensors():
         digest.update(f"{tuple(tensor.shape)}".encode())

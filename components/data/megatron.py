@@ -105,6 +105,7 @@ class MegatronDocuments:
 
     @cached_property
     def _ids(self) -> np.ndarray:
+        """All token ids, mapped from the `.bin` file."""
         path = self.path.with_name(f"{self.path.name}.bin")
         return np.memmap(path, self.dtype, "r") if path.stat().st_size else np.empty(0, self.dtype)
 

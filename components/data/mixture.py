@@ -44,19 +44,21 @@ class MixedDocuments:
         return sha256("".join(parts).encode()).hexdigest()
 
     def read(self, document: int, first: int, last: int) -> DocumentPart:
-        source, number = self._locate(document)
+        source, number = self._find_document(document)
         return source.documents.read(number, first, last)
 
     def source(self, document: int) -> str:
         """Return the source's name, and the document's origin in it."""
-        source, number = self._locate(document)
+        source, number = self._find_document(document)
         return f"{source.name}: {source.documents.source(number)}"
 
     @cached_property
     def _starts(self) -> list[int]:
+        """First document numbers by source, followed by the total document count."""
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
-    def _locate(self, document: int) -> tuple[DocumentSource, int]:
+    def _find_document(self, document: int) -> tuple[DocumentSource, int]:
+        """Return a document's source, and its number there."""
         index = bisect_right(self._starts, document) - 1
         return self.sources[index], document - self._starts[index]
 
@@ -94,7 +96,7 @@ class Mixture:
             ids, other_ids = ((corpus.vocab_size, corpus.eos_id) for corpus in corpora)
             if ids != other_ids:
                 raise UserError(
-                    f"sources: {first} has {ids[0]} token ids, of which {ids[1]} ends a document, and {other} has "
+                    f"sources: {first} has {ids[0]} token ids and the end token {ids[1]}, but {other} has "
                     f"{other_ids[0]} and {other_ids[1]}; tokenize both with one tokenizer",
                     exit_code=2,
                 )
@@ -120,11 +122,12 @@ class Mixture:
             for name, corpus in self.sources.items():
                 documents = corpus.documents(split)
                 tokens = float(documents.lengths.sum(dtype=np.int64))
-                sources.append(DocumentSource(name, documents, self._weight(name, tokens)))
+                sources.append(DocumentSource(name, documents, self._weigh_source(name, tokens)))
             self._mixed[split] = MixedDocuments(tuple(sources))
         return self._mixed[split]
 
-    def _weight(self, name: str, tokens: float) -> float:
+    def _weigh_source(self, name: str, tokens: float) -> float:
+        """Return a source's weight: the setting, or (epochs * tokens) ** (1 / temperature)."""
         if self.weights:
             return self.weights[name]
         weight: float = (self.epochs.get(name, 1.0) * tokens) ** (1 / self.temperature)
@@ -142,7 +145,9 @@ class Mixture:
                     hint = did_you_mean(name, names)
                     yield node.problem((key, name), f"{key}.{name}: sources has no {name!r}", hint)
                 elif not 0 <= value < inf:
-                    yield node.problem((key, name), f"{key}.{name}: {value} is not a share", "write a number from 0 on")
+                    yield node.problem(
+                        (key, name), f"{key}.{name}: {value} is negative or not finite", "write a number from 0 on"
+                    )
         if weights and (missing := [name for name in names if name not in weights]):
             text = f"weights leaves out {' and '.join(missing)}"
             yield node.problem("weights", text, f"write weights.{missing[0]}, which may be 0")

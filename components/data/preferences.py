@@ -69,7 +69,12 @@ def _are_equal(pair: tuple[Message, Message]) -> bool:
 
 
 def _weigh_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
-    """Return both sides with weights that sum to 1, and with references; nothing if there is nothing to compare."""
+    """
+    Return both sides with equal weights for trained tokens, 1 in sum, and with references and margin.
+
+    Returns an empty list if a side has no trained token, or both sides are equal. Raises ValueError for malformed
+    values.
+    """
     references = [_read_reference(row, key) for key in REFERENCES]
     if (references[0] is None) != (references[1] is None):
         raise ValueError(f"it has only one of {' and '.join(REFERENCES)}; write both or none")
@@ -85,6 +90,7 @@ def _weigh_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encode
 
 
 def _read_margin(row: Mapping[str, Any]) -> float | None:
+    """Return a line's margin, or None. Raises ValueError unless it is a finite number."""
     value = row.get(MARGIN)
     if value is None:
         return None
@@ -94,6 +100,7 @@ def _read_margin(row: Mapping[str, Any]) -> float | None:
 
 
 def _read_reference(row: Mapping[str, Any], key: str) -> float | None:
+    """Return a line's log-probability under `key`, or None. Raises ValueError unless it is a number up to 0."""
     value = row.get(key)
     if value is None:
         return None

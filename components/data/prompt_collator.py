@@ -60,6 +60,7 @@ class PromptCollator:
         return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), examples=tuple(examples))
 
     def _encode(self, example: Mapping[str, Any]) -> np.ndarray:
+        """Encode a prompt, int32 (tokens,). Raises ValueError if it is missing or empty."""
         prompt = example.get("prompt")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
@@ -72,6 +73,7 @@ class PromptCollator:
         return ids
 
     def _encode_messages(self, messages: list[Any], tools: Any) -> np.ndarray:
+        """Render messages up to the answer's beginning, and encode the text, int32 (tokens,)."""
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
         check_messages(messages)
@@ -82,7 +84,7 @@ class PromptCollator:
         request = {"messages": messages, "tools": tools, "add_generation_prompt": True}
         (whole,) = self._renderer.render([request])
         if not whole.startswith(rendered.text):
-            raise ValueError("the template changes the messages where an answer begins; take another template")
+            raise ValueError("the template renders the messages differently before an answer; use another template")
         return encode_rendered(self.tokenizer, Rendered(whole, (), rendered.contents), messages, tools).ids
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Record:
     batching: Batching
 
     _log: RestartedLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RestartedLog(self._begin), takes_self=True)
+        init=False, default=attrs.Factory(lambda self: RestartedLog(self._open_log), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:
@@ -47,7 +47,8 @@ class Record:
         """Close the file."""
         self._log.close()
 
-    def _begin(self, step: int) -> StepLog:
+    def _open_log(self, step: int) -> StepLog:
+        """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
         folder = make_folder(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:
             # all ranks: an earlier start may have had more ranks than this one
@@ -60,12 +61,12 @@ class Record:
 
 
 def row_digests(batch: Batch) -> list[str]:
-    """Return a digest for every row in a batch."""
+    """Return a digest for every row in a batch, over all tensors except replicated ones."""
     rows = batch.row_count
     tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
     contents = [(bytes_of(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
-    return [_blake2b_hex(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
+    return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
 
 
-def _blake2b_hex(content: bytes) -> str:
+def _hash_content(content: bytes) -> str:
     return blake2b(content, digest_size=8).hexdigest()

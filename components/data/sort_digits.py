@@ -37,8 +37,8 @@ class SortDigits:
     def open(self) -> None:
         """Draw all numbers."""
         self._splits = {"train": [], "validation": []}
-        for number in self._numbers():
-            self._splits[split_of(number.encode(), self.validation_fraction)].append(self._example(number))
+        for number in self._draw_numbers():
+            self._splits[split_of(number.encode(), self.validation_fraction)].append(self._make_example(number))
 
     def close(self) -> None:
         """Free the examples."""
@@ -47,12 +47,14 @@ class SortDigits:
     def examples(self, split: Split) -> list[Example]:
         return self._splits[split]
 
-    def _numbers(self) -> Iterator[str]:
+    def _draw_numbers(self) -> Iterator[str]:
+        """Yield random digit strings without repetition."""
         shape = self.examples_drawn, self.digits
         drawn = torch.randint(10, shape, generator=generator(self.job.seed, "sort_digits"))
         yield from dict.fromkeys("".join(map(str, row)) for row in drawn.tolist())
 
-    def _example(self, number: str) -> Mapping[str, Any]:
+    def _make_example(self, number: str) -> Mapping[str, Any]:
+        """Return a number's example, with prompt and answer as text and as ids."""
         prompt, answer = f"{number}>", "".join(sorted(number))
         prompt_ids, answer_ids = (self.tokenizer.encode(text).tolist() for text in (prompt, answer))
         answer_ids.append(self.tokenizer.eos_id)

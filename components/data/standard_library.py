@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.components.data.sources.documents import Part, split_parts, texts_of
-from drawloom.components.data.sources.files import File, local
+from drawloom.components.data.sources.files import File, make_local_file
 from drawloom.components.data.sources.text import text_parts
 from drawloom.components.ports.corpus import Split
 from drawloom.graph import UserError, between, component, setting
@@ -37,17 +37,21 @@ class StandardLibrary:
 def source_files() -> list[File]:
     """Return the running Python's modules, sorted by path below `stdlib`. Raises UserError if there are none."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in _walk(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
+    paths = [path for path in _walk_files(root) if path.suffix == ".py" and not path.name.startswith(GENERATED)]
     if not paths:
         raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
-    return sorted((local(path.relative_to(root).as_posix(), path) for path in paths), key=lambda file: file.name)
+    return sorted(
+        (make_local_file(path.relative_to(root).as_posix(), path) for path in paths), key=lambda file: file.name
+    )
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk_files(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, except in folders with tests or installed packages."""
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if _is_source(name)]
+        subfolders[:] = [name for name in subfolders if _is_source_folder(name)]
         yield from (Path(folder, name) for name in names)
 
 
-def _is_source(folder: str) -> bool:
+def _is_source_folder(folder: str) -> bool:
+    """Return whether a folder has neither tests nor installed or generated files."""
     return folder not in TESTS | INSTALLED and not folder.startswith(GENERATED)

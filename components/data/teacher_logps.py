@@ -17,7 +17,7 @@ MANIFEST = "teacher.json"
 @component
 class TeacherLogps:
     """
-    The likeliest tokens of every row under a teacher, from a folder of `drawloom teacher-logps`.
+    A teacher's likeliest tokens at every position, from a folder that `drawloom teacher-logps` has written.
 
     Files are mapped into memory. The rows must be those that the teacher has seen: the same documents, tokenizer,
     packing and seed.
@@ -32,12 +32,14 @@ class TeacherLogps:
         self.manifest()
 
     def manifest(self) -> Mapping[str, Any]:
-        """Return the manifest: `rows`, their identity; `length`, and `top_k`. Raises UserError without one."""
+        """
+        Return the manifest: the rows' identity (`rows`), `length` and `top_k`. Raises UserError if it is unreadable.
+        """
         if not self._manifest:
             try:
                 self._manifest = json.loads((self.path / MANIFEST).read_text("utf-8"))
             except (OSError, ValueError) as error:
-                text = f"path: {self.path} has no predictions of a teacher ({error})"
+                text = f"path: {self.path} has no teacher predictions ({error})"
                 raise UserError(f"{text}; write them with `drawloom teacher-logps`") from error
         return self._manifest
 
@@ -46,8 +48,10 @@ class TeacherLogps:
         if different := [name for name in {**written, **identity} if written.get(name) != identity.get(name)]:
             name = different[0]
             there, here = written.get(name), identity.get(name)
-            text = f"path: {self.path} is of other rows: {name} is {there} there, and {here} here"
-            raise UserError(f"{text}; use the documents, tokenizer, packing, length and seed of the teacher's command")
+            text = f"path: {self.path} was written for other rows: {name} is {there} there, and {here} here"
+            raise UserError(
+                f"{text}; use the same documents, tokenizer, packing, length and seed as `drawloom teacher-logps`"
+            )
 
     def predictions(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         if split not in self._files:

@@ -13,7 +13,7 @@ from drawloom.graph import UserError, between, component, setting
 @component
 class Tokenized:
     """
-    Memory-mapped token store.
+    Corpus in a memory-mapped token store.
 
     A document's split depends only on its ids, so duplicates are never in both splits.
     """
@@ -29,7 +29,7 @@ class Tokenized:
     _validation: Store | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
-        """Open the stores once."""
+        """Open the stores, unless `check_machine` has."""
         if self._train is None:
             self.check_machine()
 
@@ -68,6 +68,7 @@ class Tokenized:
 
 
 def _open_store(key: str, path: Path) -> Store:
+    """Open a store. Raises UserError with the setting's name."""
     try:
         return Store.open(path)
     except UserError as error:

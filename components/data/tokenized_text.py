@@ -26,7 +26,7 @@ log = logging.getLogger("drawloom.data")
 
 @runtime_checkable
 class DividedCorpus(Protocol):
-    """A file corpus, readable in parts; every process can tell whether the files have changed."""
+    """File corpus, readable in parts; a part's `repr` changes with its files, so a stale cache is never used."""
 
     def parts(self, split: Split) -> Sequence[Part]:
         """Return a split's documents in independently readable parts."""
@@ -78,6 +78,7 @@ class TokenizedText:
         return self._splits[split]
 
     def _open_store(self, parts: Sequence[Part], split: Split) -> Store:
+        """Open a split's cached store, after writing or completing it if necessary."""
         plan = json.dumps(describe_input(parts, self.tokenizer))
         cache = self.cache if self.cache is not None else self.job.path.parent / CACHE
         folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"

@@ -57,10 +57,10 @@ class Worker:
         try:
             self.child.pipe.send(list(rows))
         except OSError as error:
-            raise self._as_lost() from error
+            raise self._make_lost_error() from error
 
     def take(self, timeout: float) -> Batch:
-        """Return the oldest requested batch, after waiting up to `timeout` seconds."""
+        """Return the oldest requested batch. Raises WorkerLostError if it does not arrive within `timeout` seconds."""
         # wait for the sentinel too, so that a dead worker is noticed before the timeout
         if not wait([self.child.pipe, self.child.process.sentinel], timeout):
             hint = "give it more time (`timeout`), or write workers = 0"
@@ -68,9 +68,9 @@ class Worker:
         try:
             answer = self.child.pipe.recv() if self.child.pipe.poll() else None
         except (EOFError, OSError) as error:
-            raise self._as_lost() from error
+            raise self._make_lost_error() from error
         if answer is None:
-            raise self._as_lost()
+            raise self._make_lost_error()
         if isinstance(answer, UserError):
             raise answer
         if isinstance(answer, str):
@@ -78,9 +78,10 @@ class Worker:
         batch: Batch = answer
         return batch
 
-    def _as_lost(self) -> WorkerLostError:
+    def _make_lost_error(self) -> WorkerLostError:
+        """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return WorkerLostError(f"{self} {self.child.end()} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.describe_end()} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.child.process.pid})"
@@ -93,7 +94,7 @@ class Workers:
         self.members: list[Worker] = []
         try:
             for number in range(count):
-                self.members.append(_spawn(number, rows, split))
+                self.members.append(_start_worker(number, rows, split))
         except BaseException:
             self.close()
             raise
@@ -105,12 +106,12 @@ class Workers:
         """Yield batches for an endless iterator over row indices, with `ahead` requests in flight."""
         # batches that an earlier iterator requested are discarded
         while self._requested:
-            self._take(timeout)
+            self._take_batch(timeout)
         for rows in islice(requests, ahead):
-            self._request(rows)
+            self._request_batch(rows)
         for rows in requests:
-            batch = self._take(timeout)
-            self._request(rows)
+            batch = self._take_batch(timeout)
+            self._request_batch(rows)
             yield batch
 
     def close(self) -> None:
@@ -118,23 +119,24 @@ class Workers:
         while self.members:
             self.members.pop().child.stop()
 
-    def _request(self, rows: Sequence[int]) -> None:
+    def _request_batch(self, rows: Sequence[int]) -> None:
+        """Request a batch from the next worker. Raises UserError if the worker has ended."""
         worker = next(self._turns)
         try:
             worker.request(rows)
         except WorkerLostError as error:
-            raise UserError(f"workers: {error} {self._describe(rows)}; {error.hint}") from error
+            raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
         self._requested.append((worker, rows))
 
-    def _take(self, timeout: float) -> Batch:
+    def _take_batch(self, timeout: float) -> Batch:
         """Return the oldest requested batch. Errors name its rows and their sources."""
         worker, rows = self._requested.popleft()
         try:
             return worker.take(timeout)
         except WorkerLostError as error:
-            raise UserError(f"workers: {error} {self._describe(rows)}; {error.hint}") from error
+            raise UserError(f"workers: {error} {self._describe_rows(rows)}; {error.hint}") from error
 
-    def _describe(self, rows: Sequence[int]) -> str:
+    def _describe_rows(self, rows: Sequence[int]) -> str:
         """Describe a batch's first rows, with their documents' files and offsets."""
         described = f"row{'s' * (len(rows) > 1)} {_format_names(map(str, rows))} of {self._split}"
         if not isinstance(self._rows, TracedRows):
@@ -145,23 +147,24 @@ class Workers:
         return f"{described} (of {_format_names(sources)})"
 
 
-def _spawn(number: int, rows: PackedDataset, split: Split) -> Worker:
+def _start_worker(number: int, rows: PackedDataset, split: Split) -> Worker:
+    """Start a worker process. Raises UserError if the rows can't be pickled."""
     context = multiprocessing.get_context("forkserver")
     # importing torch takes over a second; preloaded, it is imported once for all workers
     context.set_forkserver_preload(["torch"])
     try:
-        return Worker(number, start_child(context, _worker_main, rows, split))
+        return Worker(number, start_child(context, _answer_requests, rows, split))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = type(rows).__name__
         raise UserError(f"workers: {kind} can't be sent to another process ({error}); write workers = 0") from error
 
 
-def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
+def _answer_requests(rows: PackedDataset, split: Split, pipe: Connection) -> None:
     """Answer a worker's requests until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the run ends its workers
     torch.set_num_threads(1)  # the cores belong to training
     requests: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
     while True:
         answer = _make_batch(rows, split, requests.get())
         try:
@@ -170,7 +173,7 @@ def _worker_main(rows: PackedDataset, split: Split, pipe: Connection) -> None:
             return
 
 
-def _listen(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
+def _read_requests(pipe: Connection, requests: "queue.SimpleQueue[list[int]]") -> None:
     """Read requests in a thread, so requesting never blocks; end the process with the run, even during a batch."""
     try:
         while True:
@@ -207,6 +210,7 @@ class TensorPickler(pickle.Pickler):
 
 
 def _rebuild_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor over these bytes, without another copy."""
     memory = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return memory.view(dtype).view(shape)
 

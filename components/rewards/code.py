@@ -41,9 +41,10 @@ class Code(Compared):
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         programs, tests = [program_of(answer.text) for answer in answers], map(self.read_expected_text, answers)
         with ThreadPoolExecutor(self.parallel) as threads:
-            return [float(passed) for passed in threads.map(self._passes, programs, [*tests])]
+            return [float(passed) for passed in threads.map(self._passes_tests, programs, [*tests])]
 
-    def _passes(self, program: str, tests: str) -> bool:
+    def _passes_tests(self, program: str, tests: str) -> bool:
+        """Return whether a program's process reaches the end of the tests, where it writes the nonce."""
         nonce = secrets.token_hex(16)
         request: dict[str, object] = {"program": program, "tests": tests, "nonce": nonce}
         request |= {"seconds": math.ceil(self.seconds), "bytes": round(self.memory * 1e9)}
@@ -51,7 +52,7 @@ class Code(Compared):
         os.set_blocking(reader, False)  # a process that escaped from its session may still hold the other end
         try:
             with tempfile.TemporaryDirectory() as folder:
-                self._run(request, folder, writer)
+                self._run_process(request, folder, writer)
             return os.read(reader, len(nonce) + 1) == nonce.encode()
         except BlockingIOError:  # nothing was written
             return False
@@ -59,8 +60,8 @@ class Code(Compared):
             os.close(reader)
             os.close(writer)
 
-    def _run(self, request: dict[str, object], folder: str, writer: int) -> None:
-        """Run a request in a new session, and kill its remaining processes."""
+    def _run_process(self, request: dict[str, object], folder: str, writer: int) -> None:
+        """Run a request in a new session, and kill all its processes at the end or at the time limit."""
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", code_process.__file__, str(writer)],
             stdin=subprocess.PIPE,

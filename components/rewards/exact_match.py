@@ -9,7 +9,9 @@ from drawloom.graph import component
 
 @component
 class ExactMatch(Compared):
-    """1 for a completion that equals the expected text, without white space around both and to its end, else 0."""
+    """
+    1 for a completion with an end token that equals the expected text, apart from surrounding white space; else 0.
+    """
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         return [

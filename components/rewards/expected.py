@@ -24,7 +24,7 @@ class Compared(Weighted):
         if self.key in answer.example:
             return answer.example[self.key]
         source, keys = answer.example.get("source", "an example"), ", ".join(answer.example)
-        raise UserError(f"{source} has the keys {keys}, and not {self.key!r}; write key = ... in the reward", 2)
+        raise UserError(f"{source} has the keys {keys}, but not {self.key!r}; write key = ... in the reward", 2)
 
     def read_expected_text(self, answer: Answer) -> str:
         """Return the expected text. Raises UserError for values other than texts."""

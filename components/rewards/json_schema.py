@@ -1,4 +1,4 @@
-"""Reward for JSON of a schema."""
+"""Reward for JSON that is valid under a schema."""
 
 import json
 import re
@@ -24,7 +24,7 @@ NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "defaul
 
 
 def _check_schema(schema: Any) -> str | None:
-    """Return why a schema is not one that `is_valid` reads, else None."""
+    """Return the reason if `is_valid` does not support a schema, else None."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
@@ -34,11 +34,11 @@ def _check_schema(schema: Any) -> str | None:
     kinds = schema.get("type", [])
     if unknown := {*([kinds] if isinstance(kinds, str) else kinds)} - TYPES.keys():
         return f"{min(unknown)!r} is not a type; write one of {', '.join(TYPES)}"
-    return next(filter(None, map(_check_schema, _children(schema))), None)
+    return next(filter(None, map(_check_schema, _list_subschemas(schema))), None)
 
 
-def _children(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas inside of a schema."""
+def _list_subschemas(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas directly inside a schema."""
     members = [schema[key] for key in ("items", "not", "additionalProperties") if key in schema]
     members += [entry for key in ("anyOf", "allOf", "oneOf") for entry in schema.get(key, [])]
     return [*members, *schema.get("properties", {}).values()]
@@ -56,19 +56,21 @@ class JsonSchema(Weighted):
         return [self._score(answer.text) for answer in answers]
 
     def _score(self, text: str) -> float:
+        """Return 1 for a text with valid JSON, else 0."""
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return 0.0
         return float(is_valid(value, self.json_schema))
 
 
-def _refuse(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
+    """Raise ValueError for NaN and infinities, which JSON lacks."""
     raise ValueError(f"{name} is not JSON")
 
 
 def is_valid(value: Any, schema: Any) -> bool:
-    """Return whether a JSON value is valid under a schema of the keywords in KEYWORDS."""
+    """Return whether a JSON value is valid under a schema, with the keywords in KEYWORDS."""
     if isinstance(schema, bool):
         return schema
     return all(KEYWORDS[key](value, argument) for key, argument in schema.items() if key in KEYWORDS) and (
@@ -77,6 +79,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 
 
 def _has_valid_extras(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether an object's undeclared properties are valid under `additionalProperties`."""
     if not isinstance(value, dict):
         return True
     extras = value.keys() - schema.get("properties", {}).keys()
@@ -84,11 +87,12 @@ def _has_valid_extras(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _has_type(value: Any, kinds: Any) -> bool:
+    """Return whether a value has one of the JSON types `kinds`, a name or a list."""
     return any(TYPES[kind](value) for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
 
-def _for(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Return a test that values of other types pass, as JSON Schema defines it."""
+def _restrict_to_type(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Return a test for values with the JSON type `kind`; other values always pass, as JSON Schema defines it."""
     return lambda value, argument: not TYPES[kind](value) or test(value, argument)
 
 
@@ -107,18 +111,18 @@ KEYWORDS: Mapping[str, Callable[[Any, Any], bool]] = {
     "type": _has_type,
     "enum": lambda value, options: any(_are_equal(value, option) for option in options),
     "const": _are_equal,
-    "properties": _for(
+    "properties": _restrict_to_type(
         "object", lambda value, members: all(is_valid(value[key], members[key]) for key in value.keys() & members)
     ),
-    "required": _for("object", lambda value, names: all(name in value for name in names)),
-    "items": _for("array", lambda value, schema: all(is_valid(entry, schema) for entry in value)),
-    "minItems": _for("array", lambda value, least: len(value) >= least),
-    "maxItems": _for("array", lambda value, most: len(value) <= most),
-    "minLength": _for("string", lambda value, least: len(value) >= least),
-    "maxLength": _for("string", lambda value, most: len(value) <= most),
-    "pattern": _for("string", lambda value, pattern: re.search(pattern, value) is not None),
-    "minimum": _for("number", lambda value, least: value >= least),
-    "maximum": _for("number", lambda value, most: value <= most),
+    "required": _restrict_to_type("object", lambda value, names: all(name in value for name in names)),
+    "items": _restrict_to_type("array", lambda value, schema: all(is_valid(entry, schema) for entry in value)),
+    "minItems": _restrict_to_type("array", lambda value, least: len(value) >= least),
+    "maxItems": _restrict_to_type("array", lambda value, most: len(value) <= most),
+    "minLength": _restrict_to_type("string", lambda value, least: len(value) >= least),
+    "maxLength": _restrict_to_type("string", lambda value, most: len(value) <= most),
+    "pattern": _restrict_to_type("string", lambda value, pattern: re.search(pattern, value) is not None),
+    "minimum": _restrict_to_type("number", lambda value, least: value >= least),
+    "maximum": _restrict_to_type("number", lambda value, most: value <= most),
     "anyOf": lambda value, schemas: any(is_valid(value, schema) for schema in schemas),
     "allOf": lambda value, schemas: all(is_valid(value, schema) for schema in schemas),
     "oneOf": lambda value, schemas: sum(is_valid(value, schema) for schema in schemas) == 1,

@@ -20,10 +20,12 @@ class Length(Weighted):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report a buffer that begins before the first token."""
+        """Report a buffer longer than `max_tokens`."""
         buffer, limit = node.settings.get("buffer"), node.settings.get("max_tokens")
         if isinstance(buffer, int) and isinstance(limit, int) and buffer > limit:
-            yield node.problem("buffer", f"{buffer} tokens are more than max_tokens = {limit}", "write at most that")
+            yield node.problem(
+                "buffer", f"{buffer} tokens are more than max_tokens = {limit}", f"write buffer = {limit} or less"
+            )
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         begin = self.max_tokens - self.buffer

@@ -23,8 +23,8 @@ class MathEqual(Compared):
     1 for a completion whose number equals the expected one, else 0.
 
     A completion's number is in its last \boxed{...}, or is the last number in the text. Numbers are integers, decimals,
-    fractions (3/4, \frac{3}{4}), with an exponent, or with commas between thousands, and are compared exactly. The
-    expected value is a number, or a text of which the same is read: "#### 72" is 72.
+    fractions (3/4, \frac{3}{4}), with an exponent, or with commas between thousands, and are compared as exact
+    fractions, up to `tolerance`. The expected value is a number, or a text that is read the same way: "#### 72" is 72.
     """
 
     tolerance: float = setting(default=0.0, check=at_least(0), doc="largest relative difference of equal numbers")
@@ -33,30 +33,32 @@ class MathEqual(Compared):
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> float:
+        """Return 1 for the expected number, up to `tolerance`; else 0."""
         expected, value = self._read_expected(answer), read_number(answer.text)
         if value is None:
             return 0.0
         return float(abs(value - expected) <= Fraction(self.tolerance) * abs(expected))
 
     def _read_expected(self, answer: Answer) -> Fraction:
+        """Return the expected number. Raises UserError if the example's value has none."""
         value = self.read_expected(answer)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         number = read_number(str(value)) if is_number or isinstance(value, str) else None
         if number is None:
             source = answer.example.get("source", "an example")
-            raise UserError(f"{source}: {self.key} is {value!r}, in which there is no number; correct it", 2)
+            raise UserError(f"{source}: {self.key} is {value!r}, which contains no number; correct it", 2)
         return number
 
 
 def read_number(text: str) -> Fraction | None:
-    """Return a text's number, None without one."""
-    boxed = _last_boxed(text)
+    """Return a text's last number, or the last box's; None without one."""
+    boxed = _find_last_box(text)
     numbers = re.findall(rf"(?<![\w.]){NUMBER}", text if boxed is None else boxed)
-    return _parse(numbers[-1]) if numbers else None
+    return _parse_number(numbers[-1]) if numbers else None
 
 
-def _last_boxed(text: str) -> str | None:
-    """Return the content of the last closed box, with balanced braces; None without a box."""
+def _find_last_box(text: str) -> str | None:
+    """Return the last box's content, with balanced braces; empty if the box is not closed, None without a box."""
     begin = text.rfind(BOXED)
     if begin < 0:
         return None
@@ -68,7 +70,8 @@ def _last_boxed(text: str) -> str | None:
     return ""
 
 
-def _parse(text: str) -> Fraction | None:
+def _parse_number(text: str) -> Fraction | None:
+    """Return a number's exact value; None if it is too long, or divides by zero."""
     match = PARTS.fullmatch(text)
     if match is None or len(text) > MAX_DIGITS:
         return None

@@ -10,6 +10,7 @@ from drawloom.graph import component, setting
 
 
 def _check_pattern(pattern: str) -> str | None:
+    """Return why a pattern is not a regular expression, or None."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -27,6 +28,7 @@ class Regex(Weighted):
 
     @cached_property
     def _expression(self) -> re.Pattern[str]:
+        """The compiled regular expression, in which a dot also matches line ends."""
         return re.compile(self.pattern, re.DOTALL)
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:

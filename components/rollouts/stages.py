@@ -57,7 +57,7 @@ class StageRollouts:
         """Report context parallelism, under which no rank has whole rows for a cache."""
         mesh = node.neighbour("mesh")
         if mesh and mesh.settings.get("context", 1) != 1:
-            text = f"[{node.name}] samples whole rows, which ranks along 'context' would share"
+            text = f"[{node.name}] samples whole rows, but ranks along 'context' divide rows"
             yield mesh.problem("context", text, "write context = 1")
 
     def open(self) -> None:
@@ -68,15 +68,16 @@ class StageRollouts:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
         if self.exact:
-            return [self._sample(microbatch, key) for microbatch in prompts]
+            return [self._complete_prompts(microbatch, key) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
             keys=torch.cat([microbatch.keys for microbatch in prompts]),
         )
-        return _split(self._sample(together, key), [len(microbatch.lengths) for microbatch in prompts])
+        return _split_rows(self._complete_prompts(together, key), [len(microbatch.lengths) for microbatch in prompts])
 
-    def _sample(self, prompts: Prompts, key: int) -> Completions:
+    def _complete_prompts(self, prompts: Prompts, key: int) -> Completions:
+        """Sample completions for a batch of prompts; `key` is the random seed. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens = torch.full((rows, length), end)
@@ -86,10 +87,10 @@ class StageRollouts:
         logps, entropies = torch.zeros(2, rows, length)
         ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
         cache = None if self.exact else KeyValueCache(length)
-        position = self._smallest(prompts.lengths)
-        while self._goes_on(position, ends):
+        position = self._find_shortest_prompt(prompts.lengths)
+        while self._has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw(tokens, position, prompts.lengths, uniform(key, counters), cache)
+            drawn = self._draw_ids(tokens, position, prompts.lengths, uniform(key, counters), cache)
             is_sampled = (position >= prompts.lengths) & (position < ends)
             ids = drawn[:, 0].long()
             tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
@@ -101,10 +102,10 @@ class StageRollouts:
             position += 1
         return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
 
-    def _draw(
+    def _draw_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
-        """Return an id, its log-probability and the entropy by row, for `position`: float64 (rows, 3)."""
+        """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
         window = tokens[:, first:last]
         places = torch.arange(first, last).expand(len(tokens), -1)
@@ -114,11 +115,12 @@ class StageRollouts:
         known, starts = tokens.to(device), starts.to(device)
 
         def finish(hidden: Tensor, head: Head) -> Tensor:
+            """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             logits = head.logits(hidden[:, column : column + 1])[:, 0]
             ids, logps, entropies = draw_rows(logits, uniforms)
             if cache is None:
-                logps = _training_logps(hidden, head, known, starts, ids, position)
+                logps = _compute_training_logps(hidden, head, known, starts, ids, position)
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
@@ -135,13 +137,13 @@ class StageRollouts:
             cache.advance(window.shape[1])
         return drawn
 
-    def _smallest(self, lengths: Tensor) -> int:
+    def _find_shortest_prompt(self, lengths: Tensor) -> int:
         """Return the shortest prompt's length over all ranks, because every pass may gather sharded parameters."""
         shortest = -lengths.min()
         self.mesh.world.max(shortest)
         return -int(shortest)
 
-    def _goes_on(self, position: int, ends: Tensor) -> bool:
+    def _has_open_rows(self, position: int, ends: Tensor) -> bool:
         """Return whether any rank has a row to continue at a position."""
         longest = ends.max().clone()
         self.mesh.world.max(longest)
@@ -149,7 +151,11 @@ class StageRollouts:
 
 
 def uniform(key: int, counters: Tensor) -> Tensor:
-    """Return a number in [0, 1) per counter, int64 (rows,): float64 (rows,), from 53 random bits."""
+    """
+    Return a random number in [0, 1) per counter, the same for equal keys and counters: float64 (rows,).
+
+    counters: int64 (rows,).
+    """
     return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
@@ -170,7 +176,9 @@ def draw_rows(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return ids[:, 0], chosen, entropies
 
 
-def _training_logps(hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int) -> Tensor:
+def _compute_training_logps(
+    hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int
+) -> Tensor:
     """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
     length = tokens.shape[1]
     targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE_INDEX)], 1)
@@ -181,7 +189,7 @@ def _training_logps(hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, 
     return torch.where(position >= starts, -losses[:, position - 1], 0.0)
 
 
-def _split(completions: Completions, rows: Sequence[int]) -> list[Completions]:
-    """Return slices with these numbers of rows."""
+def _split_rows(completions: Completions, rows: Sequence[int]) -> list[Completions]:
+    """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
     return [transform(itemgetter(part), completions) for part in slices]

@@ -24,8 +24,9 @@ class Sampler:
     """
     Sampler for prompt continuations. All pipeline ranks call it, and all get the sampled tokens.
 
-    The model sees the last `context` ids. Up to `context` ids it computes an id once, with a cache of keys and values.
-    `temperature` 0 is greedy, `top_k` restricts sampling to the k most likely tokens, and the id `end` ends a text.
+    The model sees the last `context` ids. Up to this length every id passes the model once, because keys and values
+    are cached; a longer text needs a pass over `context` ids per token. `temperature` 0 is greedy, `top_k` restricts
+    sampling to the k most likely tokens, and the id `end` ends a text.
     """
 
     model: Predictor
@@ -44,17 +45,18 @@ class Sampler:
         """
         ids, cache = list(prompt), KeyValueCache(self.context)
         for _ in range(tokens):
-            token = self._sample(ids, cache)
+            token = self._sample_id(ids, cache)
             if token == self.end:
                 return
             ids.append(token)
             yield token
 
-    def _sample(self, ids: list[int], cache: KeyValueCache) -> int:
+    def _sample_id(self, ids: list[int], cache: KeyValueCache) -> int:
+        """Sample the next id, the same on all ranks. Raises UserError if the logits are not finite."""
         # A text that is longer than the context moves by one position per token, so cached keys would be wrong.
         fits = len(ids) <= self.context
         window, first = (ids[cache.length :], cache.length) if fits else (ids[-self.context :], 0)
-        logits = self._logits(window, first, cache if fits else None)
+        logits = self._compute_logits(window, first, cache if fits else None)
         drawn = 0 if logits is None else draw(logits[0, -1].float().cpu(), self.temperature, self.top_k, self.generator)
         sums = torch.tensor([drawn, cache.layers])
         self.pipeline.sum(sums)  # only the last stage has logits, and the other ranks add 0
@@ -65,8 +67,10 @@ class Sampler:
             cache.advance(len(window))
         return int(token)
 
-    def _logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
-        """Compute logits (1, tokens, vocab_size) for ids from position `first` on; None without the last stage."""
+    def _compute_logits(self, ids: list[int], first: int, cache: KeyValueCache | None) -> Tensor | None:
+        """
+        Compute logits (1, tokens, vocab_size) for ids from position `first` on; None on ranks without the last stage.
+        """
         window = torch.tensor([ids])
         positions = torch.arange(first, first + len(ids)).unsqueeze(0)
         return self.model.infer(window, TokenContext(positions, torch.zeros_like(window), cache=cache))

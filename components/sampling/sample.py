@@ -54,24 +54,26 @@ class Sample:
     def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
         with with_averages(self.average):
-            text = self._sample() if self.mesh.replicas.rank == 0 else ""
-        run_on_rank0(self.mesh.world, lambda: self._write(step, text))
+            text = self._sample_text() if self.mesh.replicas.rank == 0 else ""
+        run_on_rank0(self.mesh.world, lambda: self._write_text(step, text))
 
-    def _sample(self) -> str:
+    def _sample_text(self) -> str:
         """Sample the text, or return an error as text, so that a diverged run still writes its report."""
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         try:
-            ids = list(self._sampler().continuation(prompt, self.tokens))
+            ids = list(self._make_sampler().continuation(prompt, self.tokens))
         except UserError as error:
             return f"({error})"
         return self.prompt + self.tokenizer.decode(ids)
 
-    def _write(self, step: int, text: str) -> None:
+    def _write_text(self, step: int, text: str) -> None:
+        """Log the text's beginning, and replace the file."""
         more = f"\n... ({len(text):,} characters in {self._target})" if len(text) > MAX_LOGGED else ""
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
-        replace_file(self._target, f"{_heading(step)}{text}\n".encode())
+        replace_file(self._target, f"{_format_heading(step)}{text}\n".encode())
 
-    def _sampler(self) -> Sampler:
+    def _make_sampler(self) -> Sampler:
+        """Return a sampler with this task's settings."""
         return Sampler(
             model=self.model,
             pipeline=self.mesh.pipeline_group,
@@ -83,7 +85,8 @@ class Sample:
         )
 
     def _has_sample(self, step: int) -> bool:
-        heading = _heading(step).encode()
+        """Return whether the file's heading is for this step."""
+        heading = _format_heading(step).encode()
         try:
             with regular_file(self._target) as file:
                 return file.read(0, min(file.size, len(heading))) == heading
@@ -92,8 +95,10 @@ class Sample:
 
     @property
     def _target(self) -> Path:
+        """Path to the text file."""
         return self.folder.folder / "sample.txt"
 
 
-def _heading(step: int) -> str:
+def _format_heading(step: int) -> str:
+    """Return the file's first line."""
     return f"# after step {step}\n"

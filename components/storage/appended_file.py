@@ -14,7 +14,7 @@ log = logging.getLogger("drawloom.storage")
 
 @attrs.define(eq=False)
 class AppendedFile:
-    """Open file; rewritten, with a warning, if somebody removes it or its folder."""
+    """Open file; if somebody removes it or its folder, the next append rewrites it, with a warning."""
 
     path: Path
     _descriptor: int
@@ -46,7 +46,7 @@ class AppendedFile:
             os.ftruncate(self._descriptor, len(content))
         else:
             replace_file(self.path, content)
-            self._reopen()
+            self._reopen_file()
 
     def sync(self) -> None:
         """Flush to disk. A write alone survives a killed process, but not a power cut."""
@@ -58,22 +58,23 @@ class AppendedFile:
 
     def _restore_if_removed(self) -> None:
         """Rewrite a removed file, whose content is still readable through the open descriptor."""
-        if self._has_name():
+        if self._is_at_path():
             return
         if not os.path.lexists(self.path):  # otherwise an editor has replaced the file
             if self.path.parent.parent.is_dir():
                 self.path.parent.mkdir(exist_ok=True)
             replace_file(self.path, self.read())
             log.warning("%s was removed during the run, and is written anew", self.path)
-        self._reopen()
+        self._reopen_file()
 
-    def _has_name(self) -> bool:
+    def _is_at_path(self) -> bool:
         """Return whether the path still leads to the open file."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
         except FileNotFoundError:
             return False
 
-    def _reopen(self) -> None:
+    def _reopen_file(self) -> None:
+        """Open the file that is now at the path, and close the old descriptor."""
         old_descriptor, self._descriptor = self._descriptor, open_to_append(self.path)
         os.close(old_descriptor)

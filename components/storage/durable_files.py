@@ -42,7 +42,7 @@ class FileWriter:
                 try:
                     count = os.pwrite(self.descriptor, piece, position)
                 except OSError as error:
-                    raise _with_file_name(error, self.name) from error
+                    raise _add_file_name(error, self.name) from error
                 piece, position = piece[count:], position + count
 
     def content(self) -> Content:
@@ -59,7 +59,7 @@ def new_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
     sha256 = Sha256Stream(block)
     try:
         yield FileWriter(str(path), descriptor, sha256)
-        _sync(descriptor, path)
+        _fsync_once(descriptor, path)
     finally:
         sha256.finish()
         os.close(descriptor)
@@ -76,7 +76,7 @@ def sync(path: Path) -> None:
     """Flush a file or a folder. A new or renamed file survives a power cut only if its folder is flushed too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        _sync(descriptor, path)
+        _fsync_once(descriptor, path)
     finally:
         os.close(descriptor)
 
@@ -88,7 +88,7 @@ def sync_tree(folder: Path) -> None:
             sync(path)
 
 
-def free(folder: Path) -> int:
+def count_free_bytes(folder: Path) -> int:
     """Return the free bytes on a folder's file system, for an unprivileged process."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
@@ -189,13 +189,14 @@ def begin_folder(target: Path) -> TempFolder:
 
 
 def _refuse_if_taken(target: Path) -> None:
+    """Raise UserError unless the target is missing or an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already; write the name of a new folder, or remove this one first")
 
 
-def _sync(descriptor: int, path: Path) -> None:
+def _fsync_once(descriptor: int, path: Path) -> None:
     """
     Call fsync once: after a failed call the kernel may have dropped the data, and a retry would succeed.
 
@@ -204,9 +205,9 @@ def _sync(descriptor: int, path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        raise _with_file_name(error, str(path)) from error
+        raise _add_file_name(error, str(path)) from error
 
 
-def _with_file_name(error: OSError, name: str) -> OSError:
+def _add_file_name(error: OSError, name: str) -> OSError:
     """Add the file name to a system call's error."""
     return OSError(error.errno, error.strerror, name)

@@ -10,7 +10,7 @@ import attrs
 
 from drawloom.graph import UserError
 
-MISSING = "install what reads it: pip install 'drawloom[fsspec]', and the package of its protocol, such as s3fs"
+MISSING = "install its reader: pip install 'drawloom[fsspec]', and the protocol's package, such as s3fs"
 
 
 class StoreError(Exception):
@@ -32,7 +32,7 @@ class ObjectStore:
 
     @classmethod
     def open(cls, url: str) -> "ObjectStore":
-        """Return the store of a URL. Raises UserError if the package of its protocol is missing."""
+        """Return the store for a URL. Raises UserError if fsspec or the protocol's package is missing."""
         try:
             import fsspec
         except ImportError as error:
@@ -44,41 +44,42 @@ class ObjectStore:
         return cls(url, system, root)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in a folder, sorted. Empty if it does not exist."""
-        with self._reporting():
+        """Return the sorted names in a folder; empty if it is missing."""
+        with self._convert_errors():
             self._system.invalidate_cache()
             try:
-                paths = self._system.ls(self._path(folder), detail=False)
+                paths = self._system.ls(self._join_path(folder), detail=False)
             except FileNotFoundError:
                 return []
             return sorted({posixpath.basename(str(path).rstrip("/")) for path in paths} - {""})
 
     def put(self, file: Path, name: str) -> None:
-        """Write a file. Raises FileNotFoundError if the local file is gone."""
+        """Upload a local file under a name. Raises FileNotFoundError if the local file is gone."""
         if not file.is_file():
             raise FileNotFoundError(file)
-        with self._reporting():
-            self._system.makedirs(posixpath.dirname(self._path(name)), exist_ok=True)
-            self._system.put_file(str(file), self._path(name))
+        with self._convert_errors():
+            self._system.makedirs(posixpath.dirname(self._join_path(name)), exist_ok=True)
+            self._system.put_file(str(file), self._join_path(name))
 
     def get(self, name: str, file: Path) -> None:
-        """Read a file into a local one, whose folder is created."""
+        """Download a file, and create the local folder for it."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        with self._reporting():
-            self._system.get_file(self._path(name), str(file))
+        with self._convert_errors():
+            self._system.get_file(self._join_path(name), str(file))
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it exists."""
-        with self._reporting():
-            if self._system.exists(self._path(name)):
-                self._system.rm(self._path(name), recursive=True)
+        with self._convert_errors():
+            if self._system.exists(self._join_path(name)):
+                self._system.rm(self._join_path(name), recursive=True)
 
-    def _path(self, name: str) -> str:
+    def _join_path(self, name: str) -> str:
+        """Return a name's path in fsspec's file system."""
         return posixpath.join(self._root, name) if name else self._root
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn the many exceptions of stores and their packages into StoreError."""
+    def _convert_errors(self) -> Iterator[None]:
+        """Convert every exception to StoreError, because stores and their packages raise many kinds."""
         try:
             yield
         except Exception as error:

@@ -68,7 +68,9 @@ def regular_file(path: Path) -> Iterator[RegularFile]:
 
 @contextmanager
 def open_regular_file(path: Path, remedy: str = "copy the folder again") -> Iterator[RegularFile]:
-    """Open an untrusted file for reading. Raises UserError with the remedy, from the OSError, if it is unreadable."""
+    """
+    Open an untrusted file for reading. Raises UserError with the reason and the remedy if opening or reading fails.
+    """
     try:
         with regular_file(path) as file:
             yield file
@@ -86,13 +88,13 @@ def open_descriptor(path: Path, flags: int) -> int:
     """
     try:
         with suppress(FileNotFoundError):
-            _check_kind(path, os.lstat(path))  # before opening, which has effects on some devices
+            _check_is_regular(path, os.lstat(path))  # before opening, which has effects on some devices
         # O_NONBLOCK, because opening a pipe would wait for its writer; it has no effect on regular files
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from error
     try:
-        _check_kind(path, os.fstat(descriptor))  # again, because another file may have replaced it
+        _check_is_regular(path, os.fstat(descriptor))  # again, because another file may have replaced it
     except OSError:
         os.close(descriptor)
         raise
@@ -137,7 +139,8 @@ def hash_file(path: Path) -> Content:
         return Content(file.size, (hash_block(block) for block in blocks))
 
 
-def _check_kind(path: Path, status: os.stat_result) -> None:
+def _check_is_regular(path: Path, status: os.stat_result) -> None:
+    """Raise OSError for a link, a folder, a pipe or a device."""
     if stat.S_ISLNK(status.st_mode):
         raise OSError(0, "it is a symbolic link, which may lead anywhere; `cp -rL` copies what it leads to", str(path))
     if not stat.S_ISREG(status.st_mode):
@@ -171,42 +174,46 @@ class VerifiedFile(RegularFile):
         with ThreadPoolExecutor(HASH_THREADS, "sha256") as pool:  # starts threads lazily
             checks = []
             for number in range(offset // BLOCK, -(-end // BLOCK)):
-                start, stop = self._span(number)
+                start, stop = self._block_range(number)
                 low, high = max(start, offset), min(stop, end)
                 part = buffer[low - offset : high - offset]
                 if (low, high) != (start, stop) or number == self._last[0]:
                     part[:] = self._read_block(number)[low - start : high - start]
                 else:
                     super().read_into(part, start)
-                    checks.append(pool.submit(self._verify, number, part))
+                    checks.append(pool.submit(self._verify_block, number, part))
         for check in checks:
             check.result()
 
     def verify(self, blocks: Iterable[int]) -> None:
         """Read and verify these blocks."""
         for number in blocks:
-            start, stop = self._span(number)
-            self._verify(number, self._read_unverified(start, stop))
+            start, stop = self._block_range(number)
+            self._verify_block(number, self._read_unverified(start, stop))
 
     def _read_block(self, number: int) -> bytes:
+        """Return a verified block; caches the last one."""
         if number != self._last[0]:
-            start, stop = self._span(number)
+            start, stop = self._block_range(number)
             block = self._read_unverified(start, stop)
-            self._verify(number, block)
+            self._verify_block(number, block)
             self._last = number, block
         return self._last[1]
 
     def _read_unverified(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to before `stop`."""
         buffer = bytearray(stop - start)
         super().read_into(memoryview(buffer), start)
         return bytes(buffer)
 
-    def _span(self, number: int) -> tuple[int, int]:
+    def _block_range(self, number: int) -> tuple[int, int]:
+        """Return a block's first byte and its end."""
         return number * BLOCK, min((number + 1) * BLOCK, self.size)
 
-    def _verify(self, number: int, block: bytes | memoryview) -> None:
+    def _verify_block(self, number: int, block: bytes | memoryview) -> None:
+        """Raise ContentMismatchError if a block's digest differs."""
         if number >= len(self.expected.blocks) or hash_block(block) != self.expected.blocks[number]:
-            start, stop = self._span(number)
+            start, stop = self._block_range(number)
             raise ContentMismatchError(f"has a checksum mismatch in bytes {start} to {stop}")
         self.verified.add(number)
 

@@ -54,13 +54,13 @@ class Sha256Stream:
         self._thread: threading.Thread | None = None
 
     def update(self, piece: memoryview) -> None:
-        """Append a piece."""
+        """Append a piece, which the thread may hash later."""
         self.size += len(piece)
         if self._thread is None and len(piece) >= LARGE:
             self._thread = threading.Thread(target=self._hash_queue, name="sha256", daemon=True)
             self._thread.start()
         if self._thread is None:
-            self._append(piece)
+            self._hash_piece(piece)
         else:
             self._pieces.put(piece)
 
@@ -75,10 +75,12 @@ class Sha256Stream:
         return Content(self.size, self._blocks)
 
     def _hash_queue(self) -> None:
+        """Hash the queued pieces, in the thread, until None arrives."""
         for piece in iter(self._pieces.get, None):
-            self._append(piece)
+            self._hash_piece(piece)
 
-    def _append(self, piece: memoryview) -> None:
+    def _hash_piece(self, piece: memoryview) -> None:
+        """Hash a piece, and end every full block."""
         while piece:
             part, piece = piece[: self._block - self._hashed], piece[self._block - self._hashed :]
             self._hash.update(part)
@@ -87,5 +89,6 @@ class Sha256Stream:
                 self._end_block()
 
     def _end_block(self) -> None:
+        """Store the block's digest, and begin the next block."""
         self._blocks.append(self._hash.hexdigest())
         self._hash, self._hashed = hashlib.sha256(), 0

@@ -76,7 +76,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
 
 
 def narrow_tree(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
-    """Return a state's tree after its tensors were narrowed to `parts`: their leaves become slices."""
+    """Return a tree with slices in place of the tensors named in `parts`; existing slices are narrowed further."""
     if isinstance(tree, list):
         return [narrow_tree(part, parts) for part in tree]
     if not isinstance(tree, dict):
@@ -109,9 +109,9 @@ class _Packer:
 
     def pack(self, value: Any, path: tuple[Any, ...]) -> Tree:
         if isinstance(value, Tensor):
-            return {"tensor": self._name(value.detach(), path)}
+            return {"tensor": self._register_tensor(value.detach(), path)}
         if isinstance(value, SlicedTensor):
-            return _slice_leaf(self._name(value.tensor.detach(), path), value.tensor_slice)
+            return _slice_leaf(self._register_tensor(value.tensor.detach(), path), value.tensor_slice)
         if isinstance(value, dict):
             # JSON would convert other keys to strings.
             if wrong := [key for key in value if type(key) is not str]:
@@ -126,8 +126,8 @@ class _Packer:
             return value
         raise TypeError(f"{_join_path(path)} is a {type(value).__name__}, which can't be saved")
 
-    def _name(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Return a tensor's name; a tensor with the same memory and layout as an earlier one has its name."""
+    def _register_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        """Add a tensor, and return its name; the same memory and layout as an earlier tensor's share its name."""
         name = _join_path(path)
         if (
             not path
@@ -155,17 +155,19 @@ def _parse_slice(content: Mapping[str, Any]) -> TensorSlice:
     shape, offsets, size = (content[key] for key in ("shape", "offsets", "size"))
     numbers = [*shape, *offsets, *size]
     if not len(shape) == len(offsets) == len(size) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("a slice has no valid shape")
+        raise ValueError("a slice's shape, offsets or size is invalid")
     if any(at + length > whole for whole, at, length in zip(shape, offsets, size, strict=True)):
         raise ValueError("a slice is not inside its tensor")
     return TensorSlice(tuple(shape), tuple(offsets), tuple(size))
 
 
 def _join_path(path: tuple[Any, ...]) -> str:
+    """Join keys with slashes, for names and messages."""
     return "/".join(map(str, path)) or "it"
 
 
 def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a tree's value."""
     if isinstance(tree, list):
         return [_unpack(part, tensors) for part in tree]
     if not isinstance(tree, dict):
@@ -180,5 +182,5 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tuple":
         return tuple(_unpack(content, tensors))
     if kind != "dict":
-        raise ValueError(f"{kind!r} is not a kind of value")
+        raise ValueError(f"the state has the unknown kind {kind!r}")
     return {key: _unpack(part, tensors) for key, part in content.items()}

@@ -82,12 +82,12 @@ class StepLog:
             if len(self._buffer) < BUFFER_SIZE:
                 self._buffer += encode_line(row)
             self._appended = row["step"]
-            self._write()
+            self._write_buffer()
 
     def flush(self) -> None:
         """Wait until every line is on disk. Raises OSError if the disk does not accept some."""
         with self._lock:
-            self._write()
+            self._write_buffer()
             if self._buffer:
                 missing = f"the rows of steps {self._written + 1} to {self._appended} are in memory only"
                 raise OSError(errno.ENOSPC, missing, str(self._file.path))
@@ -108,7 +108,7 @@ class StepLog:
             repaired = _repair_rows(
                 kept, damage, {number: row for number, row in (known or {}).items() if number <= step}
             )
-            self._warn_of(damage, repaired)
+            self._warn_of_damage(damage, repaired)
             rows = {number: line.text + b"\n" for number, line in kept.items()}
             rows |= {number: encode_line(row) for number, row in repaired.items()}
             self._file.replace(b"".join(rows[number] for number in sorted(rows)))
@@ -117,10 +117,10 @@ class StepLog:
     def close(self) -> None:
         """Write the buffered lines, and close the file."""
         with self._lock:
-            self._write()
+            self._write_buffer()
             self._file.close()
 
-    def _write(self) -> None:
+    def _write_buffer(self) -> None:
         """Write as many buffered lines as the disk accepts; an error is only a warning."""
         try:
             while self._buffer:
@@ -132,7 +132,8 @@ class StepLog:
                 text = "%s: %s; lines are kept in memory until the disk accepts them"
                 log.warning(text, self._file.path, error.strerror)
 
-    def _warn_of(self, damage: Damage, repaired: Mapping[int, Row]) -> None:
+    def _warn_of_damage(self, damage: Damage, repaired: Mapping[int, Row]) -> None:
+        """Log the damaged lines, and the steps repaired with the checkpoint's values."""
         if text := str(damage):
             names = ", ".join(map(str, sorted(repaired)))
             known = f"; the values of step {names} are the checkpoint's" if repaired else ""
@@ -193,10 +194,10 @@ def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
     kept: list[tuple[int, StepLine]] = []
     damage = Damage()
     *pieces, last = content.split(b"\n")
-    if last and (torn := _parse(last)) is not None and not torn.has_changed:
+    if last and (torn := _parse_line(last)) is not None and not torn.has_changed:
         pieces.append(last)
     for number, piece in enumerate(pieces, 1):
-        line = _parse(piece)
+        line = _parse_line(piece)
         if line is None:
             damage.unreadable.append(number)
             continue
@@ -210,7 +211,7 @@ def parse_lines(content: bytes) -> tuple[list[StepLine], Damage]:
     return [line for _, line in kept], damage
 
 
-def _parse(text: bytes) -> StepLine | None:
+def _parse_line(text: bytes) -> StepLine | None:
     """Return a line, or None if it is not an object with a step."""
     try:
         row = json.loads(text)
@@ -234,6 +235,7 @@ def _repair_rows(kept: Mapping[int, StepLine], damage: Damage, known: Mapping[in
 
 
 def _describe_lines(singular: str, plural: str, unit: str, numbers: Sequence[int]) -> str:
+    """Describe a kind of damage with the first numbers; empty without damage."""
     if not numbers:
         return ""
     shown = ", ".join(map(str, sorted(numbers)[:MAX_NUMBERS_SHOWN]))

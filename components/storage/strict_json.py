@@ -10,13 +10,15 @@ def parse(text: bytes, *, most: int) -> Any:
     """
     Parse a JSON text.
 
-    Raises ValueError with the reason for invalid JSON, duplicate names in an object, NaN and infinities, and for
-    more than `most` characters that begin or separate values: a value may take some hundred bytes of memory.
+    Raises ValueError with the reason for invalid JSON, duplicate names in an object, NaN and infinities, and for more
+    than `most` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
         raise ValueError(f"it has {parts} parts, and more than {most} are not read")
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        return json.loads(
+            text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
 
@@ -31,7 +33,8 @@ def checksum(value: Any) -> str:
     return hashlib.sha256(dumps(value)).hexdigest()
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object as a dict. Raises ValueError for a repeated name."""
     value = dict(pairs)
     if len(value) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -40,4 +43,5 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(word: str) -> Any:
+    """Raise ValueError for NaN and infinities."""
     raise ValueError(f"{word} is not a JSON number")

@@ -18,6 +18,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

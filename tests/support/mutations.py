@@ -24,7 +24,7 @@ def no_fsync() -> None:
     def nothing(_file: int, _path: Path) -> None:
         return
 
-    put(durable_files, "_sync", nothing)
+    put(durable_files, "_fsync_once", nothing)
 
 
 def no_fsync_of_folders() -> None:

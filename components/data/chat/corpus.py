@@ -24,7 +24,7 @@ log = logging.getLogger("drawloom.data")
 
 @inherited
 class ChatCorpus:
-    """File lines, rendered by a chat template into documents with a loss weight per token."""
+    """Base for corpora from file lines: a chat template renders a line into documents, with a loss weight per token."""
 
     kind: ClassVar[str] = "conversation"
     label: ClassVar[str] = "label"
@@ -50,16 +50,15 @@ class ChatCorpus:
     @abstractmethod
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """
-        Encode a line's documents; documents without a trained token are dropped. Raises ValueError for a
-        bad line.
+        Encode a line's documents; `lines` drops documents without a trained token. Raises ValueError for a bad line.
         """
 
     @abstractmethod
     def nothing_trained_message(self) -> str:
-        """Return the message for a corpus without a trained token."""
+        """Return the error message for a corpus in which no token is trained."""
 
     def arrange(self, documents: list[Encoded], split: Split) -> list[Encoded]:
-        """Return a split's documents from those of its lines: by default the same."""
+        """Return a split's final documents, given its lines' documents; subclasses may add documents."""
         return documents
 
     def check_machine(self) -> None:
@@ -79,11 +78,13 @@ class ChatCorpus:
             rows[split_of(line.key, self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.nothing_trained_message()}")
-        self._splits = {split: self._join(self.arrange(documents, split), split) for split, documents in rows.items()}
-        self._report(sum(map(len, rows.values())))
+        self._splits = {
+            split: self._join_documents(self.arrange(documents, split), split) for split, documents in rows.items()
+        }
+        self._log_summary(sum(map(len, rows.values())))
 
     def lines(self) -> Generator[tuple[Line, list[Encoded]]]:
-        """Yield all lines with their documents, if a token is trained."""
+        """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
         template = ChatTemplate(self._read_template(), self.tokenizer.template_tokens, self.date)
         try:
@@ -114,6 +115,7 @@ class ChatCorpus:
         return {} if self.template is None else {"template": [self.template]}
 
     def _read_template(self) -> str | None:
+        """Return the template's text from the file, or from the tokenizer. Raises UserError if it is unreadable."""
         if self.template is None:
             return self.tokenizer.chat_template
         try:
@@ -122,6 +124,7 @@ class ChatCorpus:
             raise UserError(f"template: {self.template} can't be read ({error.strerror})") from error
 
     def _encode_line(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
+        """Encode a line, and count its straddling documents. Raises UserError with the line's position."""
         try:
             encoded = self.encode_row(line.row, template)
         except (ValueError, RecursionError) as error:
@@ -130,22 +133,24 @@ class ChatCorpus:
         self._straddling += sum(document.straddles for document in encoded)
         return encoded
 
-    def _join(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
+    def _join_documents(self, rows: Sequence[Encoded], split: Split) -> TokenArrays:
+        """Concatenate a split's documents. Raises UserError if only some have a reference, or a label."""
         dtype = id_dtype(self.vocab_size)
         weights = [row.weights for row in rows]
         references = [row.reference for row in rows if row.reference is not None]
         labels = [row.label for row in rows if row.label is not None]
         if len(references) not in (0, len(rows)):
             raise UserError(
-                f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; give all of them one, or none"
+                f"paths: {len(references)} of {len(rows)} {self.kind}s have a reference; write one for all, or for none"
             )
         if len(labels) not in (0, len(rows)):
             text = f"{len(labels)} of {len(rows)} {self.kind}s have a {self.label}"
-            raise UserError(f"paths: {text}; give all of them one, or none")
+            raise UserError(f"paths: {text}; write one for all, or for none")
         name = f"{split} {self.kind}"
         return TokenArrays.of((row.ids for row in rows), dtype, weights, references or None, labels or None, name)
 
-    def _report(self, rows: int) -> None:
+    def _log_summary(self, rows: int) -> None:
+        """Log the counts for documents, tokens, dropped lines, and straddling documents."""
         splits = self._splits.values()
         tokens = sum(len(split.ids) for split in splits)
         trained = sum(int((split.own_weights > 0).sum()) for split in splits if split.own_weights is not None)
@@ -168,6 +173,6 @@ def check_messages(messages: Sequence[Any]) -> None:
             raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
-def without(message: Message, key: str) -> Message:
-    """Return a message without one key."""
+def remove_key(message: Message, key: str) -> Message:
+    """Return a copy without the key."""
     return {name: value for name, value in message.items() if name != key}

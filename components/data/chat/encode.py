@@ -18,9 +18,9 @@ class Encoded:
     """
     Encoded document. ids: int32 (tokens,); weights: float32 (tokens,), token weights as targets.
 
-    `straddles` is true if the whole text encodes to other ids, because a token crosses two parts. `reference` is
-    the log-probability of the trained tokens under another model, if the data have one. `label` is a number for the
-    loss, such as a margin.
+    `straddles` is true if the text as a whole encodes to other ids, because a token would cross the beginning or end of
+    a trained part. `reference` is the log-probability of the trained tokens under another model, if the data have one.
+    `label` is a number for the loss, such as a margin.
     """
 
     ids: np.ndarray
@@ -58,18 +58,22 @@ def encode_rendered(tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequ
 def _find_forged_spans(
     control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
 ) -> list[tuple[int, int]]:
-    """Return the spans in content with a spelled-out control token."""
+    """
+    Return the spans in `rendered.text` for contents with a spelled-out control token. Raises ValueError if such a token
+    is outside of a located content.
+    """
     forged = []
     for number, message in enumerate(messages):
         content = message.get("content")
         other_keys = {key: value for key, value in message.items() if key != "content" or not isinstance(content, str)}
         if match := control.search(json.dumps(other_keys, ensure_ascii=False)):
-            where = "outside of its content"
-            raise ValueError(f"turn {number + 1} contains the control token {match[0]} {where}; remove it there")
+            text = f"turn {number + 1} contains the control token {match[0]} outside of its content"
+            raise ValueError(f"{text}; remove it there")
         if isinstance(content, str) and (match := control.search(content)):
             if number not in rendered.contents:
-                where = "where the template changes the content, so that it can't be told from the template's own"
-                raise ValueError(f"turn {number + 1} contains the control token {match[0]} {where}; remove it there")
+                text = f"turn {number + 1} contains the control token {match[0]}"
+                reason = "the template changes this turn's content, so the token can't be distinguished from its own"
+                raise ValueError(f"{text}, and {reason}; remove the token")
             forged.append(rendered.contents[number])
     if match := control.search(json.dumps(tools, ensure_ascii=False)):
         raise ValueError(f"a tool contains the control token {match[0]}; remove it there")

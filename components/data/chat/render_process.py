@@ -34,23 +34,27 @@ def environment(date: str | None) -> Any:
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
+            """Parse the content as ordinary statements."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
 
     def raise_exception(message: str) -> None:
+        """Reject the conversation with a template's message."""
         raise jinja2.exceptions.TemplateError(message)
 
     def strftime_now(form: str) -> str:
+        """Format the date given by the user, because today's date would make runs differ."""
         if date is None:
-            raise jinja2.exceptions.TemplateError("it asks for today's date; write date = the day that it is to say")
+            raise jinja2.exceptions.TemplateError('it needs today\'s date; write date = "2025-01-31", for example')
         return datetime.fromisoformat(date).strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        """Encode JSON without escaping HTML characters, like transformers and unlike jinja2."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     class Namespace(jinja2.utils.Namespace):
-        """Namespace without names with an underscore, which lead into Python."""
+        """Namespace that refuses attributes with a leading underscore, because they would lead into Python."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -68,7 +72,7 @@ def environment(date: str | None) -> Any:
 
 
 def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
-    """Return a rendered text, or the reason for its failure."""
+    """Render a request. Return {"text": ...}, or {"error": ...} with the reason for a failure."""
     try:
         text = template.render(**special_tokens, **request)
     except MemoryError:
@@ -76,12 +80,12 @@ def render(template: Any, request: dict[str, Any], special_tokens: dict[str, str
     except Exception as error:  # a template can raise anything
         return {"error": re.sub(r"\s+", " ", f"{error}")[:500] or type(error).__name__}
     if len(text) > MAX_TEXT:
-        return {"error": f"it gives {len(text)} characters, and {MAX_TEXT} are the most"}
+        return {"error": f"it renders {len(text)} characters, more than {MAX_TEXT}"}
     return {"text": text}
 
 
 def serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
-    """Answer rendering lists until the input ends."""
+    """Read the template and confirm it, or answer with its error; then answer rendering lists until the input ends."""
     opening = json.loads(read())
     try:
         template = environment(opening["date"]).from_string(opening["template"])
@@ -101,6 +105,7 @@ if __name__ == "__main__":
     output = sys.stdout.buffer
 
     def send(line: bytes) -> None:
+        """Write a line, and flush it."""
         output.write(line)
         output.flush()
 

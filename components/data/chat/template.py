@@ -27,10 +27,9 @@ class RenderError(ValueError):
 @attrs.define(eq=False)
 class ChatTemplate:
     """
-    Chat template in a child process; `special_tokens` are its variables, such as bos_token.
+    Chat template, rendered in a child process; `special_tokens` are its variables, such as bos_token.
 
-    Nothing can be rendered if `text` is None. `date`, such as 2025-01-31, is for templates with today's
-    date.
+    `text` None raises an error at the first rendering. `date`, such as 2025-01-31, is for templates with today's date.
     """
 
     text: str | None
@@ -54,10 +53,12 @@ class ChatTemplate:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         os.set_blocking(self._process.stdout.fileno(), False)
         opening = {"template": self.text, "special_tokens": dict(self.special_tokens), "date": self.date}
-        answer = self._ask(opening, 60.0)
+        answer = self._send_request(opening, 60.0)
         if "error" in answer:
             self.close()
-            raise UserError(f"the chat template can't be read: {answer['error']}; take that of the model's tokenizer")
+            raise UserError(
+                f"the chat template can't be read: {answer['error']}; use the chat template in the model's tokenizer"
+            )
 
     def close(self) -> None:
         """Kill the process."""
@@ -74,13 +75,16 @@ class ChatTemplate:
         """
         if self._process is None:
             self.open()
-        answers = self._ask(requests, self.seconds)
+        answers = self._send_request(requests, self.seconds)
         for answer in answers:
             if "error" in answer:
                 raise RenderError(answer["error"])
         return [answer["text"] for answer in answers]
 
-    def _ask(self, request: Any, seconds: float) -> Any:
+    def _send_request(self, request: Any, seconds: float) -> Any:
+        """
+        Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
+        """
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -94,6 +98,9 @@ class ChatTemplate:
             raise UserError(f"{problem}; use another template") from error
 
     def _read_line(self, deadline: float) -> bytes:
+        """
+        Read a line from the process, until `deadline` (time.monotonic). Raises TimeoutError, or EOFError if it ends.
+        """
         stream = self._process.stdout
         while b"\n" not in self._buffer:
             if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -105,7 +112,7 @@ class ChatTemplate:
         return line
 
 
-def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
+def read_chat_template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Return the chat template in a tokenizer folder, or None, and the special tokens by name."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))

@@ -23,7 +23,7 @@ REMEDY = 'write turns = "last" or turns = "one_row_per_turn"'
 
 
 class AmbiguousTurnError(ValueError):
-    """A turn rendered differently within a conversation and at its end."""
+    """A turn without a certain span, such as one rendered differently within a conversation and at its end."""
 
 
 @attrs.frozen
@@ -58,10 +58,11 @@ def render_turns(
     """
 
     def request(part: Sequence[Message], prompt: bool = False) -> dict[str, Any]:
+        """Return a rendering request."""
         return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
 
     trained = [number for number, weight in enumerate(weights) if weight]
-    contents = [number for number, message in enumerate(messages) if _text_content(message)]
+    contents = [number for number, message in enumerate(messages) if _get_text(message)]
     nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
     requests = [request(messages)]
     for number in trained:
@@ -75,7 +76,7 @@ def render_turns(
     prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
     others = rest[2 * len(trained) :]
     content_spans = {
-        number: _find_content(whole, others[2 * index : 2 * index + 2], nonces[index], _text_content(messages[number]))
+        number: _find_content(whole, others[2 * index : 2 * index + 2], nonces[index], _get_text(messages[number]))
         for index, number in enumerate(contents)
     }
     spans = [
@@ -83,35 +84,42 @@ def render_turns(
         for number, (before, after) in zip(trained, prefixes, strict=True)
     ]
     if any(span.last > following.first for span, following in pairwise(spans)):
-        raise AmbiguousTurnError(f"the template renders two turns into one another; {REMEDY}")
+        raise AmbiguousTurnError(f"two turns to train overlap in the rendered text; {REMEDY}")
     return Rendered(whole, tuple(spans), {number: span for number, span in content_spans.items() if span})
 
 
 def _find_turn(
     whole: str, before: str, after: str, content: tuple[int, int] | None, number: int, weight: float
 ) -> Span:
+    """Return a turn's span, given the text rendered up to its beginning and to its end. Raises AmbiguousTurnError."""
     if not (after.startswith(before) and whole.startswith(after)):
-        why = "otherwise at the end of a conversation than before other turns, or after another prompt"
+        why = "differently when other turns follow, or after a generation prompt"
         raise AmbiguousTurnError(f"turn {number + 1}: the template renders it {why}; {REMEDY}")
     first, last = len(before), len(after)
     if content is not None and not first <= content[0] <= content[1] <= last:
-        raise AmbiguousTurnError(f"turn {number + 1}: its content is not where the template puts an answer; {REMEDY}")
+        raise AmbiguousTurnError(f"turn {number + 1}: its rendered content is not inside the rendered turn; {REMEDY}")
     # Exclude text of the template between turns, such as a line end.
     end = max(first + len(whole[first:last].rstrip()), content[1] if content else first)
     return Span(first, end, weight)
 
 
-def _text_content(message: Message) -> str:
+def _get_text(message: Message) -> str:
+    """Return a message's content if it is text, otherwise an empty string."""
     content = message.get("content")
     return content if isinstance(content, str) else ""
 
 
 def _replace_content(messages: Sequence[Message], number: int, nonce: str) -> list[Message]:
+    """Return the messages, with a nonce as the content in one."""
     return [*messages[:number], {**messages[number], "content": nonce}, *messages[number + 1 :]]
 
 
 def _find_content(whole: str, others: Sequence[str], nonces: Sequence[str], content: str) -> tuple[int, int] | None:
-    """Return a message's content span, verbatim or stripped; None if it can't be located."""
+    """
+    Return a message's content span in `whole`, verbatim or stripped; None if it can't be located.
+
+    `others`: the conversation rendered with a nonce in place of this content, once per nonce.
+    """
     sides = [other.split(nonce) for other, nonce in zip(others, nonces, strict=True)]
     if any(len(side) != 2 for side in sides) or sides[0] != sides[1]:
         return None

@@ -33,18 +33,20 @@ class Permutation:
     count: int
 
     def all(self) -> np.ndarray:
-        """Return every item in order, int64 (count,), or int32 if there are many and it suffices."""
+        """
+        Return all items in permuted order: int64 (count,), or int32 for more than MAX_SORTED items if it suffices.
+        """
         if self.count <= MAX_SORTED:
             return self._order
         items = np.empty(self.count, np.int32 if self.count <= 2**31 else np.int64)
         for start in range(0, self.count, BLOCK):
             end = min(start + BLOCK, self.count)
-            items[start:end] = self._walk(np.arange(start, end, dtype=np.uint64))
+            items[start:end] = self._permute(np.arange(start, end, dtype=np.uint64))
         return items
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the items at these positions, int64 (positions,)."""
-        return self._order[positions] if self.count <= MAX_SORTED else self._walk(positions.astype(np.uint64))
+        return self._order[positions] if self.count <= MAX_SORTED else self._permute(positions.astype(np.uint64))
 
     def keys(self, items: np.ndarray) -> np.ndarray:
         """Return distinct pseudo-random numbers for the items, uint64 (items,)."""
@@ -52,31 +54,34 @@ class Permutation:
         keys += np.uint64(1)
         keys *= GAMMA
         keys += self._stream
-        _mix(keys)
+        _mix_bits(keys)
         return keys
 
     @cached_property
     def _stream(self) -> np.uint64:
+        """Offset for all keys: a hash over seed, purpose and epoch."""
         digest = blake2b(f"{self.purpose} {self.seed} {self.epoch}".encode(), digest_size=8).digest()
         return np.uint64(int.from_bytes(digest, "big"))
 
     @cached_property
     def _order(self) -> np.ndarray:
+        """All items in permuted order, int64 (count,); only for few items."""
         # all keys differ, so every sorting algorithm returns the same order
         return np.argsort(self.keys(np.arange(self.count))).astype(np.int64)
 
-    def _walk(self, x: np.ndarray) -> np.ndarray:
-        """Apply the network to each index until the result is in range."""
-        x = self._network(x)
+    def _permute(self, x: np.ndarray) -> np.ndarray:
+        """Return the items at positions x, uint64, by applying the network until every result is in range."""
+        x = self._apply_network(x)
         while len(outside := np.flatnonzero(x >= self.count)):
-            x[outside] = self._network(x[outside])
+            x[outside] = self._apply_network(x[outside])
         return x.astype(np.int64)
 
-    def _network(self, x: np.ndarray) -> np.ndarray:
+    def _apply_network(self, x: np.ndarray) -> np.ndarray:
+        """Permute numbers below the next power of two, by a Feistel network; x: uint64."""
         bits = (self.count - 1).bit_length()
         left_bits, right_bits = bits // 2, bits - bits // 2
         left, right = x >> np.uint64(right_bits), x & np.uint64(2**right_bits - 1)
-        for key in self._keys:
+        for key in self._round_keys:
             # a multiplicative hash, whose highest bits depend on all of its input
             mixed = right + key
             mixed *= MIX_1
@@ -91,13 +96,15 @@ class Permutation:
         return left
 
     @cached_property
-    def _keys(self) -> np.ndarray:
+    def _round_keys(self) -> np.ndarray:
+        """One key per round in the network, uint64 (ROUNDS,)."""
         keys = np.arange(1, ROUNDS + 1, dtype=np.uint64) * GAMMA + self._stream
-        _mix(keys)
+        _mix_bits(keys)
         return keys
 
 
-def _mix(x: np.ndarray) -> None:
+def _mix_bits(x: np.ndarray) -> None:
+    """Apply SplitMix64's bijection to x, uint64, in place."""
     x ^= x >> np.uint64(30)
     x *= MIX_1
     x ^= x >> np.uint64(27)

@@ -30,16 +30,17 @@ class SortedBuffers:
         numbers = positions // self.buffer
         for number in np.unique(numbers).tolist():
             in_buffer = numbers == number
-            rows[in_buffer] = self._buffer(source, epoch, number)[positions[in_buffer] - number * self.buffer]
+            rows[in_buffer] = self._get_buffer(source, epoch, number)[positions[in_buffer] - number * self.buffer]
         return rows
 
-    def _buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
-        """Return a buffer's sorted rows, caching each source's last buffer."""
+    def _get_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+        """Return a buffer's rows in final order; caches each source's last buffer."""
         if (cached := self._last.get(source.name)) is None or cached[:2] != (epoch, number):
             self._last[source.name] = cached = (epoch, number, self._sort_buffer(source, epoch, number))
         return cached[2]
 
     def _sort_buffer(self, source: RowSource, epoch: int, number: int) -> np.ndarray:
+        """Sort a buffer's shuffled rows by length, divide them into packs, and shuffle the packs."""
         if self._tokens is None:
             self._tokens = self.lengths.row_tokens("train")
         first = number * self.buffer

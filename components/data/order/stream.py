@@ -34,7 +34,9 @@ def row_sources(rows: PackedDataset) -> Sequence[RowSource]:
 
 
 def row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
-    """Return every source's row share, for token weights; sources without weight or rows are left out."""
+    """
+    Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight or rows are left out.
+    """
     used = [source for source in sources if source.weight and source.rows]
     rates = {source.name: source.weight * source.rows / max(source.tokens, 1) for source in used}
     total = sum(rates.values())
@@ -48,27 +50,28 @@ class Segment:
     start: int
     shares: Mapping[str, int]
 
-    def turns(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def find_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """
-        Return the source at each position in a range, as an index into the shares, and its row number.
+        Return the source and its row number at positions `first` to before `last`, both int64 (last - first,).
 
-        Positions and row numbers count from 0 at the start of the segment; both results are int64 (last -
-        first,).
+        Sources are indexes into the shares; positions and row numbers count from 0 at the segment's start.
         """
-        begin, source, row = self._due_near(first, last)
+        begin, source, row = self._list_due_rows(first, last)
         bounds = slice(first - int(begin.sum()), last - int(begin.sum()))
         return source[bounds], row[bounds]
 
-    def counts(self, position: int) -> dict[str, int]:
+    def count_rows(self, position: int) -> dict[str, int]:
         """Count the rows per source among the segment's first `position` rows."""
-        begin, source, _ = self._due_near(position, position)
+        begin, source, _ = self._list_due_rows(position, position)
         counts = begin + np.bincount(source[: position - int(begin.sum())], minlength=len(begin))
         return dict(zip(self.shares, counts.tolist(), strict=True))
 
-    def _due_near(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _list_due_rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
-        Count the rows per source due before a slightly earlier time, and return the rows due around the range,
-        in order.
+        Return the rows due at positions from slightly before `first` to slightly after `last`, ordered by due time.
+
+        Returns the row count per source before these rows, int64 (sources,), and the rows' sources and numbers, both
+        int64 (rows,).
         """
         shares = np.array([*self.shares.values()], np.float64)
         # with k sources, t - k / 2 to t + k / 2 rows are due before time t
@@ -94,8 +97,8 @@ class RowStream:
     """
     Row at each position; `segments` begin at increasing positions, the first one at 0.
 
-    Rows have the numbers of the dataset: `source.first` plus the number in the source. The n-th row drawn from a
-    source is at place n % source.rows of its epoch n // source.rows.
+    Rows have the numbers of the dataset: `source.first` plus the number in the source. The n-th row drawn from a source
+    is at position n % source.rows in its epoch n // source.rows.
     """
 
     sources: Mapping[str, RowSource]
@@ -109,7 +112,7 @@ class RowStream:
         """Count the rows per source before each segment."""
         self._before = [{}]
         for segment, following in pairwise(self.segments):
-            counts = segment.counts(following.start - segment.start)
+            counts = segment.count_rows(following.start - segment.start)
             self._before.append(_add_counts(self._before[-1], counts))
 
     def rows(self, positions: Sequence[int]) -> list[int]:
@@ -120,10 +123,12 @@ class RowStream:
         for position in positions:
             window, index = divmod(position, size)
             if window != self._window:
-                self._rows = self._rows_between(window * size, (window + 1) * size)
+                self._rows = self._compute_rows(window * size, (window + 1) * size)
                 self._window = window
             if (row := int(self._rows[index])) == MISSING_ROW:
-                raise UserError(f"the row at position {position} is of a source that is no longer in the mixture")
+                raise UserError(
+                    f"the row at position {position} is from a source no longer in the mixture; add the source again"
+                )
             rows.append(row)
         return rows
 
@@ -131,23 +136,26 @@ class RowStream:
         """Count the rows per source before a position, including sources that later segments lack."""
         number = self._find_segment(position)
         segment = self.segments[number]
-        return _add_counts(self._before[number], segment.counts(position - segment.start))
+        return _add_counts(self._before[number], segment.count_rows(position - segment.start))
 
-    def _rows_between(self, first: int, last: int) -> np.ndarray:
+    def _compute_rows(self, first: int, last: int) -> np.ndarray:
+        """
+        Return the rows at positions `first` to before `last`, int64 (last - first,); MISSING_ROW if a source is gone.
+        """
         parts = []
         for number in range(self._find_segment(first), self._find_segment(last - 1) + 1):
             segment = self.segments[number]
             end = self.segments[number + 1].start if number + 1 < len(self.segments) else last
-            source, row = segment.turns(max(first, segment.start) - segment.start, min(last, end) - segment.start)
+            source, row = segment.find_rows(max(first, segment.start) - segment.start, min(last, end) - segment.start)
             rows = np.empty(len(row), np.int64)
             for index, name in enumerate(segment.shares):
                 is_from_source = source == index
-                rows[is_from_source] = self._draw_rows(name, self._before[number].get(name, 0) + row[is_from_source])
+                rows[is_from_source] = self._find_rows(name, self._before[number].get(name, 0) + row[is_from_source])
             parts.append(rows)
         return np.concatenate(parts)
 
-    def _draw_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
-        """Return a source's rows, given how many rows were drawn from it before each one."""
+    def _find_rows(self, name: str, drawn: np.ndarray) -> np.ndarray:
+        """Return a source's rows, int64 (rows,); `drawn` has the number drawn from the source before every row."""
         numbers = np.full(len(drawn), MISSING_ROW)
         if (source := self.sources.get(name)) is None or not source.rows:
             return numbers
@@ -158,8 +166,10 @@ class RowStream:
         return source.first + numbers
 
     def _find_segment(self, position: int) -> int:
+        """Return the index for the segment with a position."""
         return bisect_right([segment.start for segment in self.segments], position) - 1
 
 
 def _add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    """Add row counts by source."""
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}

@@ -39,17 +39,19 @@ def best_fit(
     documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return documents by row, (items,), and the document count per row, (rows,); sizes: (items,), 1 to capacity.
+    Pack documents: return them row after row, (items,), and the document count per row, (rows,).
 
-    Equal sizes are in random order, or sorted by document number if `order` is None.
+    `sizes`: (items,), 1 to capacity. Equal sizes are in random order, or sorted by document number if `order` is None.
     """
     counts = np.bincount(sizes, minlength=capacity + 1)
     row_of, slot_of, rows = _assign_rows(counts, len(sizes), capacity)
-    return groups.gather_rows(_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
+    return groups.gather_rows(_sort_by_size(documents, sizes, capacity, order), row_of, slot_of, rows)
 
 
-def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
-    """Return the documents from the largest to the smallest, int64 (items,)."""
+def _sort_by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Permutation | None) -> np.ndarray:
+    """
+    Return the documents from the largest to the smallest, int64 (items,), with equal sizes ordered as in `best_fit`.
+    """
     # A key combines size, random bits and document, from the highest bits on, so sorting needs no second array.
     high, low = (np.uint64(int(bound).bit_length()) for bound in (capacity, documents.max(initial=0)))
     keys = np.zeros(len(documents), np.uint64)
@@ -66,7 +68,7 @@ def _by_size(documents: np.ndarray, sizes: np.ndarray, capacity: int, order: Per
 
 def _assign_rows(counts: np.ndarray, items: int, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """
-    Return rows and slots by item, for items by decreasing size; and the row count.
+    Assign rows to items by decreasing size. Return the items' rows and their slots there, (items,), and the row count.
 
     counts: (capacity + 1,), items per size.
     """

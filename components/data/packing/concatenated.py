@@ -63,6 +63,7 @@ class Stream:
 
     @cached_property
     def _end(self) -> int:
+        """Token count over all documents."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:

@@ -32,8 +32,9 @@ class FirstFit(PackedRows):
 
 def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return documents by row, (items,), and the document count per row, (rows,); sizes: (items,), 1 to below
-    capacity.
+    Pack documents: return them row after row, (items,), and the document count per row, (rows,).
+
+    `sizes`: (items,), 1 to below capacity.
     """
     row_of, slot_of = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
     rows = 0
@@ -46,7 +47,10 @@ def first_fit(documents: np.ndarray, sizes: np.ndarray, capacity: int) -> tuple[
 
 
 def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return rows and slots by item, both (items,), and the row count, for up to `MAX_RUNS` runs."""
+    """
+    Assign rows to items in up to `MAX_RUNS` runs. Return the items' rows and their slots there, (items,), and the row
+    count.
+    """
     runs = -(-len(sizes) // RUN)
     steps = min(RUN, len(sizes))
     # items of size 0 pad the last run, and change nothing
@@ -68,11 +72,11 @@ def _fit_runs(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray,
     used = (left.reshape(runs, -1) < capacity).sum(axis=1)
     rows += (np.cumsum(used) - used)[:, None]
     flat = rows.reshape(-1)[: len(sizes)]
-    return flat, _slots_in_rows(flat), int(used.sum())
+    return flat, _number_slots(flat), int(used.sum())
 
 
-def _slots_in_rows(rows: np.ndarray) -> np.ndarray:
-    """Count the earlier items in the same row by item, (items,)."""
+def _number_slots(rows: np.ndarray) -> np.ndarray:
+    """Return every item's slot in its row, (items,), by counting earlier items there."""
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
     slots = np.empty(len(rows), np.int64)

@@ -45,10 +45,11 @@ class Groups:
 
     @property
     def _full_rows(self) -> int:
+        """Number of rows filled by one long document."""
         return int(self.full[-1]) if len(self.full) else 0
 
     def pieces(self, row: int) -> list[RowPiece]:
-        """Return a long document's part, or the rests in a group."""
+        """Return a row's pieces: one full piece from a long document, or the rests and short documents in a group."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
         if row < self._full_rows:
@@ -71,11 +72,11 @@ class Groups:
 
 def group_documents(lengths: np.ndarray, blocks: Iterable[np.ndarray], length: int, group: Group) -> Groups:
     """
-    Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers to group
-    together.
+    Build rows from documents; lengths: (documents,), for all documents; blocks: document numbers, every block grouped
+    by itself.
 
-    A long document's rest becomes a group member, like a short document. A one-token rest is dropped, because it
-    has no target and is itself the last target in the row before.
+    A long document's rest becomes a group member, like a short document. A one-token rest is dropped, because it has no
+    target and is itself the last target in the row before.
     """
     # the smallest dtype for the longest document and a whole row; -1 - n because -128 fits one byte and 128 does not
     sizes = lengths.astype(np.min_scalar_type(-1 - int(lengths.max(initial=length))), copy=False)
@@ -122,7 +123,7 @@ def split_order(order: np.ndarray) -> Iterator[np.ndarray]:
 
 def gather_rows(items: np.ndarray, row_of: np.ndarray, slot_of: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Return items by row, (items,), and the item count per row, (rows,).
+    Group items by row: return them row after row, (items,), and the item count per row, (rows,).
 
     row_of, slot_of: (items,), rows by item, and slots in the row, from 0 without gaps.
     """

@@ -42,6 +42,7 @@ def sources_of(packing: NodeView) -> Iterator[NodeView]:
 
 
 def _check_length(length: int) -> str | None:
+    """Return the problem with a row length, or None."""
     if length < 2:
         return f"a row of {length} tokens has nothing to predict"
     return f"a row of {length} tokens is longer than {MAX_LENGTH}" if length > MAX_LENGTH else None
@@ -50,10 +51,10 @@ def _check_length(length: int) -> str | None:
 @inherited
 class PackedRows:
     """
-    Rows of documents, packed by index; tokens are read when a batch is made.
+    Base for rows with packed documents; a row's tokens are read when a batch is made.
 
-    The run's seed shuffles the training documents; validation documents stay in corpus order. Documents with fewer
-    than two tokens have nothing to predict and are dropped. A run resumes only with the documents that it began with.
+    The run's seed shuffles the training documents; validation documents stay in corpus order. Documents with fewer than
+    two tokens have nothing to predict and are dropped. A run resumes only with the documents that it began with.
     """
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
@@ -76,7 +77,7 @@ class PackedRows:
         """Yield a problem if a packing separates document pairs, or packs non-existent pairs."""
         for source in sources_of(node):
             if has_pairs(source.component) and not has_pairs(cls):
-                text = f"[{source.name}] has pairs of documents, which would come apart"
+                text = f"[{source.name}] has pairs of documents, which this packing would separate"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
             elif has_pairs(cls) and not has_pairs(source.component):
                 text = f"[{source.name}] has no pairs of documents"
@@ -90,12 +91,12 @@ class PackedRows:
         """Pack both splits, and warn about texts too long for a model."""
         self._pad = self.tokens.eos_id
         for split in SPLITS:
-            self._splits[split] = packed = self._pack(split)
+            self._splits[split] = packed = self._pack_split(split)
             for source, index in zip(document_sources(packed.documents), packed.index.members, strict=True):
                 rate = 100 * index.tokens / (index.rows * self.length) if index.rows else 100
                 log.info(
                     "%s: %d documents in %d rows of %d, %.2f %% filled",
-                    *(_name(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
+                    *(_name_split(split, source.name), len(source.documents.lengths), index.rows, self.length, rate),
                 )
         if self.teacher is not None:
             self.teacher.check_rows(self.identity())
@@ -151,29 +152,32 @@ class PackedRows:
         return np.concatenate([index.row_tokens() for index in self._splits[split].index.members])
 
     def identity(self) -> dict[str, Any]:
-        """Return fingerprints by split and source, and the seed, by which documents are dealt to rows."""
+        """
+        Return row counts and fingerprints by split and source, and the run's seed: together they determine all rows.
+        """
         return {**self.state_dict(), "seed": self.job.seed}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return row fingerprints by split and source, constant during a run."""
+        """Return row counts and fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
                 documents = document_sources(self._splits[split].documents)
                 for source, rows in zip(documents, self.row_sources(split), strict=True):
                     identity = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
                     digest = hashlib.sha256(identity.encode()).hexdigest()
-                    self._fingerprints[_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
+                    self._fingerprints[_name_split(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
-    def _pack(self, split: Split) -> PackedSplit:
+    def _pack_split(self, split: Split) -> PackedSplit:
+        """Pack a split's documents, source by source; training documents are shuffled."""
         documents, first_documents, indexes = self.tokens.documents(split), [0], []
         for source in document_sources(documents):
             lengths = source.documents.lengths
-            self._warn_of_cuts(_name(split, source.name), source.documents)
+            self._warn_of_cuts(_name_split(split, source.name), source.documents)
             shuffled = Permutation(self.job.seed, f"documents {source.name}".strip(), 0, len(lengths))
             indexes.append(self.index_of(lengths, shuffled if split == "train" else None))
             first_documents.append(first_documents[-1] + len(lengths))
@@ -195,7 +199,7 @@ class PackedRows:
         return {**self.__dict__, "tokens": None, "job": None, "recipe": None, "models": None}
 
 
-def _name(split: Split, source: str) -> str:
+def _name_split(split: Split, source: str) -> str:
     """Name a split, or one source in a split."""
     return f"{split} of {source}" if source else split
 
@@ -215,13 +219,13 @@ def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None
 
 def check_rows(then: Mapping[str, Any], now: Mapping[str, Any], *, accept_changes: bool) -> None:
     """
-    Compare `rows` and `sha256` by split, or by split and source, with a checkpoint.
+    Compare row counts and digests (`rows`, `sha256`), by split or by split and source, with a checkpoint's.
 
     Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not a
     dataset's.
     """
     if not then.keys() & now.keys():
-        raise KeyError(f"{', '.join(then)}: no split of these rows")
+        raise KeyError(f"the state has {', '.join(then)}, but no split in this dataset")
     differences = ", and ".join(filter(None, (_describe_difference(name, then, now) for name in {**then, **now})))
     if differences and not accept_changes:
         raise UserError(

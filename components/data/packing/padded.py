@@ -15,9 +15,9 @@ class Padded(PackedRows):
 
     def index_of(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group every document alone; lengths: (documents,)."""
-        return group_documents(lengths, split_order(select_documents(lengths, order)), self.length, one_each)
+        return group_documents(lengths, split_order(select_documents(lengths, order)), self.length, assign_own_rows)
 
 
-def one_each(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents unchanged, (items,), and 1 by row, (rows,)."""
+def assign_own_rows(documents: np.ndarray, _sizes: np.ndarray, _capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put every document into its own row: return the documents unchanged, (items,), and ones, (rows,)."""
     return documents, np.ones(len(documents), np.int64)

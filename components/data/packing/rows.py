@@ -91,7 +91,7 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
         begin = 0
         for document, first, last in pieces:
             # one token more than the piece has: the target of its last token
-            ids, own_weights, reference, label = _read(documents, document, first, last + 1)
+            ids, own_weights, reference, label = _read_part(documents, document, first, last + 1)
             end, targeted = begin + last - first, begin + len(ids) - 1
             tokens[row, begin:end] = ids[: last - first]
             targets[row, begin:targeted] = ids[1:]
@@ -118,12 +118,15 @@ def batch_of(documents: TokenDocuments, rows: Sequence[Sequence[RowPiece]], leng
     )
 
 
-def _read(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
-    """Read a document's part. Raises UserError with the file and offset if it is unreadable."""
+def _read_part(documents: TokenDocuments, document: int, first: int, last: int) -> DocumentPart:
+    """
+    Read a document's tokens from `first` to before `last`; the last one may be missing. Raises UserError with the
+    position.
+    """
     try:
         part = documents.read(document, first, last)
         if len(part.ids) < last - first - 1:
-            raise ValueError(f"there are {len(part.ids)} instead of {last - first - 1}")
+            raise ValueError(f"it has {len(part.ids)} tokens there instead of {last - first - 1}")
         return part
     except Exception as error:
         where = f"{documents.source(document)}: tokens {first} to {last - 2}"

@@ -75,7 +75,7 @@ class Windows(PackedRows):
 
     @property
     def step(self) -> int:
-        """Window stride in tokens."""
+        """Window stride in tokens: the setting, or half the length."""
         return self.stride or self.length // 2
 
 
@@ -88,7 +88,10 @@ def count_windows(lengths: np.ndarray, length: int, stride: int) -> np.ndarray:
 
 @attrs.frozen(eq=False)
 class WindowIndex:
-    """Window index: documents, first tokens and ends, int64 (windows,), and row ends, (rows,)."""
+    """
+    Index for windows, row after row: their documents, first tokens and ends, int64 (windows,); `ends`: row ends,
+    (rows,).
+    """
 
     documents: Tensor
     first: Tensor

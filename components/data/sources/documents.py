@@ -63,7 +63,7 @@ def texts_of(parts: Iterable[Part]) -> Iterator[str]:
 
 @attrs.frozen
 class SplitPart:
-    """A part's documents in a split; or, if `within`, the split's share within the documents."""
+    """One split's documents in a part. If `within`, every document is divided between the splits instead."""
 
     part: Part
     split: Split
@@ -79,11 +79,12 @@ class SplitPart:
         """Yield the split's documents, in order."""
         for document in self.part.documents():
             if self.within:
-                yield attrs.evolve(document, text=self._share(document.text))
+                yield attrs.evolve(document, text=self._cut_share(document.text))
             elif split_of(document.key, self.fraction) == self.split:
                 yield document
 
-    def _share(self, text: str) -> str:
+    def _cut_share(self, text: str) -> str:
+        """Return the training split's beginning, or the validation split's end, in a document."""
         cut = int(len(text) * (1 - self.fraction))
         return text[:cut] if self.split == "train" else text[cut:]
 

@@ -19,7 +19,7 @@ import attrs
 from drawloom.graph import UserError
 
 COMPRESSED = (".gz", ".zst")
-FSSPEC = "install what reads it: pip install 'drawloom[fsspec]', and the package of its protocol, such as s3fs"
+FSSPEC = "install its reader: pip install 'drawloom[fsspec]', and the protocol's package, such as s3fs"
 PYARROW = "pip install 'drawloom[arrow]'"
 
 
@@ -63,16 +63,16 @@ def find(patterns: Iterable[str]) -> list[File]:
     return list(files.values())
 
 
-def local(name: str, path: Path) -> File:
+def make_local_file(name: str, path: Path) -> File:
     """Return a local file; its version is its modification and change times."""
     try:
         status = path.stat()
     except OSError as error:
-        raise unreadable(str(path), error) from error
+        raise make_read_error(str(path), error) from error
     return File(name, str(path), status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
 
-def groups(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, ...]]:
+def group_files(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, ...]]:
     """Group consecutive files up to `max_bytes` bytes together; a larger file is its own group."""
     group: list[File] = []
     for file in files:
@@ -91,10 +91,10 @@ def open_file(file: File) -> Iterator[IO[bytes]]:
         with _open_raw(file.path) as stream, _decompress(file.name, stream) as content:
             yield content
     except (OSError, EOFError) as error:
-        raise unreadable(file.path, error) from error
+        raise make_read_error(file.path, error) from error
 
 
-def unreadable(path: str, error: Exception) -> UserError:
+def make_read_error(path: str, error: Exception) -> UserError:
     """Return the error for a file that can't be read or decompressed."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}); repair the file or leave it out of `paths`")
@@ -109,6 +109,7 @@ def package(name: str, hint: str) -> Any:
 
 
 def _open_raw(path: str) -> IO[bytes]:
+    """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")
     stream: IO[bytes] = package("fsspec", FSSPEC).open(path, "rb").open()
@@ -117,6 +118,7 @@ def _open_raw(path: str) -> IO[bytes]:
 
 @contextmanager
 def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Decompress a stream, if the name has a compressed file's suffix."""
     if name.endswith(".gz"):
         with gzip.open(stream) as content:
             yield content  # type: ignore[misc]
@@ -132,26 +134,28 @@ def _decompress(name: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _find_local(pattern: str) -> list[File]:
+    """Return a glob's or a folder's files, sorted by name. Raises UserError if there are none."""
     if os.path.isdir(pattern):
         pattern = f"{pattern.rstrip('/')}/**/*"
-    folder = _folder(pattern)
+    folder = _base_folder(pattern)
     paths = [Path(match) for match in iglob(pattern, recursive=True)]
-    files = [local(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
+    files = [make_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     if not files:
         raise UserError(f'paths: no file matches "{pattern}" (relative to {Path.cwd()}); write a glob that matches one')
     return sorted(files, key=lambda file: file.name)
 
 
 def _find_remote(pattern: str) -> list[File]:
+    """Return a URL glob's files through fsspec, sorted by name. Raises UserError if there are none."""
     fsspec = package("fsspec", FSSPEC)
     try:
         system, glob = fsspec.core.url_to_fs(pattern)
         matches = [details for details in system.glob(glob, detail=True).values() if details["type"] == "file"]
     except Exception as error:  # each protocol raises its own exceptions
-        raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write a glob that can, or {FSSPEC}') from error
+        raise UserError(f'paths: "{pattern}" can\'t be listed ({error}); write another glob, or {FSSPEC}') from error
     if not matches:
         raise UserError(f'paths: no file matches "{pattern}"; write a glob that matches one')
-    folder = _folder(glob)
+    folder = _base_folder(glob)
     files = [
         File(
             Path(details["name"]).relative_to(folder).as_posix(),
@@ -164,7 +168,7 @@ def _find_remote(pattern: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _folder(pattern: str) -> Path:
+def _base_folder(pattern: str) -> Path:
     """Return a glob's folder before its first wildcard; for a plain path, its parent folder."""
     parts = Path(pattern).parts
     plain = list(takewhile(lambda part: not has_magic(part), parts))

@@ -29,11 +29,11 @@ class JsonLinesPart:
     def documents(self) -> Iterator[Document]:
         """Yield the texts in non-blank lines. Raises UserError with a bad line's position."""
         with open_file(self.file) as stream:
-            for offset, line in self._lines(stream):
-                text = self._text(line, offset)
+            for offset, line in self._iterate_lines(stream):
+                text = self._read_text(line, offset)
                 yield Document(text, self.file.path, offset, text.encode())
 
-    def _lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    def _iterate_lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         """Yield the non-blank lines with their offsets."""
         offset = self.begin
         if offset:
@@ -44,13 +44,14 @@ class JsonLinesPart:
                 yield offset, line
             offset += len(line)
 
-    def _text(self, line: bytes, offset: int) -> str:
+    def _read_text(self, line: bytes, offset: int) -> str:
+        """Return a line's text. Raises UserError with the line number."""
         try:
-            return text_of(_parse(line), self.field)
+            return text_of(_parse_line(line), self.field)
         except ValueError as error:
-            raise UserError(f"{self.file.path}:{self._line_number(offset)}{error}") from error
+            raise UserError(f"{self.file.path}:{self._find_line_number(offset)}{error}") from error
 
-    def _line_number(self, offset: int) -> int:
+    def _find_line_number(self, offset: int) -> int:
         """Return the line number at an offset, from 1."""
         with open_file(self.file) as stream:
             number = 1
@@ -74,13 +75,15 @@ def json_lines_parts(files: Sequence[File], field: str) -> list[JsonLinesPart]:
 def text_of(value: object, field: str) -> str:
     """Return the text in an object's field. Raises ValueError with the reason if there is none."""
     if not isinstance(value, dict):
-        raise ValueError(f': a line must be an object and not {_kind(value)}; write a line like {{"{field}": "..."}}')
+        raise ValueError(
+            f': a line must be an object and not {_name_type(value)}; write a line like {{"{field}": "..."}}'
+        )
     if field not in value:
         fields = ", ".join(value) or "none"
         raise ValueError(f': the object has no field "{field}", only {fields}; set `field` to one of them')
     text = value[field]
     if not isinstance(text, str):
-        raise ValueError(f': field "{field}" is {_kind(text)}; a document must be a string')
+        raise ValueError(f': field "{field}" is {_name_type(text)}; a document must be a string')
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,7 +92,8 @@ def text_of(value: object, field: str) -> str:
     return text
 
 
-def _parse(line: bytes) -> object:
+def _parse_line(line: bytes) -> object:
+    """Parse a JSON line. Raises ValueError with the reason."""
     try:
         return json.loads(line.decode("utf-8"))
     except json.JSONDecodeError as error:
@@ -101,7 +105,7 @@ def _parse(line: bytes) -> object:
         raise ValueError(f": can't be read ({error}); repair or remove the line") from error
 
 
-def _kind(value: object) -> str:
+def _name_type(value: object) -> str:
     """Return the JSON name for a value's type."""
     if value is None:
         return "null"

@@ -31,29 +31,32 @@ def lines_of(paths: Sequence[str]) -> Iterator[Line]:
     Yield non-blank lines and table rows in the globs' files. Raises UserError for a line that is not an object.
     """
     for file in find(paths):
-        yield from _table_lines(file) if file.suffix in TABLES else _json_lines(file)
+        yield from _read_table_lines(file) if file.suffix in TABLES else _read_json_lines(file)
 
 
-def _json_lines(file: File) -> Iterator[Line]:
+def _read_json_lines(file: File) -> Iterator[Line]:
+    """Yield a file's non-blank lines."""
     with open_file(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 position = f"{file.path}:{number}"
                 # The key excludes the line end, which the last line may lack, so a line has the same split anywhere.
-                yield Line(position, line.strip(), _parse(line, position))
+                yield Line(position, line.strip(), _parse_object(line, position))
 
 
-def _parse(line: bytes, position: str) -> dict[str, Any]:
+def _parse_object(line: bytes, position: str) -> dict[str, Any]:
+    """Parse a line's JSON object. Raises UserError with the position."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{position}: {error}; write an object of JSON in each line") from error
+        raise UserError(f"{position}: {error}; write one JSON object per line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{position}: a line must be an object, and not {type(row).__name__}")
+        raise UserError(f"{position}: a line must be a JSON object, not {type(row).__name__}")
     return row
 
 
-def _table_lines(file: File) -> Iterator[Line]:
+def _read_table_lines(file: File) -> Iterator[Line]:
+    """Yield a table's rows; the hash over all values determines a row's split."""
     for number, row in enumerate(table_rows(file)):
         cleaned = _drop_nulls(row)
         key = json.dumps(cleaned, sort_keys=True, default=str).encode()

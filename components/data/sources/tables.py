@@ -25,9 +25,9 @@ class ParquetPart:
 
     def documents(self) -> Iterator[Document]:
         """Yield every row's text. Raises UserError with the first row that is not text."""
-        with open_file(self.file) as stream, _reading(self.file):
+        with open_file(self.file) as stream, _convert_errors(self.file):
             batches = _open_parquet(stream).iter_batches(BATCH, row_groups=list(self.groups), columns=[self.field])
-            yield from _documents(batches, self.file, self.field, self.row)
+            yield from _read_documents(batches, self.file, self.field, self.row)
 
 
 @attrs.frozen
@@ -44,14 +44,14 @@ class ArrowPart:
 
     def documents(self) -> Iterator[Document]:
         """Yield every row's text. Raises UserError with the first row that is not text."""
-        with open_file(self.file) as stream, _reading(self.file):
+        with open_file(self.file) as stream, _convert_errors(self.file):
             names, batches = _open_arrow(stream)
             _check_field(names, self.field, self.file)
-            yield from _documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
+            yield from _read_documents((batch.select([self.field]) for batch in batches), self.file, self.field, 0)
 
 
 def table_parts(files: Sequence[File], field: str) -> list[Part]:
-    """Divide Parquet and Arrow files into parts."""
+    """Divide Parquet files into row groups; an Arrow file is one part."""
     return [
         part
         for file in files
@@ -65,7 +65,8 @@ def parquet_parts(files: Sequence[File], field: str) -> list[ParquetPart]:
 
 
 def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
-    with open_file(file) as stream, _reading(file):
+    """Divide a Parquet file into consecutive row groups, up to PART_BYTES per part."""
+    with open_file(file) as stream, _convert_errors(file):
         metadata = _open_parquet(stream).metadata
         _check_field(metadata.schema.to_arrow_schema().names, field, file)
         sizes = [
@@ -87,7 +88,7 @@ def _parquet_parts(file: File, field: str) -> Iterator[ParquetPart]:
 
 def table_rows(file: File) -> Iterator[dict[str, Any]]:
     """Yield rows from a Parquet or Arrow file, as values by column."""
-    with open_file(file) as stream, _reading(file):
+    with open_file(file) as stream, _convert_errors(file):
         batches = _open_arrow(stream)[1] if file.suffix == ".arrow" else _open_parquet(stream).iter_batches(BATCH)
         for batch in batches:
             yield from batch.to_pylist()
@@ -106,13 +107,15 @@ def _open_arrow(stream: Any) -> tuple[Sequence[str], Iterator[Any]]:
 
 
 def _open_parquet(stream: Any) -> Any:
+    """Open a Parquet file. Raises UserError if pyarrow is missing."""
     package("pyarrow", PYARROW)
     from pyarrow.parquet import ParquetFile
 
     return ParquetFile(stream)
 
 
-def _documents(batches: Any, file: File, field: str, row: int) -> Iterator[Document]:
+def _read_documents(batches: Any, file: File, field: str, row: int) -> Iterator[Document]:
+    """Yield the first column's texts as documents; `row` is the first row's number."""
     for batch in batches:
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str):
@@ -123,13 +126,14 @@ def _documents(batches: Any, file: File, field: str, row: int) -> Iterator[Docum
 
 
 def _check_field(names: Sequence[str], field: str, file: File) -> None:
+    """Raise UserError if a table lacks the text column."""
     if field not in names:
         raise UserError(
             f'{file.path}: the table has no column "{field}", only {", ".join(names)}; set `field` to one of them'
         )
 
 
-class _reading:
+class _convert_errors:
     """Context that turns pyarrow errors into UserErrors with the file's path."""
 
     def __init__(self, file: File) -> None:

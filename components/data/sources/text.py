@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from drawloom.components.data.sources.documents import PART_BYTES, Document
-from drawloom.components.data.sources.files import File, groups, open_file
+from drawloom.components.data.sources.files import File, group_files, open_file
 from drawloom.graph import UserError
 
 
@@ -32,10 +32,11 @@ class TextPart:
 
 def text_parts(files: Sequence[File], replace: bool = False) -> list[TextPart]:
     """Group files into parts."""
-    return [TextPart(group, replace) for group in groups(files, PART_BYTES)]
+    return [TextPart(group, replace) for group in group_files(files, PART_BYTES)]
 
 
 def _decode(content: bytes, path: str, replace: bool) -> str:
+    """Decode UTF-8. Raises UserError for an invalid byte, unless `replace`."""
     try:
         return content.decode("utf-8", "replace" if replace else "strict")
     except UnicodeDecodeError as error:

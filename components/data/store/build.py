@@ -24,7 +24,7 @@ from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
 from drawloom.components.data.store.shard import ShardFiles, TokenShard, id_dtype
-from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, fingerprint_of, index_text, read_index
+from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, encode_index, hash_documents, read_index
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -48,10 +48,10 @@ def build(
     every: float = 10,
 ) -> Store:
     """
-    Return the token store for these parts. One process at a time writes or completes it.
+    Write the token store for these parts, or complete it, and return it; other processes wait meanwhile.
 
-    `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder
-    has other content.
+    `tokenizer` is open; `say` receives the progress at intervals of `every` seconds. Raises UserError if the folder has
+    other content.
     """
     plan = describe_input(parts, tokenizer)
     with lock_folder(folder, say) as lock:
@@ -61,20 +61,23 @@ def build(
         except OSError as error:
             reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise UserError(
-                f"{folder}: the token store can't be written ({reason}); what is written is kept"
+                f"{folder}: the token store can't be written ({reason}); solve this, and run the command again: "
+                "complete shards are kept"
             ) from error
     return Store.open(folder)
 
 
 def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Describe a store's input; equal parts and tokenizers have equal plans."""
+    """
+    Return a store's plan: digests for parts and tokenizer, and the ids' range and dtype. Equal input has equal plans.
+    """
     inputs = hashlib.sha256()
     for part in parts:
         inputs.update(f"{part!r}\n".encode("utf-8", "surrogatepass"))
     return {
         "format": FORMAT,
         "inputs": inputs.hexdigest(),
-        "tokenizer": tokenizer_digest(tokenizer),
+        "tokenizer": hash_tokenizer(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "dtype": np.dtype(id_dtype(tokenizer.vocab_size)).name,
@@ -83,7 +86,7 @@ def describe_input(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
+def hash_tokenizer(tokenizer: Tokenizer) -> str:
     """Hash a tokenizer's saved files and its end token with SHA-256."""
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}\n".encode())
     with tempfile.TemporaryDirectory() as folder:
@@ -114,6 +117,7 @@ def lock_folder(folder: Path, say: Say) -> Iterator[int]:
 
 
 def _try_lock(descriptor: int) -> bool:
+    """Lock a file without waiting, and return whether this succeeded."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,7 +126,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_complete(folder: Path, plan: dict[str, Any]) -> bool:
-    """Return whether the store is complete. Raises UserError if the folder has another store or other files."""
+    """Return whether a complete store with this plan exists. Raises UserError for another store, or for other files."""
     for name, read in ((STORE, read_index), (PLAN, _read_plan)):
         path = folder / name
         if path.is_file():
@@ -139,6 +143,7 @@ def _is_complete(folder: Path, plan: dict[str, Any]) -> bool:
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
+    """Return an unfinished store's plan. Raises UserError if it is damaged."""
     try:
         plan: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -166,7 +171,7 @@ def _write_shards(
     processes.tokenize_parts(folder, missing, tokenizer, workers, Progress(sizes, complete, say, every), lock)
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
-    replace_file(folder / STORE, index_text({**plan, "fingerprint": fingerprint_of(shards), "shards": counts}))
+    replace_file(folder / STORE, encode_index({**plan, "fingerprint": hash_documents(shards), "shards": counts}))
     (folder / PLAN).unlink()
 
 

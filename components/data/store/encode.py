@@ -47,10 +47,11 @@ def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 def split_text(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     """
-    Cut a long text into pieces with the whole text's ids; `encode` returns ids (tokens,).
+    Cut a long text into pieces, so that the pieces' ids in succession are the whole text's; `encode` returns ids
+    (tokens,).
 
-    Cuts are after line ends, or else at spaces, where the surrounding characters have the same ids with and without
-    the cut.
+    Cuts are after line ends, or else at spaces, where the surrounding characters have the same ids with and without the
+    cut.
     """
     parts = []
     while len(text) > BATCH:
@@ -73,11 +74,13 @@ def _candidate_cuts(text: str) -> Iterator[int]:
 
 
 def _can_be_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> bool:
+    """Return whether the text around a cut has the same ids with and without the cut."""
     left, right = text[max(cut - MARGIN, 0) : cut], text[cut : cut + MARGIN]
     return np.array_equal(encode(left + right), np.concatenate([encode(left), encode(right)]))
 
 
 def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Tokenize a batch's documents. Raises UserError with the batch's first and last position."""
     try:
         if len(batch) == 1 and len(batch[0].text) > BATCH:
             return [np.concatenate([tokenizer.encode(piece) for piece in split_text(batch[0].text, tokenizer.encode)])]

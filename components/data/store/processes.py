@@ -46,7 +46,7 @@ class Progress:
         self._started = self._last_shown = self.clock()
 
     def add(self, part: int, read: int, tokens: int) -> None:
-        """Count a batch. A part never exceeds its size, although characters and bytes differ."""
+        """Count a batch with `read` characters. A part never exceeds its size, although characters and bytes differ."""
         self._read[part] = min(self._read.get(part, 0) + read, self.sizes[part])
         self._tokens += tokens
         self.show()
@@ -66,13 +66,13 @@ class Progress:
         seconds = max(self.clock() - self._started, 1e-9)
         percent = 100 * (self.complete + read) / max(self.complete + total, 1)
         rate = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
-        left = f", {duration((total - read) * seconds / read)} left" if read else ""
+        left = f", {format_duration((total - read) * seconds / read)} left" if read else ""
         share = f"{byte_size(self.complete + read)} of {byte_size(self.complete + total)} ({percent:.0f} %)"
         return f"tokenized {share}, {rate}{left}"
 
 
-def duration(seconds: float) -> str:
-    """Format a time span."""
+def format_duration(seconds: float) -> str:
+    """Format a time span in seconds, minutes, or hours and minutes."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
@@ -102,14 +102,14 @@ def tokenize_parts(
     try:
         for child in processes:
             child.pipe.send(waiting.popleft())
-        _listen(processes, waiting, progress)
+        _assign_parts(processes, waiting, progress)
     finally:
         for child in processes:
             child.stop()
 
 
-def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
-    """Receive reports and assign parts, until all processes are idle."""
+def _assign_parts(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress) -> None:
+    """Receive the processes' reports, and send waiting parts to idle processes, until all parts are complete."""
     busy = {child.pipe: child for child in processes}
     while busy:
         for ready in wait([*busy, *(child.process.sentinel for child in busy.values())], TICK):
@@ -119,7 +119,7 @@ def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]
             try:
                 kind, *values = ready.recv()
             except (EOFError, OSError) as error:
-                raise _as_death_error(child) from error
+                raise _make_death_error(child) from error
             if kind == "error":
                 raise values[0]
             if kind == "batch":
@@ -133,25 +133,30 @@ def _listen(processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]
         progress.show()
 
 
-def _as_death_error(child: ChildProcess) -> UserError:
+def _make_death_error(child: ChildProcess) -> UserError:
+    """Return the error for a dead process."""
     hint = "check for a lack of memory; run the same command again to complete the store"
-    return UserError(f"a process that tokenizes ({child.process.pid}) {child.end()}; {hint}")
+    return UserError(f"a process that tokenizes ({child.process.pid}) {child.describe_end()}; {hint}")
 
 
 def _start_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
+    """Start a tokenizing process, and pass it the lock."""
     lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
     try:
         # spawn, because a fork would copy the memory of a training rank
-        return start_child(multiprocessing.get_context("spawn"), _main, folder, tokenizer, lock_connection)
+        return start_child(
+            multiprocessing.get_context("spawn"), _tokenize_received_parts, folder, tokenizer, lock_connection
+        )
     finally:
         lock_connection.close()
 
 
 def _report_batch(pipe: Connection, number: int, read: int, tokens: int) -> None:
+    """Report a batch's characters and tokens to the parent process."""
     pipe.send(("batch", number, read, tokens))
 
 
-def _main(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
+def _tokenize_received_parts(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
     """Write shards for the parts that arrive through the pipe, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
     os.environ["RAYON_NUM_THREADS"] = "1"  # disables the threads of the package tokenizers: each process has one core

@@ -66,21 +66,21 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         self._files.path("json").unlink(missing_ok=True)
-        self._out = self._stack.enter_context(self._create("tokens"))
-        self._out_weights = self._stack.enter_context(self._create("weights")) if self._weighted else None
+        self._out = self._stack.enter_context(self._create_file("tokens"))
+        self._out_weights = self._stack.enter_context(self._create_file("weights")) if self._weighted else None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self._stack.__exit__(kind, *error)  # type: ignore[arg-type]
             return
-        self._flush()
+        self._write_pending()
         self._stack.close()
-        with self._create("documents") as file:
+        with self._create_file("documents") as file:
             for name, dtype in COLUMNS:
-                _append(file, np.array(self._columns[name], dtype))
+                _append_values(file, np.array(self._columns[name], dtype))
         written = [self._out, *([self._out_weights] if self._out_weights is not None else []), file]
-        digests = b"".join(map(_digests_of, written))
+        digests = b"".join(map(_join_digests, written))
         replace_file(self._files.path("digests"), digests)
         summary = {
             "documents": len(self._columns["ends"]),
@@ -109,18 +109,20 @@ class ShardWriter:
             self._columns[name].append(value)
         self._pending_bytes += stored_ids.nbytes
         if self._pending_bytes >= FLUSH_SIZE:
-            self._flush()
+            self._write_pending()
 
-    def _create(self, kind: str) -> Any:
+    def _create_file(self, kind: str) -> Any:
+        """Create a file, in place of a killed process's file."""
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
         return new_file(path, BLOCK)
 
-    def _flush(self) -> None:
+    def _write_pending(self) -> None:
+        """Write the pending ids and weights."""
         if self._pending:
-            _append(self._out, np.concatenate(self._pending))
+            _append_values(self._out, np.concatenate(self._pending))
         if self._pending_weights and self._out_weights is not None:
-            _append(self._out_weights, np.concatenate(self._pending_weights))
+            _append_values(self._out_weights, np.concatenate(self._pending_weights))
         self._pending, self._pending_weights, self._pending_bytes = [], [], 0
 
 
@@ -138,8 +140,8 @@ class TokenShard:
     @classmethod
     def open_complete(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
         """Return a complete shard, as its JSON file describes it."""
-        text = _read(files.path("json"))
-        summary = _parse(files.path("json"), text)
+        text = _read_store_file(files.path("json"))
+        summary = _parse_summary(files.path("json"), text)
         return cls(files, summary["documents"], summary["tokens"], dtype, weighted, sha256(text).hexdigest())
 
     @property
@@ -167,13 +169,13 @@ class TokenShard:
     def check_content(self) -> None:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
         self.check_header()
-        for file in (self._map(kind) for kind in self.sizes if kind != "digests"):
+        for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
             file.verify_all()
 
     @property
     def summary(self) -> dict[str, Any]:
         """The JSON file's content: counts, the digest over all digests, source names."""
-        return _parse(self.files.path("json"), self._read_verified("json", self.digest))
+        return _parse_summary(self.files.path("json"), self._read_verified("json", self.digest))
 
     @property
     def ids(self) -> np.ndarray:
@@ -187,11 +189,11 @@ class TokenShard:
 
     def read_ids(self, first: int, last: int) -> np.ndarray:
         """Return the token ids from `first` to before `last`."""
-        return self._map("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
+        return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, last - first)
 
     def read_weights(self, first: int, last: int) -> np.ndarray:
         """Return the token weights, float32, from `first` to before `last`."""
-        return self._map("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
+        return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, last - first)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -199,11 +201,11 @@ class TokenShard:
         return self.column("ends")
 
     def column(self, name: str) -> np.ndarray:
-        """Return a document column, (documents,)."""
+        """Return a document column by its name in COLUMNS, (documents,)."""
         offset = 0
         for column, dtype in COLUMNS:
             if column == name:
-                return self._map("documents").read(dtype, offset, self.documents)
+                return self._map_file("documents").read(dtype, offset, self.documents)
             offset += dtype.itemsize * self.documents
         raise KeyError(name)
 
@@ -216,7 +218,7 @@ class TokenShard:
         """This process's mapped files, by kind."""
         return {}
 
-    def _map(self, kind: str) -> MappedFile:
+    def _map_file(self, kind: str) -> MappedFile:
         """Return a file from the shard, mapped at the first call."""
         if kind not in self._file_cache:
             size, start = self.sizes[kind], 0
@@ -239,20 +241,22 @@ class TokenShard:
     def _read_verified(self, kind: str, digest: str) -> bytes:
         """Return a small file's content. Raises UserError if its SHA-256 differs."""
         path = self.files.path(kind)
-        content = _read(path)
+        content = _read_store_file(path)
         if sha256(content).hexdigest() != digest:
             raise UserError(f"{path} has other content than was written: {_DAMAGED.format(path.parent)}")
         return content
 
 
-def _read(path: Path) -> bytes:
+def _read_store_file(path: Path) -> bytes:
+    """Read a small file. Raises UserError if it is missing or unreadable."""
     try:
         return read_regular(path)
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): {_DAMAGED.format(path.parent)}") from error
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
+    """Parse a shard's JSON file. Raises UserError if it is damaged."""
     try:
         summary: dict[str, Any] = json.loads(text)
     except ValueError as error:
@@ -260,13 +264,14 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return summary
 
 
-def _digests_of(file: FileWriter) -> bytes:
-    """Return the digests of a file's blocks; none for an empty file."""
+def _join_digests(file: FileWriter) -> bytes:
+    """Return a file's block digests in succession; empty for an empty file."""
     content = file.content()
     return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 
 
-def _append(file: FileWriter, values: np.ndarray) -> None:
+def _append_values(file: FileWriter, values: np.ndarray) -> None:
+    """Append an array's bytes."""
     if values.nbytes:
         assert file.sha256 is not None
         file.put(memoryview(values.view(np.uint8).data), file.sha256.size)

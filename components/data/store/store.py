@@ -25,7 +25,7 @@ STORE, LOCK = "store.json", "lock"
 @attrs.frozen(eq=False)
 class Store:
     """
-    TokenDocuments in a token store. Until a document is read, only `store.json` is.
+    TokenDocuments in a token store; a shard is mapped when a document is first read.
 
     `vocab_size` and `eos_id` come from the tokenizer, `tokenizer` is its digest.
     """
@@ -40,14 +40,14 @@ class Store:
     @classmethod
     def open(cls, folder: Path) -> "Store":
         """Open a complete store. Raises UserError if the folder is not a store, or a file is missing or truncated."""
-        store = cls.describe(folder)
+        store = cls.open_unchecked(folder)
         for shard in store.shards:
             shard.check_header()
         return store
 
     @classmethod
-    def describe(cls, folder: Path) -> "Store":
-        """Return the store that `store.json` describes, without checking its shards."""
+    def open_unchecked(cls, folder: Path) -> "Store":
+        """Return the store described by `store.json`, without checking its shards."""
         index = read_index(folder / STORE)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [
@@ -56,15 +56,15 @@ class Store:
         ]
         return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
 
-    def faults(self) -> list[str]:
-        """Verify all files, and describe changed files and files that do not belong to the store."""
+    def find_faults(self) -> list[str]:
+        """Verify all files. Describe changed files, and files foreign to the store."""
         faults = [fault for shard in self.shards if (fault := _find_fault(shard))]
         names = {STORE, LOCK, *(path.name for shard in self.shards for path in shard.paths)}
         for path in sorted(self.folder.iterdir()):
             if path.name not in names:
                 faults.append(f"{path} is not a file of the token store; remove it")
             elif path.name == LOCK and path.stat().st_size:
-                faults.append(f"{path} is not empty, as it was written; remove it")
+                faults.append(f"{path} is not empty, although drawloom writes nothing into it; remove it")
         return faults
 
     @property
@@ -109,7 +109,7 @@ class Store:
         return self.shards[index], document - self._starts[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the text for `store.json`: a worker process maps the shards itself."""
+        """Return only the fields, without cached values: a worker process maps the shards itself."""
         return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Store:
             object.__setattr__(self, name, value)
 
 
-def fingerprint_of(shards: list[TokenShard]) -> str:
+def hash_documents(shards: list[TokenShard]) -> str:
     """Hash all documents' hashes and lengths with SHA-256, independently from the division into shards."""
     digest = hashlib.sha256()
     for shard in shards:
@@ -126,7 +126,7 @@ def fingerprint_of(shards: list[TokenShard]) -> str:
     return digest.hexdigest()
 
 
-def index_text(index: dict[str, Any]) -> bytes:
+def encode_index(index: dict[str, Any]) -> bytes:
     """Return the text for `store.json`: the index, with its JSON's SHA-256."""
     digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
     return (json.dumps({**index, "digest": digest}) + "\n").encode()
@@ -147,12 +147,13 @@ def read_index(path: Path) -> dict[str, Any]:
         actual_format = index.get("format") if isinstance(index, dict) else None
         raise UserError(f"{path} has format {actual_format!r} instead of {FORMAT}; {remedy}")
     index.pop("digest", None)
-    if text != index_text(index):
+    if text != encode_index(index):
         raise UserError(f"{path} has other content than was written; {remedy}")
     return index
 
 
 def _find_fault(shard: TokenShard) -> str:
+    """Verify a shard's files, and describe the first fault; empty if there is none."""
     try:
         shard.check_content()
     except UserError as error:

@@ -94,7 +94,7 @@ def read_entries(mapped: Any) -> dict[str, Entry]:
         if not is_name(name):
             raise HeaderError(f"{name!r:.99} is not a valid name of a tensor")
         if part.get_dtype() not in DTYPES:
-            raise HeaderError(f"{name} is of type {part.get_dtype()}, which can't be read")
+            raise HeaderError(f"{name} has the dtype {part.get_dtype()}, which is not supported")
         if len(part.get_shape()) > MAX_DIMENSIONS:
             raise HeaderError(f"{name} has more than {MAX_DIMENSIONS} dimensions")
         spec = TensorSpec(tuple(part.get_shape()), DTYPES[part.get_dtype()])

@@ -58,7 +58,7 @@ class SafetensorsFolder:
             if opened.identity != file.identity:
                 raise UserError(f"{file.path} was changed while {name} was read; copy it again")
         if self._mapped is None or self._mapped[0] != file.path:
-            with _as_user_error(file.path):
+            with _convert_header_errors(file.path):
                 self._mapped = file.path, map_file(file.path)
         tensor: Tensor = self._mapped[1].get_tensor(name)
         return tensor
@@ -116,7 +116,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
 
 def read_safetensors_header(path: Path) -> SafetensorsFile:
     """Return a file's header. Raises UserError if it is invalid."""
-    with open_regular_file(path) as file, _as_user_error(path):
+    with open_regular_file(path) as file, _convert_header_errors(path):
         return SafetensorsFile(
             path, {name: entry.spec for name, entry in read_entries(map_file(path)).items()}, file.identity
         )
@@ -131,7 +131,8 @@ def _read_shard(folder: Path, file: str, name: str) -> SafetensorsFile:
 
 
 @contextmanager
-def _as_user_error(path: Path) -> Iterator[None]:
+def _convert_header_errors(path: Path) -> Iterator[None]:
+    """Convert HeaderError to UserError with the path."""
     try:
         yield
     except HeaderError as error:
@@ -164,6 +165,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 
 def _is_plain_file_name(file: Any) -> bool:
+    """Return whether this is a file name without a folder."""
     # path separators and drive letters could lead out of the folder
     if not isinstance(file, str) or file in ("", ".", "..") or not file.isprintable():
         return False
@@ -184,6 +186,7 @@ def _read_total_size(index: Mapping[str, Any], path: Path) -> int | None:
 def _find_differences(
     files_by_tensor: Mapping[str, str], files: Mapping[str, SafetensorsFile], total: int | None
 ) -> Iterator[str]:
+    """Describe missing, unexpected and duplicate tensors, and a wrong total size."""
     if missing := [f"{name} (in {file})" for name, file in files_by_tensor.items() if name not in files[file].specs]:
         yield f"missing {format_names(missing)}"
     stored = [(name, file) for file, header in files.items() for name in header.specs]

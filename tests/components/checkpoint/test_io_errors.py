@@ -34,7 +34,7 @@ def test_a_full_disk_is_reported_with_path_need_and_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """One line has the error, the needed bytes and the free bytes, for every errno from a full disk."""
-    monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
+    monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: 400_000_000)
     expected = f"disk full: needs 3.10 GB, 400.0 MB free in {tmp_path} (/runs/x/file: {os.strerror(code)})"
     assert describe_io_error(_error_of_rank(code), tmp_path, 3_100_000_000, SingleProcess()) == expected
 
@@ -67,7 +67,7 @@ class TwoMachines(SingleProcess):
 
 def test_free_space_is_measured_on_the_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reports the free space on the machine of rank 1, whose disk is full."""
-    monkeypatch.setattr(durable_files, "free", lambda _: 400_000_000)
+    monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: 400_000_000)
     error = RankError("rank 1: full", 1, rank=1, errno=errno.ENOSPC)
     assert "1.00 GB free in" in describe_io_error(error, tmp_path, 7, TwoMachines())
 
@@ -86,7 +86,7 @@ def _states() -> dict[str, StateNode]:
 
 
 def _restore(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(durable_files, "free", lambda _: free)
+    monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: free)
     checkpointer(folder, _states()).restore()
 
 
@@ -132,6 +132,6 @@ def test_the_size_of_the_last_checkpoint_counts(
     """A state may be larger on disk than its estimate at the start."""
     save_steps(tmp_path, 1)
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step-1").glob("r*"))
-    monkeypatch.setattr(durable_files, "free", lambda _: 2 * size - 1)
+    monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: 2 * size - 1)
     checkpointer(tmp_path, {"memory": StateNode()}).restore()
     assert len(caplog.records) == 1

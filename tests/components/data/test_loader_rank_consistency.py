@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.loader import check_consistency, check_leaves
+from drawloom.components.data.loader import check_batch, check_consistency
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
 from support.clips import ClipRows, clips
@@ -81,10 +81,10 @@ def test_different_numbers_of_rows_are_an_error() -> None:
 
 def test_a_batch_of_another_class_than_declared_is_refused() -> None:
     """The first batch is looked at: its class, and whether its leaves fit together."""
-    check_leaves(ClipRows(), clips())
+    check_batch(ClipRows(), clips())
     with pytest.raises(
         UserError, match=r"^rows: ClipRows declares the batch class Clips, but returned a TokenBatch; correct one"
     ):
-        check_leaves(ClipRows(), batch(1))
+        check_batch(ClipRows(), batch(1))
     with pytest.raises(UserError, match=r"^rows: ClipRows makes .* do not fit together: Clips.labels has shape \(3,\)"):
-        check_leaves(ClipRows(), clips([0, 1]).evolve(labels=torch.ones(3)))
+        check_batch(ClipRows(), clips([0, 1]).evolve(labels=torch.ones(3)))

@@ -78,7 +78,7 @@ def test_weights_of_tokens_are_kept() -> None:
 def test_sources_of_two_tokenizers_are_refused() -> None:
     """Their numbers of ids, and their ends, are named."""
     mixture = Mixture(sources={**SOURCES, "other": TokensInMemory([], [], vocab_size=50, eos_id=1)})
-    with pytest.raises(UserError, match="web has 100000 token ids, of which 0 ends a document, and other has 50 and 1"):
+    with pytest.raises(UserError, match="web has 100000 token ids and the end token 0, but other has 50 and 1"):
         mixture.check_machine()
 
 
@@ -97,7 +97,9 @@ def test_check_finds_wrong_shares() -> None:
         "weights.cod: sources has no 'cod'; did you mean 'code'?",
         "weights leaves out code; write weights.code, which may be 0",
     }
-    assert problems(epochs={"web": -1.0}).keys() == {"epochs.web: -1.0 is not a share; write a number from 0 on"}
+    assert problems(epochs={"web": -1.0}).keys() == {
+        "epochs.web: -1.0 is negative or not finite; write a number from 0 on"
+    }
     assert problems(weights={"web": 1.0, "code": 2.0}, temperature=2.0).keys() == {
         "weights are the shares themselves, so epochs and temperature have no effect; leave out weights, or the others"
     }

@@ -18,7 +18,7 @@ def test_exact_match_ignores_white_space_around_and_needs_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("example", "message"),
-    [({}, "a.jsonl:3 has the keys source, and not 'answer'"), ({"answer": 3}, "a.jsonl:3: answer is 3; write a text")],
+    [({}, "a.jsonl:3 has the keys source, but not 'answer'"), ({"answer": 3}, "a.jsonl:3: answer is 3; write a text")],
 )
 def test_an_example_without_the_expected_text_is_named(example: dict[str, Any], message: str) -> None:
     """A reward with nothing to compare names the example's line."""

@@ -38,5 +38,5 @@ def test_equal_numbers_are_right_however_they_are_written() -> None:
     assert MathEqual().scores([answer(text, answer="1/2") for text in texts]) == [1, 1, 1, 0, 0]
     assert MathEqual(tolerance=1e-3).scores([answer(text, answer=0.5) for text in texts]) == [1, 1, 1, 1, 0]
     assert MathEqual().scores([answer("", answer=0), answer("0", answer="#### 0")]) == [0, 1]
-    with pytest.raises(UserError, match=r"a\.jsonl:3: answer is 'x', in which there is no number"):
+    with pytest.raises(UserError, match=r"a\.jsonl:3: answer is 'x', which contains no number"):
         MathEqual().scores([answer("1", answer="x")])

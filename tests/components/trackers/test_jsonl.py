@@ -246,7 +246,7 @@ def test_buffered_lines_are_limited(tracker: JsonlTracker, monkeypatch: pytest.M
     """Beyond some megabytes lines are dropped."""
     monkeypatch.setattr("drawloom.components.storage.step_log.BUFFER_SIZE", 100)
     with monkeypatch.context() as patched:
-        patched.setattr(StepLog, "_write", lambda _: None)
+        patched.setattr(StepLog, "_write_buffer", lambda _: None)
         for step in range(1000):
             tracker.track(step, {"loss": 1.0})
         assert tracker._log is not None and len(tracker._log._buffer) < 200

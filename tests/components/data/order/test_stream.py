@@ -45,10 +45,10 @@ def test_sources_take_turns_by_their_shares(shares: list[int], first: int, count
     """Any range of positions equals a merge by exact fractions, and so does the count before it."""
     segment = Segment(0, {str(number): share for number, share in enumerate(shares)})
     wanted = plain_turns(shares, first + count)
-    source, row = segment.turns(first, first + count)
+    source, row = segment.find_rows(first, first + count)
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == wanted[first:]
     counted = Counter(source for source, _ in wanted[:first])
-    assert segment.counts(first) == {str(number): counted[number] for number in range(len(shares))}
+    assert segment.count_rows(first) == {str(number): counted[number] for number in range(len(shares))}
 
 
 @given(shares, st.integers(0, 10**12))
@@ -106,5 +106,5 @@ def test_rows_of_a_source_that_is_gone_are_refused() -> None:
     """Rows of the remaining source, before and after, are available; a removed source's row is refused."""
     stream = RowStream(sources_of(50), Sequential(), [Segment(0, {"a": 1, "gone": 1}), Segment(4, {"a": 1})])
     assert stream.rows([0, 2, 4, 5, 6]) == [0, 1, 2, 3, 4]
-    with pytest.raises(UserError, match="position 1 is of a source that is no longer in the mixture"):
+    with pytest.raises(UserError, match="position 1 is from a source no longer in the mixture"):
         stream.rows([1])

@@ -13,9 +13,9 @@ from drawloom.components.data.packing import groups
 from drawloom.components.data.packing.best_fit import best_fit
 from drawloom.components.data.packing.first_fit import first_fit
 from drawloom.components.data.packing.groups import Group, Groups, gather_rows, group_documents, split_order
-from drawloom.components.data.packing.padded import one_each
+from drawloom.components.data.packing.padded import assign_own_rows
 
-GROUPINGS = [best_fit, first_fit, one_each]
+GROUPINGS = [best_fit, first_fit, assign_own_rows]
 
 
 @pytest.mark.parametrize("group", GROUPINGS)

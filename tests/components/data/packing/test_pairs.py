@@ -62,14 +62,17 @@ CORPUS: dict[str, Any] = {
 }
 PACKING: dict[str, Any] = {"packing": {"use": "data.packing.pairs"}}
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
-    "a corpus": (CORPUS, '[tokens] has pairs of documents, which would come apart; write use = "data.packing.pairs"'),
+    "a corpus": (
+        CORPUS,
+        '[tokens] has pairs of documents, which this packing would separate; write use = "data.packing.pairs"',
+    ),
     "a packing": (PACKING, '[tokens] has no pairs of documents; write use = "data.preferences" in [tokens]'),
     "a source of a mixture": (
         {
             "tokenizer": CORPUS["tokenizer"],
             "tokens": {"use": "data.mixture", "sources": {"a": CORPUS["tokens"], "b": {**CORPUS["tokens"]}}},
         },
-        "[tokens.sources.a] has pairs of documents, which would come apart",
+        "[tokens.sources.a] has pairs of documents, which this packing would separate",
     ),
     "no loss": (CORPUS | PACKING, "[loss] would learn both documents of each pair in [packing]; write"),
     "a loss": (

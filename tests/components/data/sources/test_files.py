@@ -8,7 +8,7 @@ import fsspec
 import pyarrow
 import pytest
 
-from drawloom.components.data.sources.files import File, find, groups, open_file
+from drawloom.components.data.sources.files import File, find, group_files, open_file
 from drawloom.graph import UserError
 
 
@@ -139,5 +139,5 @@ def test_a_protocol_without_a_package_is_refused() -> None:
 def test_groups_keep_the_order_and_their_size() -> None:
     """Groups have at most the maximum of bytes; a larger file has its own group."""
     files = [File(str(number), "", size, "") for number, size in enumerate([3, 4, 20, 1, 2, 8])]
-    assert [[file.size for file in group] for group in groups(files, 8)] == [[3, 4], [20], [1, 2], [8]]
-    assert list(groups([], 8)) == []
+    assert [[file.size for file in group] for group in group_files(files, 8)] == [[3, 4], [20], [1, 2], [8]]
+    assert list(group_files([], 8)) == []

@@ -1,6 +1,6 @@
 """The progress of tokenizing."""
 
-from drawloom.components.data.store.processes import Progress, duration
+from drawloom.components.data.store.processes import Progress, format_duration
 
 
 def test_progress_is_printed_at_intervals() -> None:
@@ -19,4 +19,9 @@ def test_progress_is_printed_at_intervals() -> None:
 
 def test_times_are_readable() -> None:
     """The unit suits the duration."""
-    assert [duration(59), duration(100), duration(600), duration(9000)] == ["59 s", "2 min", "10 min", "2 h 30 min"]
+    assert [format_duration(59), format_duration(100), format_duration(600), format_duration(9000)] == [
+        "59 s",
+        "2 min",
+        "10 min",
+        "2 h 30 min",
+    ]

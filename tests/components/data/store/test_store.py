@@ -90,7 +90,7 @@ def test_faults_names_every_file_that_changed(tmp_path: Path) -> None:
     (tmp_path / "store" / "00002.digests").unlink()
     (tmp_path / "store" / "lock").write_text("x")
     (tmp_path / "store" / "00003.tokens").write_text("x")
-    faults = Store.describe(tmp_path / "store").faults()
+    faults = Store.open_unchecked(tmp_path / "store").find_faults()
     names = [fault.removeprefix(f"{tmp_path}/store/").split()[0] for fault in faults]
     assert names == ["00000.tokens", "00001.json", "00002.digests", "00003.tokens", "lock"]
 

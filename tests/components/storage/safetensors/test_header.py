@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "name leads out": (file_of({"../../x": tensor()}, 4), "'../../x' is not a valid name"),
     "escape in a name": (file_of({"a\33[2J": tensor()}, 4), "not a valid name of a tensor"),
     "unknown dtype": (file_of({"a": tensor("F3")}, 4), "unknown variant `F3`"),
-    "dtype without bytes": (file_of({"a": tensor("F4", (8,))}, 4), "a is of type F4, which can't be read"),
+    "dtype without bytes": (file_of({"a": tensor("F4", (8,))}, 4), "a has the dtype F4, which is not supported"),
     "many dimensions": (file_of({"a": tensor(shape=[1] * 5000, offsets=(0, 1))}, 1), "more than 8 dimensions"),
     "gap": (file_of({"a": tensor(), "b": tensor(offsets=(5, 9))}, 9), "invalid offset for tensor `b`"),
     "overlap": (file_of({"a": tensor(), "b": tensor(offsets=(2, 6))}, 6), "invalid offset for tensor `b`"),
