@@ -82,5 +82,5 @@ def read_file(path: Path) -> Program:
     if len({program.stage_to_rank.count(rank) for rank in range(program.ranks)}) != 1:
         raise UserError(f"{path} is not a valid schedule: its {program.ranks} ranks hold different numbers of stages")
     if not (program.op != FORWARD).any():
-        raise UserError(f"{path} is a schedule of forwards alone, with which nothing is trained; add backwards")
+        raise UserError(f"{path} has forward passes only, and trains nothing; add backward passes")
     return program

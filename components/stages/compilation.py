@@ -27,7 +27,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def warn_compiled_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
-    """Warn about delayed weight gradients that are computed together with input gradients."""
+    """Warn if the schedule delays weight gradients, but compiled blocks compute them with the input gradients."""
     if not _splits_backward(schedule, mesh):
         return
     effect = f"so that W has nothing left to do where [{schedule.name}] puts it into the bubble"

@@ -24,7 +24,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     if type(node) in (list, tuple) or _is_named_tuple(node):
         return list(enumerate(node))
     if _has_fields(node):
-        return [(name, getattr(node, name)) for name in _fields(node)]
+        return [(name, getattr(node, name)) for name in _list_fields(node)]
     return None
 
 
@@ -47,7 +47,7 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
     elif _is_named_tuple(node):
         return node._make(children)
     else:
-        for name, child in zip(_fields(node), children, strict=True):
+        for name, child in zip(_list_fields(node), children, strict=True):
             object.__setattr__(new, name, child)  # setattr would fail for frozen classes
     return new
 
@@ -90,6 +90,6 @@ def _has_fields(node: Any) -> bool:
     return not isinstance(node, type) and (attrs.has(type(node)) or dataclasses.is_dataclass(node))
 
 
-def _fields(node: Any) -> list[str]:
+def _list_fields(node: Any) -> list[str]:
     fields = attrs.fields(type(node)) if attrs.has(type(node)) else dataclasses.fields(node)
     return [field.name for field in fields]

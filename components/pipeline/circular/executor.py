@@ -59,15 +59,15 @@ class CircularExecutor(ProgramExecutor):
             yield loss.problem("use", text, 'write use = "pipeline.executor"')
 
     @property
-    def _owners(self) -> tuple[int, ...]:
-        """Return the stages' ranks in evaluation, where the model's ends are the first and the last stage."""
-        return (0, *super()._owners, self.mesh.sizes.pipeline - 1)
+    def _stage_to_rank(self) -> tuple[int, ...]:
+        """Return the stages' ranks in evaluation, with embedding and head as separate first and last stages."""
+        return (0, *super()._stage_to_rank, self.mesh.sizes.pipeline - 1)
 
     def train(self, state: StepState) -> None:
         self.stages.cast_weights()
-        inputs = [self._inputs(batch) for batch in state["batches"]]
+        inputs = [self._prepare_inputs(batch) for batch in state["batches"]]
         group = self.mesh.pipeline_group
-        repeats = (len(self._owners) - 2) // group.size
+        repeats = (len(self._stage_to_rank) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
         sends = PendingSends()
         token = begin_token(sends, self.device.device)
@@ -78,12 +78,12 @@ class CircularExecutor(ProgramExecutor):
             table,
             Ring(group.rank, group.size, self._links),
             run_block=lambda block, number, tensor: passes.forward(block + 1, number, tensor),
-            metas=[self._meta(microbatch) for microbatch in inputs],
+            metas=[self._infer_meta(microbatch) for microbatch in inputs],
             buffers=Buffers.of(table, range(group.rank, group.rank + 1), embedded),
             pending_sends=sends,
             token=token,
         )
-        hidden, last = forward_pass.run(), len(self._owners) - 1
+        hidden, last = forward_pass.run(), len(self._stage_to_rank) - 1
         losses = [passes.forward(last, number, states) for number, states in zip(share, hidden, strict=True)]
         sends.clear()
         del hidden, embedded
@@ -92,7 +92,7 @@ class CircularExecutor(ProgramExecutor):
         self.stages.hand_over_gradients()
         _gather_losses(state, share, group, self.device.device)
 
-    def _meta(self, inputs: MicrobatchInputs) -> TensorMeta:
+    def _infer_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """Return the shape and dtype between stages for a microbatch; UserError if it is not a single tensor."""
         like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
@@ -106,7 +106,7 @@ class CircularExecutor(ProgramExecutor):
 
 def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, device: torch.device) -> None:
     """Move all ranks' losses to the last stage's rank; this rank computed microbatches `numbers`."""
-    computed = {number: dict(_paths(state.microbatch(number)[LOSSES])) for number in numbers}
+    computed = {number: dict(_iterate_loss_tensors(state.microbatch(number)[LOSSES])) for number in numbers}
     # A rank without microbatches does not know the names of the sums, but the first rank always has a microbatch.
     first = next(iter(computed.values()), {})
     forms = [[path, [*tensor.shape], str(tensor.dtype)] for path, tensor in first.items()]
@@ -125,7 +125,7 @@ def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, devic
     state[LOSSES] = gathered
 
 
-def _paths(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield a microbatch's loss tensors with their paths."""
+def _iterate_loss_tensors(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield a microbatch's loss, weight and sums (any shapes) with their paths, such as `("sums", name)`."""
     yield from ((("loss",), losses["loss"]), (("weight",), losses["weight"]))
     yield from ((("sums", name), tensor) for name, tensor in losses["sums"].items())

@@ -91,7 +91,7 @@ def compare(summaries: Sequence[Summary]) -> str:
     """Return a table of schedules with equal sizes, sorted by makespan, then by memory."""
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
-    return table([head, *(_row(summary) for summary in sorted(summaries, key=_cost))])
+    return table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
 
 
 LEGEND = """\
@@ -106,12 +106,12 @@ def format_count(number: int, noun: str, ending: str = "s") -> str:
     return f"{number} {noun}{ending * (number != 1)}"
 
 
-def _cost(summary: Summary) -> tuple[float, float, str]:
+def _get_sort_key(summary: Summary) -> tuple[float, float, str]:
     microbatches = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
     return round(summary.simulation.makespan, 9), microbatches, summary.schedule
 
 
-def _row(summary: Summary) -> tuple[str, ...]:
+def _format_row(summary: Summary) -> tuple[str, ...]:
     run = summary.simulation
     live_weights = max(run.peak_live_weights)
     return (

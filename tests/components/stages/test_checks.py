@@ -150,13 +150,13 @@ def test_explain_says_which_layers_are_outside_of_stages() -> None:
         ((*SHORT, BLOCKS), []),
         (
             (*SHORT, BLOCKS, "stages.recompute=selective"),
-            ['[schedule] says what each stage recomputes; write recompute = "none", or leave it out in [schedule]'],
+            ['[schedule] sets recompute policies by stage; write recompute = "none", or leave it out in [schedule]'],
         ),
         (
             (*SHORT, "schedule.recompute={ blocks = { again = [0.9], kept = 0.1 } }"),
-            ["4 slices have 1 blocks.again; write as many of each"],
+            ["slices has 4 values, and blocks.again has 1; write equally many"],
         ),
-        ((*AUTO, "model.num_hidden_layers=6"), ["6 layers can't be cut into 4 slices of as many each"]),
+        ((*AUTO, "model.num_hidden_layers=6"), ["6 layers are not divisible into 4 slices"]),
     ],
 )
 def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...], whys: list[str]) -> None:

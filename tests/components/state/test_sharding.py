@@ -211,17 +211,17 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tree of specifications": (
         lambda: shard_tree({"a": 1, "b": 2}, {"a": Replicate()}, 2),
-        "the specification has ['a'] here, the value ['a'], ['b']",
+        "the specification has ['a'] here, but the value has ['a'], ['b']",
     ),
     "specification of a leaf": (
         lambda: shard_tree({"a": 1}, {"a": [Shard()]}, 2),
-        "at ['a']: the specification has [0] here, the value a leaf",
+        "at ['a']: the specification has [0] here, but the value is a leaf",
     ),
     "no specification": (
         lambda: check_spec({"a": [Shard(), 0]}),
         "at ['a'][1]: 0 is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()",
     ),
-    "nothing to join": (lambda: unshard_tree([], Shard()), "there are no parts to join"),
+    "nothing to join": (lambda: unshard_tree([], Shard()), "there are no shards to join"),
     "no parts": (
         lambda: shard_tree(torch.ones(2), Shard(), 0),
         "a tree can't be sharded into 0 parts; write at least 1",
