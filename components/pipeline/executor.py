@@ -358,10 +358,10 @@ def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
 def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
     """Yield problems for `streams` with CUDA graphs, with offloading, or on the CPU."""
     if stages.settings.get("capture"):
-        text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
+        text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
         yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
     if stages.settings.get("offload"):
-        text = "memory of offloaded activations would be freed on another stream than it was allocated on"
+        text = "offloaded activations would be freed on another stream than they were allocated on"
         yield executor.problem("streams", text, f"write streams = false, or offload = false in [{stages.name}]")
     if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
@@ -376,7 +376,7 @@ def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
         text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
         yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
     elif everywhere and not schedule_is_everywhere:
-        text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
+        text = f"[{executor.name}] runs the circular pipeline's own program, not the program of [{schedule.name}]"
         yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 

@@ -39,7 +39,7 @@ class FromCsv:
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if the file is for another rank count."""
-        program = self._read()
+        program = self._read_once()
         if program.ranks != ranks:
             raise UserError(f"{self.path} is a schedule for {program.ranks} ranks, not {ranks}")
         return program.stage_to_rank
@@ -47,13 +47,13 @@ class FromCsv:
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return the program in the file; UserError if it is for another rank or microbatch count."""
         self.stage_to_rank(ranks)
-        program = self._read()
+        program = self._read_once()
         if program.microbatches != microbatches:
             text = f"{self.path} is a schedule for {program.microbatches} microbatches, not {microbatches}"
             raise UserError(f"{text}; change the batch's global_size or micro_size, or the file")
         return program
 
-    def _read(self) -> Program:
+    def _read_once(self) -> Program:
         if self._program is None:
             self._program = read_file(self.path)
         return self._program

@@ -58,7 +58,9 @@ def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
         yield nodes.stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{nodes.mesh.name}]")
     for adapter in nodes.stages.neighbours("adapters"):
         if adapter.settings.get("dropout"):
-            text = f"the dropout of [{adapter.name}] draws other numbers in each pass, and a CUDA graph does the same"
+            text = (
+                f"[{adapter.name}] draws new random numbers for dropout in each pass, but a CUDA graph repeats its own"
+            )
             hint = f"write capture = false, or dropout = 0.0 in [{adapter.name}]"
             yield nodes.stages.problem("capture", text, hint)
 
@@ -79,10 +81,10 @@ def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]
     """Yield problems for embedding and head costs if the schedule ignores them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and embeds_on_every_rank(schedule.component):
-            text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
+            text = f"[{schedule.name}] places embedding and head on every rank, so the cost moves no layers"
             yield stages.problem(key, text, f"write {key} = 0")
         elif stages.settings[key] and issubclass(schedule.component, PartitioningSchedule):
-            text = f"[{schedule.name}] sets the layers in each stage by its own layer costs"
+            text = f"[{schedule.name}] partitions the layers by its own layer costs"
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
@@ -134,7 +136,7 @@ def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Probl
     """Yield a problem for a loss that is an nn.Module itself: the stages must own its parameters."""
     if issubclass(loss.component, nn.Module):
         where = f"under [{loss.name}] and [{stages.name}]"
-        text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
+        text = f"{loss.use!r} is an nn.Module, which a checkpoint would save twice, {where}"
         yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
 
 

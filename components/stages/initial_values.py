@@ -225,7 +225,7 @@ def _create_fill_error(name: str, owner: nn.Module, tensors: list[str], why: str
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
     kind = "buffers" if set(tensors) <= {key for key, _ in _list_buffers(owner)} else "tensors"
     return UserError(
-        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so that what its "
-        "constructor puts there is lost",
+        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so the values "
+        "its constructor writes are lost",
         exit_code=2,
     )

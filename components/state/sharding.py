@@ -77,6 +77,7 @@ def is_leaf_spec(spec: SpecTree) -> bool:
 
 
 def _check_specs(spec: SpecTree, path: str) -> None:
+    """Raise ValueError for the first leaf of a spec tree at `path` that is not a spec."""
     if is_leaf_spec(spec):
         return
     children = branches(spec)
@@ -101,6 +102,7 @@ def _pair_children(value: Any, spec: SpecTree, path: str) -> list[tuple[str, Any
 
 
 def _shard_node(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
+    """Return a node's shards; a leaf is sharded by its spec, a tree child by child."""
     children = _pair_children(value, spec, path)
     if children is None:
         return _shard_leaf(value, spec, count, even, path)
@@ -113,9 +115,8 @@ def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -
         return [value] * count
     size = _get_size(value, spec, path)
     if isinstance(spec, Stack) and size != count:
-        raise _create_error(
-            path, f"{_describe_kind(value)} is not a stack of {count} along dimension {spec.dim}, but one of {size}"
-        )
+        reason = f"{_describe_kind(value)} has size {size} along dimension {spec.dim}"
+        raise _create_error(path, f"{reason}, not one entry for each of {count} microbatches")
     if even and size % count:
         reason = f"{_describe_kind(value)} can't be cut evenly into {count} along dimension {spec.dim}"
         raise _create_error(path, f"{reason}; Replicate() would give each microbatch all of it")
@@ -135,13 +136,14 @@ def _get_size(value: Any, spec: Shard | Stack, path: str) -> int:
     """Return the size of a tensor or list along the dimension of the spec."""
     if isinstance(value, list):
         if spec.dim != 0:
-            raise _create_error(path, f"a list only has dimension 0, and the specification is {spec}")
+            raise _create_error(path, f"a list only has dimension 0, but the specification is {spec}")
         return len(value)
     _check_dimension(value, spec, 0, path)
     return int(value.size(spec.dim))
 
 
 def _unshard_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
+    """Join one node's values from all microbatches."""
     children = [_pair_children(value, spec, path) for value in values]
     first = children[0]
     if first is None and not any(children):
@@ -177,7 +179,7 @@ def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tenso
     try:
         return torch.stack(values, spec.dim) if is_stack else torch.cat(values, spec.dim)
     except RuntimeError as error:
-        raise _create_error(path, f"the parts can't be joined by {spec}: {_describe_kinds(values)}") from error
+        raise _create_error(path, f"the shards can't be joined by {spec}: {_describe_kinds(values)}") from error
 
 
 def _check_dimension(value: Any, spec: Shard | Stack, more: int, path: str) -> None:

@@ -53,7 +53,7 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
 
 
 def transform(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree of new nodes with `function` applied to every leaf."""
+    """Return a new tree with `function` applied to every leaf."""
     if isinstance(tree, Tensor):
         return function(tree)  # the usual case between stages, where microseconds matter
     nodes = children(tree)
@@ -61,7 +61,7 @@ def transform(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def transform_with_path(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Apply a function of path (keys, indices and field names) and leaf to every leaf, like `transform`."""
+    """Return a new tree with `function(path, leaf)` for every leaf; a path has keys, indices and field names."""
     nodes = children(tree)
     if nodes is None:
         return function(path, tree)
@@ -77,7 +77,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def fill(tree: Any, values: Iterable[Any]) -> Any:
-    """Return the tree with its leaves, in order, replaced by these values."""
+    """Return a copy of the tree whose leaves are these values, in order."""
     rest = iter(values)
     return transform(lambda _: next(rest), tree)
 

@@ -42,10 +42,10 @@ class CircularExecutor(ProgramExecutor):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield any executor's problems, and settings unsupported by the circular pipeline."""
+        """Yield the problems of every executor, and settings the circular pipeline does not support."""
         yield from super().constraints(node)
         if node.settings["streams"]:
-            text = f"[{node.name}] runs one pass after another, so that none overlap"
+            text = f"[{node.name}] runs one pass after another, so streams have no passes to overlap"
             yield node.problem("streams", text, "write streams = false")
         stages, loss = node.neighbour("stages"), node.neighbour("objective")
         if stages and stages.settings.get("capture"):
@@ -55,7 +55,9 @@ class CircularExecutor(ProgramExecutor):
             text = f"[{loss.name}] compares with the model without adapters on the last rank, and [{node.name}] "
             yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
         elif loss and issubclass(loss.component, MeasuresStep):
-            text = f"[{loss.name}] measures the step before its first pass, which [{node.name}] does not"
+            text = (
+                f"[{loss.name}] measures the whole step before its first pass, and [{node.name}] does not support this"
+            )
             yield loss.problem("use", text, 'write use = "pipeline.executor"')
 
     @property
@@ -93,7 +95,7 @@ class CircularExecutor(ProgramExecutor):
         _gather_losses(state, share, group, self.device.device)
 
     def _infer_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
-        """Return the shape and dtype between stages for a microbatch; UserError if it is not a single tensor."""
+        """Return the metadata for a microbatch's tensor between stages; UserError if a stage returns anything else."""
         like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(

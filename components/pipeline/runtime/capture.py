@@ -298,8 +298,7 @@ def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
 def _describe_refusal(stage: int, error: RuntimeError) -> str:
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return (
-        f"stages.capture: stage {stage} does something that a CUDA graph can't hold: {first.rstrip('.')}; "
-        "write capture = false"
+        f"stages.capture: stage {stage} can't be recorded as a CUDA graph: {first.rstrip('.')}; write capture = false"
     )
 
 

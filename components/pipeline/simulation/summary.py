@@ -55,7 +55,7 @@ class Summary:
         return f"{simulated}; measured makespan {seconds:.5g}, simulated {run.makespan / seconds - 1:+.1%}"
 
     def as_data(self) -> dict[str, Any]:
-        """Return the summary as data for JSON."""
+        """Return sizes, times, bubbles, peaks and message counts as JSON data."""
         run = self.simulation
         return {
             "schedule": self.schedule,
@@ -80,7 +80,7 @@ class Summary:
         }
 
     def by_rank(self) -> str:
-        """Return a table with the peaks by rank."""
+        """Return a table with every rank's peak counts: activations, live and pending weights, messages."""
         run = self.simulation
         columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
@@ -102,11 +102,12 @@ messages: tensors that ranks send one another in a step"""
 
 
 def format_count(number: int, noun: str, ending: str = "s") -> str:
-    """Return a number with its noun."""
+    """Return a count with its noun, such as `2 stages`; `ending` is the plural's."""
     return f"{number} {noun}{ending * (number != 1)}"
 
 
 def _get_sort_key(summary: Summary) -> tuple[float, float, str]:
+    """Return makespan, live microbatches per stage, and name, to sort summaries by."""
     microbatches = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
     return round(summary.simulation.makespan, 9), microbatches, summary.schedule
 

@@ -195,7 +195,7 @@ def _find_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least `least`, for the axis."""
+    """Return an axis step: the smallest 1, 2 or 5 times a power of ten not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 

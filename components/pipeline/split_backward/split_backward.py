@@ -70,7 +70,7 @@ class SplitBackward:
         Raises UserError for graphs that can't be split: a re-entrant checkpoint, or a hook on activations and weights.
         """
         if self._deferred is not None:
-            raise RuntimeError("backward_input was called before; call backward_weight, or create a SplitBackward")
+            raise RuntimeError("backward_input was already called; call backward_weight, or create a new SplitBackward")
         differentiable = [tensor for tensor in inputs if _is_differentiable(tensor)]
         try:
             grads = iter(self._compute_input_grads(_select_roots(outputs, output_grads), differentiable))

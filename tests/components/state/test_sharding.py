@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "wrong stack": (
         lambda: shard_tree(torch.ones(3, 2), Stack(), 2),
-        "a tensor of shape (3, 2) is not a stack of 2 along dimension 0, but one of 3",
+        "a tensor of shape (3, 2) has size 3 along dimension 0, not one entry for each of 2 microbatches",
     ),
     "scalar": (
         lambda: shard_tree(torch.ones(()), Shard(), 2),
@@ -183,11 +183,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "list along 1": (
         lambda: shard_tree(["a", "b"], Shard(1), 2),
-        "a list only has dimension 0, and the specification is Shard(dim=1)",
+        "a list only has dimension 0, but the specification is Shard(dim=1)",
     ),
     "shapes": (
         lambda: unshard_tree([torch.ones(1, 2), torch.ones(1, 3)], Shard()),
-        "the parts can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape (1, 3)",
+        "the shards can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape (1, 3)",
     ),
     "kinds": (
         lambda: unshard_tree([torch.ones(1), [1]], Shard()),
