@@ -95,7 +95,7 @@ class StageBuilder:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:
             module = transform.transform(module)
-        refuse_shared(module)
+        refuse_shared_parameters(module)
         use_dispatcher(module, self.dispatcher)
         return module
 
@@ -136,7 +136,7 @@ class StageBuilder:
             raise UserError(f"{error}; use fewer stages", exit_code=2) from error
 
 
-def refuse_shared(module: nn.Module) -> None:
+def refuse_shared_parameters(module: nn.Module) -> None:
     """Raise UserError for a parameter in two modules, because both would allocate their own copies."""
     owners: dict[nn.Parameter, str] = {}
     for path, submodule in module.named_modules():
@@ -146,7 +146,7 @@ def refuse_shared(module: nn.Module) -> None:
                 raise UserError(f"{text}; put it in one module, and use this module in both layers", exit_code=2)
 
 
-def tie(modules: Sequence[nn.Module]) -> None:
+def tie_parameters(modules: Sequence[nn.Module]) -> None:
     """Tie weights: replace parameters with equal names in several modules by the first one."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:

@@ -10,7 +10,7 @@ from torch import nn
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule
-from drawloom.components.pipeline.program.recomputation import text_of
+from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
 from drawloom.components.ports.stages import Recompute
@@ -109,7 +109,7 @@ def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iter
             in_stages = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if policies := text_of(_find_policies(schedule, mesh)):
+    if policies := describe_policies(_find_policies(schedule, mesh)):
         microbatches = _get_microbatches(schedule, mesh)
         yield f"recomputed, by [{schedule.name}] if a step has {microbatches} microbatches: {policies}"
 

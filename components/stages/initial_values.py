@@ -29,14 +29,14 @@ def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.devic
     Raise UserError if this rank's share of the parameters (any shape), partitioned over `ranks`, exceeds its device.
     """
     needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
-    if needed > (capacity := memory_of(device)):
+    if needed > (capacity := get_device_memory(device)):
         raise UserError(
             f"the parameters of this rank take {byte_size(needed)}, and its device, {device}, has "
             f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
         )
 
 
-def memory_of(device: torch.device) -> int:
+def get_device_memory(device: torch.device) -> int:
     """Return a device's total memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -92,7 +92,7 @@ class InitialValues:
         tensors = dict(stream(open_dequantized(self.folder, self._mapper), select_outputs(self._mapper, {name})))
         return tensors[name].to(self.device, dtype)
 
-    def other_origin(self) -> str:
+    def describe_other_origin(self) -> str:
         """Return the error message for a resumed run with another `origin` for frozen parameters."""
         weights = f"the weights in {self.folder}" if self.folder else "the random weights of this seed"
         return f"{weights} are not the weights that the run started from; name the run's folder in stages.weights"

@@ -37,7 +37,7 @@ from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Recompute, Stage, Transform
 from drawloom.components.stages.activation_specs import ActivationSpecs
-from drawloom.components.stages.build import ParallelModules, StageBuilder, tie
+from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_parameters
 from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_layer_costs,
@@ -222,7 +222,7 @@ class MaterializedStages:
         """Build and parallelize this rank's stages without memory and values, for plans."""
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
-        tie(modules)
+        tie_parameters(modules)
         self._adopt(parallel, self._create_data_parallel(parallel).plan_store(modules))
 
     @cached_property
@@ -277,7 +277,7 @@ class MaterializedStages:
         run_on_all(self.mesh.world, lambda: self._values.fill(modules))
         if self.adapters:
             self._values.fill_adapters(modules)
-        tie(modules)
+        tie_parameters(modules)
         return data_parallel.store(modules, sharded)
 
     def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
@@ -378,7 +378,7 @@ class MaterializedStages:
                 f"the checkpoint and the stages have different parameters and buffers; only one has {sorted(other)}"
             )
         if state.get(FROZEN) != (self._fingerprint or None):
-            raise UserError(self._values.other_origin())
+            raise UserError(self._values.describe_other_origin())
         with torch.no_grad():
             # By stage, because two stages of this rank may have buffers with the same name.
             for tensors in self._parameters.state_tensors():

@@ -51,7 +51,7 @@ def late_moves(table: Timetable, iteration: int) -> list[Move]:
 def _state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
     """Yield moves to the stage before, in the iteration's column of `state_io`."""
     for stage in range(1, table.stages):
-        if (microbatch := table.moves_up(iteration, stage)) is not None:
+        if (microbatch := table.find_moved_microbatch(iteration, stage)) is not None:
             yield Move(stage, stage - 1, "state_io", microbatch, iteration % table.columns)
 
 
@@ -115,7 +115,7 @@ class Buffers:
         else:
             self.circ_storage[move.microbatch] = value
 
-    def put_finished(self, iteration: int) -> None:
+    def store_finished_output(self, iteration: int) -> None:
         """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
         last = self.table.stages - 1
         if last in self.outputs and self.table.find_finished_microbatch(iteration) is not None:

@@ -52,7 +52,7 @@ class ForwardPass:
         self.buffers.outputs = self._run_stages(iteration)
         self._finish_moves(in_flight)
         self._finish_moves(self._start_moves(late_moves(self.table, iteration), late=True))
-        self.buffers.put_finished(iteration)
+        self.buffers.store_finished_output(iteration)
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
     def _run_stages(self, iteration: int) -> dict[int, Tensor]:

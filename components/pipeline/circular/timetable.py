@@ -82,7 +82,7 @@ class Timetable:
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
 
-    def moves_up(self, iteration: int, stage: int) -> int | None:
+    def find_moved_microbatch(self, iteration: int, stage: int) -> int | None:
         """
         Return the microbatch whose tensor a stage passes from its `state_io` to the stage before it, or None.
 

@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, Task
-from drawloom.components.pipeline.program.recomputation import ONE_OF, LiveMicrobatches, Options, Recomputed, ways
+from drawloom.components.pipeline.program.recomputation import (
+    ONE_OF,
+    LiveMicrobatches,
+    Options,
+    Recomputed,
+    list_choices,
+)
 from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.components.ports.stages import Recompute
@@ -65,7 +71,7 @@ class Slices:
         table = self.table(sizes)
         options, stages = self.options([sizes]), range(len(sizes))
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
-        for way in ways(len(options.policies), 1 + max(local)):
+        for way in list_choices(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
             costs = attrs.evolve(table, lengths=_add_repeated_time(table.lengths, options.again[chosen]))
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))

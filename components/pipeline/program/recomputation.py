@@ -37,7 +37,7 @@ def repeat_fraction(policy: Recompute) -> float:
     return {"none": 0.0, "selective": SELECTIVE, "blocks": 1.0}[policy]
 
 
-def text_of(policies: Sequence[Recompute]) -> str:
+def describe_policies(policies: Sequence[Recompute]) -> str:
     """Return policies as text, such as `blocks in stages 0-3, selective in stage 4`; empty without recomputation."""
     runs: list[str] = []
     for policy, group in groupby(range(len(policies)), lambda stage: policies[stage]):
@@ -88,7 +88,7 @@ class Options:
             nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
             over = np.flatnonzero(self._compute_peaks(rank, nothing, partitions)[0] > limit)
             if len(over) and len(self.policies) > 1:
-                tried = ways(len(self.policies), len(rank.stages))
+                tried = list_choices(len(self.policies), len(rank.stages))
                 more = self.again[tried[..., None], over, rank.stages[:, None]].sum(1)
                 more[self._compute_peaks(rank, tried, over) > limit] = np.inf
                 best = more.argmin(0)
@@ -106,7 +106,7 @@ class Options:
         return peaks
 
 
-def ways(options: int, stages: int) -> Ints:
+def list_choices(options: int, stages: int) -> Ints:
     """Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing."""
     if stages > MAX_INDEPENDENT_STAGES:
         return np.repeat(np.arange(options)[:, None], stages, axis=1)

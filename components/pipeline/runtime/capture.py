@@ -149,13 +149,13 @@ class StageGraphs:
     _free: list[Slot] = attrs.field(factory=list)
     _warned: bool = False
 
-    def lacks(self, in_flight: int) -> bool:
+    def lacks_slots(self, in_flight: int) -> bool:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
     def begin(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
-        while self.lacks(in_flight):
+        while self.lacks_slots(in_flight):
             example, split = self._first
             self._slots.append(Slot(self._create_runner(split), self.new_record()))
             self._slots[-1].open(example)
@@ -268,8 +268,8 @@ class Captures:
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message.
         """
-        most = most_in_flight(actions)
-        if any(graphs.lacks(most[index]) for index, graphs in self._graphs.items()):
+        most = count_most_in_flight(actions)
+        if any(graphs.lacks_slots(most[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
         self._sums.attach()
         for index, graphs in self._graphs.items():
@@ -285,7 +285,7 @@ class Captures:
             self._sums.adopt(graphs.stage.module.parameters())
 
 
-def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
+def count_most_in_flight(actions: Iterable[Action]) -> Counter[int]:
     """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.pipeline.program.recomputation import text_of
+from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.pipeline.simulation.simulator import Simulation
 
 
@@ -47,7 +47,7 @@ class Summary:
             f"makespan {run.makespan:.5g}, ideal {run.ideal:.5g}: bubble {run.bubble:.1%}; "
             f"longest span of a rank {run.span:.5g}: bubble {run.span_bubble:.1%}"
         )
-        if recomputed := text_of(run.program.recompute):
+        if recomputed := describe_policies(run.program.recompute):
             simulated += f"; recomputed: {recomputed}"
         if self.measured is None:
             return simulated

@@ -173,7 +173,7 @@ def _find_products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
         for user in users[factor]:
             if user is not None and type(user) in _PASSED:
                 factors.append(user)
-            elif (product := product_of(user, factor, tensor, users)) is not None:
+            elif (product := _match_product(user, factor, tensor, users)) is not None:
                 products.append(product)
             else:
                 return []
@@ -181,7 +181,7 @@ def _find_products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
     return products if len({product.weight is tensor for product in products}) == 1 else []
 
 
-def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product | None:
+def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product | None:
     """Return the product of a node with `factor`, derived from a leaf (any shape); None if it can't be deferred."""
     if (edges := EDGES.get(type(node))) is None:
         return None
