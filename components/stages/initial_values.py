@@ -145,6 +145,7 @@ class InitialValues:
         return TensorSlice.compose(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
+        """Fill this rank's slice of an adapter's parameter (any shape) with normal values, the same for any ranks."""
         tensor_slice = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
         key = derive_seed(self.seed, "initial weights", name)
         fill_normal(parameter.data, key, std, tensor_slice.shape, tensor_slice.offsets)
@@ -222,6 +223,7 @@ def _seed_generators(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _create_fill_error(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
+    """Return an error for tensors an owner's `reset_parameters()` does not fill; `why` completes the sentence."""
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
     kind = "buffers" if set(tensors) <= {key for key, _ in _list_buffers(owner)} else "tensors"
     return UserError(

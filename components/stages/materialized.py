@@ -231,6 +231,7 @@ class MaterializedStages:
 
     @cached_property
     def _model_precision(self) -> Precision:
+        """Return the precision with the model's own `uncast` patterns."""
         return precision_of(self.precision, self.model)
 
     @cached_property
@@ -254,6 +255,7 @@ class MaterializedStages:
         return self._builder.build_local()
 
     def _create_data_parallel(self, parallel: ParallelModules) -> DataParallel:
+        """Return the data parallelism (DDP, FSDP, HSDP) for the modules, as the settings define it."""
         return DataParallel(
             mesh=self.mesh,
             precision=self._model_precision,

@@ -107,7 +107,11 @@ class Options:
 
 
 def list_choices(options: int, stages: int) -> Ints:
-    """Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing."""
+    """
+    Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing.
+
+    A rank with more than MAX_INDEPENDENT_STAGES has one option for all its stages.
+    """
     if stages > MAX_INDEPENDENT_STAGES:
         return np.repeat(np.arange(options)[:, None], stages, axis=1)
     return np.array(list(product(range(options), repeat=stages)))

@@ -86,6 +86,7 @@ class Slot:
         self._replay_pass("backward_weight")
 
     def _run_forward(self) -> Any:
+        """Run the runner's forward pass for recording, and return the output and the losses."""
         inputs, shared, batch = self._given
         # Inputs start the stage's autograd graph, except for token ids.
         output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
@@ -296,6 +297,7 @@ def count_most_in_flight(actions: Iterable[Action]) -> Counter[int]:
 
 
 def _describe_refusal(stage: int, error: RuntimeError) -> str:
+    """Return a message with the reason why CUDA rejects a stage's recording, and the remedy."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return (
         f"stages.capture: stage {stage} can't be recorded as a CUDA graph: {first.rstrip('.')}; write capture = false"

@@ -68,6 +68,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def _have_same_form(first: Any, second: Any) -> bool:
+    """Return whether both leaves are tensors with the same shape and dtype."""
     are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
     return are_tensors and first.shape == second.shape and first.dtype == second.dtype
 
@@ -136,6 +137,7 @@ class P2PBuffers:
             self._sending.popleft().wait()
 
     def _allocate_like(self, leaf: Any) -> Any:
+        """Return a new tensor with a leaf's shape and dtype; other leaves stay."""
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) if isinstance(leaf, Tensor) else leaf
 
 

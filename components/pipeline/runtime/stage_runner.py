@@ -96,6 +96,7 @@ class StageRunner:
         return loss
 
     def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss component's result; TypeError if it is not a tuple of loss sum, weight and further sums."""
         result = self.objective.loss(hidden, head, batch)
         if not isinstance(result, tuple) or len(result) != 3:
             wanted = "the sum of the losses, the sum of their weights, and a dict of further sums"
@@ -171,17 +172,20 @@ class StageRunner:
         self._reduces_next = True
 
     def _end_reduction(self) -> None:
+        """End the gradient reduction requested by `reduce_next`."""
         self._shards.end_reduction()
         self._reduces_next = False
 
     @property
     def _shards(self) -> Shards:
+        """Return the stage's shards; ValueError if its parameters are not sharded."""
         if self.stage.shards is None:
             raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
         return self.stage.shards
 
 
 def _wait_until_reloaded(kept: InFlight) -> None:
+    """Let the backward pass wait for a microbatch's offloaded activations."""
     if kept.offloaded is not None:
         kept.offloaded.wait()
 

@@ -37,6 +37,7 @@ class Uploads:
         return copies
 
     def _copy_leaf(self, leaf: Any) -> Any:
+        """Return a tensor's copy on the device, issued without waiting; other leaves stay."""
         if not isinstance(leaf, Tensor) or not leaf.is_cpu:
             return leaf
         # From memory that is not pinned the driver copies twice, with the help of the host.

@@ -149,6 +149,7 @@ def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) 
 
 
 def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:
+    """Return bars for a rank's actions on shards: gathering parameters and reducing gradients."""
     timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 

@@ -158,7 +158,7 @@ _CAPTURE = -1
 
 class _Capturing:
     """
-    Context that queues the gradients of leaves that autograd computes, without calling the leaves' hooks, as W does.
+    Context in which autograd queues leaf gradients for W, and does not call the leaves' own hooks.
 
     A hook captures a gradient, because it receives the gradient before anything can change it in place.
     """
@@ -205,6 +205,6 @@ _REFUSED = {
 
 
 def _explain_error(error: RuntimeError) -> UserError | None:
-    """Return an error that explains torch's message to the stage's author; None for other errors."""
+    """Return a UserError explaining torch's message for a graph that can't be split; None for other errors."""
     text = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
     return None if text is None else UserError(f"split backward: {text}")
