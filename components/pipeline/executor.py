@@ -44,18 +44,20 @@ from drawloom.graph.wiring.node import NodeView
 
 @attrs.frozen
 class _Training:
-    """A step's actions, the stages with a split backward pass, and all stages with their recompute policies."""
+    """Plan for a training step: this rank's actions, its stages, and the stages with a split backward pass."""
 
     actions: list[Action]
     split: frozenset[int]
     stages: list[Stage]
 
 
-def _logits(hidden: Tensor, head: Head) -> Tensor:
+def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
+    """Return logits (rows, length, vocab_size) for hidden states (rows, length, hidden)."""
     return head.logits(hidden)
 
 
-def _hidden_states(both: Any, _head: Head) -> Any:
+def _select_hidden_states(both: Any, _head: Head) -> Any:
+    """Return the requested hidden states by layer, given the last hidden states and these."""
     return both[1]
 
 
@@ -101,7 +103,7 @@ class ProgramExecutor:
 
     def open(self) -> None:
         """Connect this rank to its stages' neighbours."""
-        hops = {hop for hop in pairwise(self._owners) if hop[0] != hop[1]}
+        hops = {hop for hop in pairwise(self._stage_to_rank) if hop[0] != hop[1]}
         self._links = self.neighbours.links(hops)
 
     def close(self) -> None:
@@ -110,18 +112,18 @@ class ProgramExecutor:
             self._offloads.transfers.close()
 
     @property
-    def _owners(self) -> tuple[int, ...]:
+    def _stage_to_rank(self) -> tuple[int, ...]:
         """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
     def train(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
-        training = self._training_of(state.microbatches)
+        training = self._plan_training(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._with_measured(self._with_references(state["batches"]))
+        inputs = self._add_step_sums(self._add_references(state["batches"]))
         if self._captures is not None:
             inputs = self._captures.unify_rows(inputs)
-        runner = self._runner(inputs, state, training.stages, training.split)
+        runner = self._create_runner(inputs, state, training.stages, training.split)
         runner.streams = self._streams
         if self._captures is None:
             runner.run(training.actions)
@@ -135,15 +137,15 @@ class ProgramExecutor:
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = self._with_measured(self._with_references(state["batches"]))
-        runner = self._runner(inputs, state, self.stages.local)
+        inputs = self._add_step_sums(self._add_references(state["batches"]))
+        runner = self._create_runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
-            runner.run(self._forward_program(state.microbatches))
+            runner.run(self._build_forward_program(state.microbatches))
         self._complete_losses(state)
 
     def _complete_losses(self, state: StepState) -> None:
-        """Write losses over 0 microbatches on ranks without the last stage, and in a step without microbatches."""
+        """Write empty losses if this rank computed none: without the last stage, or in a step without microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
@@ -157,7 +159,7 @@ class ProgramExecutor:
     def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
         """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
         states: dict[int, dict[int, Tensor]] = {}
-        self.infer_each([(tokens, shared)], states.__setitem__, _hidden_states)
+        self.infer_each([(tokens, shared)], states.__setitem__, _select_hidden_states)
         return states.get(0)
 
     def token_logps(self, batch: Batch) -> Tensor | None:
@@ -167,14 +169,14 @@ class ProgramExecutor:
         Returns None except on the last stage's rank. Raises UserError for a loss without a reference model.
         """
         if not isinstance(self.objective, Referenced):
-            raise UserError("the recipe's loss has no reference model; take a recipe with loss.dpo", 2)
-        return self._token_logps(self.objective, [self._inputs(batch)]).get(0)
+            raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
+        return self._compute_reference_logps(self.objective, [self._prepare_inputs(batch)]).get(0)
 
     def infer_each(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
         each_output: Callable[[int, Any], None],
-        finish: Finish = _logits,
+        finish: Finish = _compute_logits,
     ) -> None:
         """
         Compute logits by microbatch, and pass them to `each_output` on the last stage's rank.
@@ -184,34 +186,34 @@ class ProgramExecutor:
         self.stages.cast_weights(only_if_changed=True)
         moved = [(self._uploads.start(tokens), self._uploads.start(shared)) for tokens, shared in microbatches]
         inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
-        self._finish_each(inputs, each_output)
+        self._infer_microbatches(inputs, each_output)
 
-    def _finish_each(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
-        """Run microbatches forward without gradients, and pass their results to `each_output`."""
-        runner = self._runner(inputs, StepState(), self.stages.local)
+    def _infer_microbatches(self, inputs: Sequence[MicrobatchInputs], each_output: Callable[[int, Any], None]) -> None:
+        """Run microbatches forward without gradients, and pass numbers and results to `each_output`."""
+        runner = self._create_runner(inputs, StepState(), self.stages.local)
         runner.each_output = each_output
         with torch.inference_mode():
-            runner.run(self._forward_program(len(inputs)))
+            runner.run(self._build_forward_program(len(inputs)))
 
-    def _with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
-        """Return the microbatches' inputs, with reference log-probabilities on the last stage's rank."""
-        inputs = [self._inputs(batch) for batch in microbatches]
+    def _add_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
+        """Return the batches' inputs, on the last stage's rank with any reference log-probabilities for the loss."""
+        inputs = [self._prepare_inputs(batch) for batch in microbatches]
         if not isinstance(self.objective, Referenced) or self.objective.reference != "adapters":
             return inputs
-        references = self._token_logps(self.objective, inputs)
+        references = self._compute_reference_logps(self.objective, inputs)
         return [
-            _with_reference(self.objective, microbatch, references.get(number))
+            _add_reference(self.objective, microbatch, references.get(number))
             for number, microbatch in enumerate(inputs)
         ]
 
-    def _with_measured(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
-        """Return the microbatches' inputs, with the step's sums on the last stage's rank. A collective."""
+    def _add_step_sums(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+        """Return the inputs, on the last stage's rank with a MeasuresStep loss's sums over the step. A collective."""
         objective = self.objective
         if not isinstance(objective, MeasuresStep):
             return inputs
         outputs: dict[int, Tensor] = {}
-        finishing = [_finishing(objective.measure, microbatch) for microbatch in inputs]
-        self._finish_each(finishing, outputs.__setitem__)
+        finishing = [_replace_loss(objective.measure, microbatch) for microbatch in inputs]
+        self._infer_microbatches(finishing, outputs.__setitem__)
         if not outputs:  # alike on all ranks of the data group, which have the same stages
             return inputs
         sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
@@ -220,16 +222,16 @@ class ProgramExecutor:
             attrs.evolve(microbatch, batch=objective.with_measured(microbatch.batch, sums)) for microbatch in inputs
         ]
 
-    def _token_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
+    def _compute_reference_logps(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Tensor]:
         """Return log-probabilities under the model without adapters by microbatch, on the last stage's rank."""
         outputs: dict[int, Tensor] = {}
         with without_adapters(stage.module for stage in self.stages.local):
-            finishing = [_finishing(objective.token_logps, microbatch) for microbatch in inputs]
-            self._finish_each(finishing, outputs.__setitem__)
+            finishing = [_replace_loss(objective.token_logps, microbatch) for microbatch in inputs]
+            self._infer_microbatches(finishing, outputs.__setitem__)
         # A tensor of inference mode can't be part of an autograd graph, but its clone can.
         return {number: logps.clone() for number, logps in outputs.items()}
 
-    def _runner(
+    def _create_runner(
         self,
         inputs: Sequence[MicrobatchInputs],
         state: StepState,
@@ -245,7 +247,8 @@ class ProgramExecutor:
         stages = {stage.index: new(stage, state=state, split=stage.index in split) for stage in local}
         return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
 
-    def _inputs(self, batch: Batch) -> MicrobatchInputs:
+    def _prepare_inputs(self, batch: Batch) -> MicrobatchInputs:
+        """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
         group = self.mesh.context_group
         if group.size == 1:
             moved: Batch = self._uploads.start(batch)
@@ -264,17 +267,20 @@ class ProgramExecutor:
 
     @cached_property
     def _captures(self) -> Captures | None:
+        """Return CUDA graphs if a stage captures its passes."""
         captured = any(stage.capture for stage in self.stages.local)
         return Captures.on(self.device.device, self.objective) if captured else None
 
     @cached_property
     def _offloads(self) -> Offloads | None:
+        """Return host memory for activations if a stage offloads them."""
         if not any(stage.offload for stage in self.stages.local):
             return None
         return Offloads(self.open_transfers(self.device.device))
 
     @cached_property
     def _streams(self) -> StageStreams | None:
+        """Return a CUDA stream per stage if `streams` is set, and the device is a GPU."""
         if not self.streams or self.device.device.type != "cuda":
             return None
         return StageStreams.of(self.stages.local, partial(torch.cuda.Stream, self.device.device))
@@ -283,14 +289,14 @@ class ProgramExecutor:
     def _uploads(self) -> Uploads:
         return Uploads(self.device.device)
 
-    def _training_of(self, microbatches: int) -> _Training:
-        """Return the actions and stages for a step with this many microbatches."""
+    def _plan_training(self, microbatches: int) -> _Training:
+        """Return the plan for a step with this many microbatches; built once, and compared between ranks."""
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = program_for(self.schedule, rank, ranks, microbatches)
             expect_same(program, rank, self.mesh.pipeline_group)
-            actions, policies = self._lower(program), program.recompute
+            actions, policies = self._lower_program(program), program.recompute
             local = [
                 attrs.evolve(stage, recompute=policies[stage.index]) if policies else stage
                 for stage in self.stages.local
@@ -298,13 +304,14 @@ class ProgramExecutor:
             self._training[microbatches] = _Training(actions, split_stages(actions), local)
         return self._training[microbatches]
 
-    def _forward_program(self, microbatches: int) -> list[Action]:
+    def _build_forward_program(self, microbatches: int) -> list[Action]:
+        """Return this rank's forward-only actions for this many microbatches; built once."""
         if microbatches not in self._forward:
-            program = forward_only(self._owners, microbatches)
-            self._forward[microbatches] = self._lower(program)
+            program = forward_only(self._stage_to_rank, microbatches)
+            self._forward[microbatches] = self._lower_program(program)
         return self._forward[microbatches]
 
-    def _lower(self, program: Program) -> list[Action]:
+    def _lower_program(self, program: Program) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
         offloaded = {stage.index for stage in self.stages.local if stage.offload}
         line = with_offload_actions(lower(program, self.mesh.indices.pipeline), offloaded)
@@ -314,8 +321,8 @@ class ProgramExecutor:
         return [*flat(with_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
-def _finishing(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:
-    """Return a microbatch whose result on the last stage is a function of hidden states, head and batch."""
+def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """Return the microbatch with `function(hidden, head, batch)` as its result instead of the loss."""
     if (batch := inputs.batch) is None:
         return inputs
 
@@ -326,7 +333,7 @@ def _finishing(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> Mic
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
 
 
-def _with_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
+def _add_reference(loss: Referenced, inputs: MicrobatchInputs, logps: Tensor | None) -> MicrobatchInputs:
     """Add the log-probabilities (rows, length) to the batch, on the ranks with log-probabilities."""
     if inputs.batch is None or logps is None:
         return inputs
@@ -349,19 +356,19 @@ def check_reference(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
 
 
 def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield a problem if the stages record CUDA graphs, or if the device is the CPU."""
+    """Yield problems for `streams` with CUDA graphs, with offloading, or on the CPU."""
     if stages.settings.get("capture"):
-        text = "CUDA graphs of passes take turns with their memory, and can't run at the same time"
+        text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
         yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
     if stages.settings.get("offload"):
-        text = "memory of offloaded activations would be freed on another stream than it was allocated on"
+        text = "offloaded activations would be freed on another stream than they were allocated on"
         yield executor.problem("streams", text, f"write streams = false, or offload = false in [{stages.name}]")
     if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
         yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
 
 
 def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
-    """Yield a problem if the schedule does not place embedding and head like the executor: `everywhere` or not."""
+    """Yield a problem if schedule and executor place embedding and head differently; `everywhere`: on all ranks."""
     if (schedule := executor.neighbour("schedule")) is None:
         return
     schedule_is_everywhere = embeds_on_every_rank(schedule.component)
@@ -369,12 +376,12 @@ def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
         text = f"[{schedule.name}] places embedding and head on every rank, for the circular pipeline"
         yield executor.problem("use", text, 'write use = "pipeline.circular.executor"')
     elif everywhere and not schedule_is_everywhere:
-        text = f"[{executor.name}] runs one program for all ranks, and not that of [{schedule.name}]"
+        text = f"[{executor.name}] runs the circular pipeline's own program, not the program of [{schedule.name}]"
         yield schedule.problem("use", text, 'write use = "pipeline.schedules.circular"')
 
 
 def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
-    """Yield a problem for models and losses over whole rows, missing on ranks along `context`."""
+    """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
     if PerDimension.of_settings(mesh.settings).context == 1:
         return
     reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []

@@ -39,7 +39,7 @@ class FromCsv:
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if the file is for another rank count."""
-        program = self._read()
+        program = self._read_once()
         if program.ranks != ranks:
             raise UserError(f"{self.path} is a schedule for {program.ranks} ranks, not {ranks}")
         return program.stage_to_rank
@@ -47,13 +47,13 @@ class FromCsv:
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return the program in the file; UserError if it is for another rank or microbatch count."""
         self.stage_to_rank(ranks)
-        program = self._read()
+        program = self._read_once()
         if program.microbatches != microbatches:
             text = f"{self.path} is a schedule for {program.microbatches} microbatches, not {microbatches}"
             raise UserError(f"{text}; change the batch's global_size or micro_size, or the file")
         return program
 
-    def _read(self) -> Program:
+    def _read_once(self) -> Program:
         if self._program is None:
             self._program = read_file(self.path)
         return self._program
@@ -82,5 +82,5 @@ def read_file(path: Path) -> Program:
     if len({program.stage_to_rank.count(rank) for rank in range(program.ranks)}) != 1:
         raise UserError(f"{path} is not a valid schedule: its {program.ranks} ranks hold different numbers of stages")
     if not (program.op != FORWARD).any():
-        raise UserError(f"{path} is a schedule of forwards alone, with which nothing is trained; add backwards")
+        raise UserError(f"{path} has forward passes only, and trains nothing; add backward passes")
     return program

@@ -34,10 +34,11 @@ class ActivationSpecs:
         # Values can't matter on the meta device, so inputs of the same shapes and dtypes have one tree.
         key = (stage, _shapes_and_dtypes(inputs), shared.hidden_states)
         if key not in self._specs:
-            self._specs[key] = self._infer(stage, inputs, shared)
+            self._specs[key] = self._infer_inputs(stage, inputs, shared)
         return self._specs[key]
 
-    def _infer(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def _infer_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        """Run the previous stage on the meta device, and return its output as this stage's inputs."""
         if stage == 0:
             return on_meta(inputs)
         previous, span = self.of(stage - 1, inputs, shared), self.spans[stage - 1]

@@ -64,7 +64,7 @@ class StageBuilder:
     def build_local(self) -> ParallelModules:
         """Build and split this rank's stage modules."""
         owners = self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
-        spans, local = self._spans(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
+        spans, local = self._partition_layers(len(owners)), stages_of(self.mesh.indices.pipeline, owners)
         if embeds_on_every_rank(self.schedule):
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
@@ -81,7 +81,7 @@ class StageBuilder:
                 splits |= slices
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
-            self._cast(module)
+            self._cast_parameters(module)
             use_frozen_format(module, self.precision, splits)
             use_float8(module, self.precision)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
@@ -95,7 +95,7 @@ class StageBuilder:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:
             module = transform.transform(module)
-        refuse_shared(module)
+        refuse_shared_parameters(module)
         use_dispatcher(module, self.dispatcher)
         return module
 
@@ -110,21 +110,21 @@ class StageBuilder:
         use_float8(module, self.precision)
         return module
 
-    def _cast(self, module: nn.Module) -> None:
-        """Cast meta parameters to their storage dtypes; buffers keep their module's."""
+    def _cast_parameters(self, module: nn.Module) -> None:
+        """Cast meta parameters to the dtypes they are stored in; buffers keep theirs."""
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 # A frozen parameter has the dtype of its layer, because no optimizer needs a wider one.
                 dtype = self.precision.parameter if parameter.requires_grad else compute_dtype(name, self.precision)
                 parameter.data = parameter.data.to(dtype)
 
-    def _spans(self, stages: int) -> list[LayerRange]:
+    def _partition_layers(self, stages: int) -> list[LayerRange]:
         """Partition the layers over this many stages."""
         layers, ranks = self.model.num_hidden_layers, self.mesh.sizes.pipeline
         if isinstance(self.schedule, PartitioningSchedule):
             sizes = [*self.schedule.layers_by_stage(ranks, layers)]
             if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
-                text = f"layers_by_stage gives {sizes} for {layers} layers in {stages} stages"
+                text = f"layers_by_stage returns {sizes} for {layers} layers in {stages} stages"
                 hint = f"return at least 1 layer for each stage, and {layers} in all"
                 raise UserError(f"{type(self.schedule).__name__}.{text}; {hint}")
             return layer_ranges(sizes)
@@ -133,21 +133,21 @@ class StageBuilder:
                 layers = self.schedule.layers_in_stages(ranks, layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:
-            raise UserError(f"{error}; take fewer stages", exit_code=2) from error
+            raise UserError(f"{error}; use fewer stages", exit_code=2) from error
 
 
-def refuse_shared(module: nn.Module) -> None:
+def refuse_shared_parameters(module: nn.Module) -> None:
     """Raise UserError for a parameter in two modules, because both would allocate their own copies."""
     owners: dict[nn.Parameter, str] = {}
     for path, submodule in module.named_modules():
         for leaf, parameter in submodule.named_parameters(prefix=path, recurse=False):
             if (first := owners.setdefault(parameter, leaf)) != leaf:
-                text = f"{first} and {leaf} are one parameter of two modules, which would be two parameters in a run"
-                raise UserError(f"{text}; let one module hold it, and both layers that module", exit_code=2)
+                text = f"{first} and {leaf} are one parameter of two modules, but a run would allocate it twice"
+                raise UserError(f"{text}; put it in one module, and use this module in both layers", exit_code=2)
 
 
-def tie(modules: Sequence[nn.Module]) -> None:
-    """Make parameters with the same name, in a rank's modules, the same parameter."""
+def tie_parameters(modules: Sequence[nn.Module]) -> None:
+    """Tie weights: replace parameters with equal names in several modules by the first one."""
     first: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters()):

@@ -10,7 +10,7 @@ from torch import nn
 from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule
-from drawloom.components.pipeline.program.recomputation import text_of
+from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
 from drawloom.components.ports.stages import Recompute
@@ -20,7 +20,7 @@ from drawloom.graph.wiring.node import NodeView
 
 
 def stage_nodes(stages: NodeView) -> StageNodes | None:
-    """Return the nodes for the stages' parallelism; None for a recipe without a mesh."""
+    """Return the nodes for checks of parallelism; None for a recipe without a mesh."""
     mesh = stages.neighbour("mesh")
     if mesh is None:
         return None
@@ -30,7 +30,7 @@ def stage_nodes(stages: NodeView) -> StageNodes | None:
 
 
 def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
-    """Warn about weights in a wider dtype than the parameters they initialize."""
+    """Warn about initial weights in a wider dtype than `precision.parameter`, to which they are rounded."""
     model, precision = stages.neighbour("model"), stages.neighbour("precision")
     if model is None or precision is None:
         return
@@ -48,7 +48,7 @@ def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
 
 
 def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield problems for meshes and adapters whose passes launch different kernels in every step."""
+    """Yield problems for CUDA graphs if passes contain collectives, or adapters use dropout."""
     if not nodes.stages.settings["capture"]:
         return
     sizes = nodes.sizes.settings()
@@ -58,13 +58,15 @@ def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
         yield nodes.stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{nodes.mesh.name}]")
     for adapter in nodes.stages.neighbours("adapters"):
         if adapter.settings.get("dropout"):
-            text = f"the dropout of [{adapter.name}] draws other numbers in each pass, and a CUDA graph does the same"
+            text = (
+                f"[{adapter.name}] draws new random numbers for dropout in each pass, but a CUDA graph repeats its own"
+            )
             hint = f"write capture = false, or dropout = 0.0 in [{adapter.name}]"
             yield nodes.stages.problem("capture", text, hint)
 
 
 def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Yield problems for passes whose memory has a fixed place, or whose program has no actions."""
+    """Yield problems for offloading with CUDA graphs, or with a schedule without actions for passes."""
     if not stages.settings["offload"]:
         return
     if stages.settings["capture"]:
@@ -76,20 +78,22 @@ def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
 
 
 def check_layer_costs(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Yield problems for embedding and head costs if the schedule makes them ineffective."""
+    """Yield problems for embedding and head costs if the schedule ignores them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and embeds_on_every_rank(schedule.component):
-            text = f"with [{schedule.name}] each rank has embedding and head, and none has fewer layers for them"
+            text = f"[{schedule.name}] places embedding and head on every rank, so the cost moves no layers"
             yield stages.problem(key, text, f"write {key} = 0")
         elif stages.settings[key] and issubclass(schedule.component, PartitioningSchedule):
-            text = f"[{schedule.name}] sets the layers in each stage by its own layer costs"
+            text = f"[{schedule.name}] partitions the layers by its own layer costs"
             yield stages.problem(key, text, f"write {key} = 0, and the costs in [{schedule.name}]")
 
 
 def check_single_recompute(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
     """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
-    if stages.settings["recompute"] != "none" and (schedule.settings.get("recompute") or _policies(schedule, mesh)):
-        text = f"[{schedule.name}] says what each stage recomputes"
+    if stages.settings["recompute"] != "none" and (
+        schedule.settings.get("recompute") or _find_policies(schedule, mesh)
+    ):
+        text = f"[{schedule.name}] sets recompute policies by stage"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
@@ -105,15 +109,17 @@ def describe_layers(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iter
             in_stages = built.layers_in_stages(PerDimension.of_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if policies := text_of(_policies(schedule, mesh)):
-        yield f"recomputed, by [{schedule.name}] if a step has {_microbatches(schedule, mesh)} microbatches: {policies}"
+    if policies := describe_policies(_find_policies(schedule, mesh)):
+        microbatches = _get_microbatches(schedule, mesh)
+        yield f"recomputed, by [{schedule.name}] if a step has {microbatches} microbatches: {policies}"
 
 
-def _microbatches(schedule: NodeView, mesh: NodeView) -> int:
+def _get_microbatches(schedule: NodeView, mesh: NodeView) -> int:
+    """Return the schedule's microbatch count, by default 4 per pipeline rank."""
     return schedule.settings.get("microbatches") or 4 * PerDimension.of_settings(mesh.settings).pipeline
 
 
-def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
+def _find_policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     """
     Return recompute policies by stage in the schedule's program; () if there are none, or the schedule has problems.
     """
@@ -121,7 +127,7 @@ def _policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     with suppress(UserError, ValueError):
         if built is not None:
             return built.program(
-                PerDimension.of_settings(mesh.settings).pipeline, _microbatches(schedule, mesh)
+                PerDimension.of_settings(mesh.settings).pipeline, _get_microbatches(schedule, mesh)
             ).recompute
     return ()
 
@@ -130,7 +136,7 @@ def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Probl
     """Yield a problem for a loss that is an nn.Module itself: the stages must own its parameters."""
     if issubclass(loss.component, nn.Module):
         where = f"under [{loss.name}] and [{stages.name}]"
-        text = f"{loss.use!r} is an nn.Module, which a checkpoint would save {where}"
+        text = f"{loss.use!r} is an nn.Module, which a checkpoint would save twice, {where}"
         yield loss.problem("use", text, "let the component hold an nn.Module as its attribute `module`")
 
 

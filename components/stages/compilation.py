@@ -27,18 +27,18 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def warn_compiled_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
-    """Warn about delayed weight gradients that are computed together with input gradients."""
+    """Warn if the schedule delays weight gradients, but compiled or fused parts compute them with input gradients."""
     if not _splits_backward(schedule, mesh):
         return
-    effect = f"so that W has nothing left to do where [{schedule.name}] puts it into the bubble"
-    alternative = f"or take a schedule without W in [{schedule.name}], such as pipeline.schedules.one_f_one_b"
+    effect = f"so W, which [{schedule.name}] schedules in the bubble, has nothing to compute"
+    alternative = f"or use a schedule without W in [{schedule.name}], such as pipeline.schedules.one_f_one_b"
     if stages.settings["compile"]:
-        text = f"a compiled block computes the gradients of its weights with that of its input, {effect}"
+        text = f"a compiled block computes weight gradients together with input gradients, {effect}"
         yield stages.warning("compile", text, f"write compile = false, {alternative}")
     for part in (*stages.neighbours("model"), *stages.neighbours("transforms")):
         if fuses_backward(part.component):
-            text = f"{part.use!r} computes the gradients of weights with those of inputs, as it says, {effect}"
-            hint = f"write recompute or compile in [{stages.name}] in its place, {alternative}"
+            text = f"{part.use!r} computes weight gradients together with input gradients, {effect}"
+            hint = f"replace it by recompute or compile in [{stages.name}], {alternative}"
             yield part.warning("use", text, hint)
 
 
@@ -46,7 +46,7 @@ def warn_compiled_recompute(stages: NodeView) -> Iterator[Problem]:
     """Warn about recompute policies ignored by compiled blocks."""
     if not stages.settings["compile"]:
         return
-    text = "torch chooses what compiled blocks recompute, so that 'selective' is for what is outside of them"
+    text = "torch chooses what compiled blocks recompute, so 'selective' only applies outside them"
     if stages.settings["recompute"] == "selective":
         yield stages.warning("recompute", text, 'write recompute = "blocks" or "none", or compile = false')
     for schedule in stages.neighbours("schedule"):

@@ -29,14 +29,14 @@ def check_capacity(modules: Iterable[nn.Module], ranks: int, device: torch.devic
     Raise UserError if this rank's share of the parameters (any shape), partitioned over `ranks`, exceeds its device.
     """
     needed = sum(parameter.nbytes for module in modules for parameter in module.parameters()) // ranks
-    if needed > (capacity := memory_of(device)):
+    if needed > (capacity := get_device_memory(device)):
         raise UserError(
             f"the parameters of this rank take {byte_size(needed)}, and its device, {device}, has "
             f"{byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
         )
 
 
-def memory_of(device: torch.device) -> int:
+def get_device_memory(device: torch.device) -> int:
     """Return a device's total memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -68,9 +68,9 @@ class InitialValues:
             if (loss_module := getattr(module, LOSS, None)) is not None:
                 fill_parameters(LOSS, loss_module, self.device, self.seed)
             if self.folder is not None:
-                self._read(self.folder, module)
+                self._read_weights(self.folder, module)
             else:
-                self._draw(module)
+                self._draw_weights(module)
 
     def fill_adapters(self, modules: Iterable[nn.Module]) -> None:
         """
@@ -86,16 +86,16 @@ class InitialValues:
         return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
 
     def read_frozen(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the initial values, without rounding to a quantized format, of a whole parameter of this shape."""
+        """Return a whole parameter's initial values with this shape and dtype, not rounded to a quantized format."""
         if self.folder is None:
             return self._draw_whole(name, shape, dtype)
         tensors = dict(stream(open_dequantized(self.folder, self._mapper), select_outputs(self._mapper, {name})))
         return tensors[name].to(self.device, dtype)
 
-    def other_origin(self) -> str:
-        """Return the message for a resumed run whose frozen parameters have another origin."""
+    def describe_other_origin(self) -> str:
+        """Return the error message for a resumed run with another `origin` for frozen parameters."""
         weights = f"the weights in {self.folder}" if self.folder else "the random weights of this seed"
-        return f"{weights} are not those that the run started from; name those in stages.weights"
+        return f"{weights} are not the weights that the run started from; name the run's folder in stages.weights"
 
     @property
     def folder(self) -> Path | None:
@@ -109,7 +109,8 @@ class InitialValues:
             raise UserError(f"weights: {type(self.model).__name__} can't load a folder; leave weights out", 2)
         return self.model.hugging_face_mapper().inverse()
 
-    def _read(self, folder: Path, module: nn.Module) -> None:
+    def _read_weights(self, folder: Path, module: nn.Module) -> None:
+        """Load a module's parameters from the folder, except for adapters."""
         mapper = self._mapper
         try:
             load_folder(folder, module, mapper, self.device, adapter_names(module), self.splits)
@@ -117,13 +118,14 @@ class InitialValues:
             prefix = "weights: " if self.weights else ""  # otherwise the folder is not in this setting
             raise UserError(f"{prefix}{error}", error.exit_code) from error
 
-    def _draw(self, module: nn.Module) -> None:
+    def _draw_weights(self, module: nn.Module) -> None:
+        """Fill a module's parameters with random values, except for adapters and loss."""
         in_adapters, formats = adapter_names(module), stored_formats(module)
         for name, parameter in module.named_parameters():
             if name.startswith(f"{LOSS}.") or name in in_adapters:
                 continue
             local = local_part(parameter) if is_dtensor(parameter) else parameter.data
-            tensor_slice = self._slice(name, parameter)
+            tensor_slice = self._find_slice(name, parameter)
             if (weight_format := formats.get(name)) is None:
                 self.model.initialise(name, local, self.seed, tensor_slice)
                 continue
@@ -133,15 +135,17 @@ class InitialValues:
             local.copy_(weight_format.quantize(whole)[stored_slice.index()])
 
     def _draw_whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return random values for a whole parameter with this shape."""
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         self.model.initialise(name, whole, self.seed, None)
         return whole
 
-    def _slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
+    def _find_slice(self, name: str, parameter: Tensor) -> TensorSlice | None:
         """Return this rank's parameter slice; None for a whole parameter."""
         return TensorSlice.compose(self.splits.get(name), slice_of(parameter) if is_dtensor(parameter) else None)
 
     def _fill_normal(self, name: str, parameter: nn.Parameter, std: float) -> None:
+        """Fill this rank's slice of an adapter's parameter (any shape) with normal values, the same for any ranks."""
         tensor_slice = self.splits.get(name) or TensorSlice.whole(tuple(parameter.shape))
         key = derive_seed(self.seed, "initial weights", name)
         fill_normal(parameter.data, key, std, tensor_slice.shape, tensor_slice.offsets)
@@ -159,8 +163,8 @@ def fill_buffers(module: nn.Module, device: torch.device, seed: int) -> None:
     own parameters are allocated as well. Raises UserError if an owner does not fill all its buffers.
     """
     for name, owner in module.named_modules():
-        if any(True for _ in _buffers(owner)):
-            _fill(name, owner, device, derive_seed(seed, "buffers", name), _buffers)
+        if any(True for _ in _list_buffers(owner)):
+            _fill_tensors(name, owner, device, derive_seed(seed, "buffers", name), _list_buffers)
 
 
 def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
@@ -171,42 +175,46 @@ def fill_parameters(name: str, module: nn.Module, device: torch.device, seed: in
     Random values depend on the seed and the owner's name. Raises UserError if an owner does not fill all its tensors.
     """
     for path, owner in module.named_modules(prefix=name):
-        if any(True for _ in _tensors(owner)):
-            _fill(path, owner, device, derive_seed(seed, "initial weights", path), _tensors)
+        if any(True for _ in _list_tensors(owner)):
+            _fill_tensors(path, owner, device, derive_seed(seed, "initial weights", path), _list_tensors)
 
 
-def _fill(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
+def _fill_tensors(name: str, owner: nn.Module, device: torch.device, seed: int, tensors: Tensors) -> None:
+    """Allocate an owner's tensors and fill them by `reset_parameters()`; UserError if a tensor is left unfilled."""
     owner.to_empty(device=device, recurse=False)
     # An inherited reset_parameters() may skip a tensor. A tensor that it fills has the same values, whether its
     # elements were 0 or 1 before.
     first, second = (_reset_values(name, owner, device, seed, before, tensors) for before in (0, 1))
     if unfilled := [key for key, value in first.items() if not torch.equal(value, second[key])]:
-        raise _fill_error(name, owner, unfilled, "has a reset_parameters() that does not fill them")
+        raise _create_fill_error(name, owner, unfilled, "has a reset_parameters() that does not fill them")
 
 
 def _reset_values(
     name: str, owner: nn.Module, device: torch.device, seed: int, before: int, tensors: Tensors
 ) -> dict[str, Tensor]:
-    """Return the owner's tensors after `reset_parameters()`, with all elements `before` the call."""
+    """Return copies of the owner's tensors after `reset_parameters()`, if all elements are `before` at the start."""
     if not isinstance(owner, BufferOwner):
-        raise _fill_error(name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them")
-    with torch.no_grad(), device, _seeded(device, seed):
+        raise _create_fill_error(
+            name, owner, [key for key, _ in tensors(owner)], "has no reset_parameters() that fills them"
+        )
+    with torch.no_grad(), device, _seed_generators(device, seed):
         for _, tensor in tensors(owner):
             tensor.fill_(before)
         owner.reset_parameters()
     return {key: tensor.detach().clone() for key, tensor in tensors(owner)}
 
 
-def _buffers(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_buffers(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return owner.named_buffers(recurse=False)
 
 
-def _tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(owner.named_parameters(recurse=False), _buffers(owner))
+def _list_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(owner.named_parameters(recurse=False), _list_buffers(owner))
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+def _seed_generators(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the random generators in this context, and restore their state afterwards."""
     # The process's generators keep their state, or dropout would depend on which modules a rank builds. manual_seed
     # seeds the generators of all devices; fork_rng forks that of the CPU by default.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -214,11 +222,12 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _fill_error(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
+def _create_fill_error(name: str, owner: nn.Module, tensors: list[str], why: str) -> UserError:
+    """Return an error for tensors an owner's `reset_parameters()` does not fill; `why` completes the sentence."""
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
-    kind = "buffers" if set(tensors) <= {key for key, _ in _buffers(owner)} else "tensors"
+    kind = "buffers" if set(tensors) <= {key for key, _ in _list_buffers(owner)} else "tensors"
     return UserError(
-        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so that what its "
-        "constructor puts there is lost",
+        f"{where} registers the {kind} {', '.join(tensors)}, but {why}: it is built without memory, so the values "
+        "its constructor writes are lost",
         exit_code=2,
     )

@@ -37,7 +37,7 @@ from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Recompute, Stage, Transform
 from drawloom.components.stages.activation_specs import ActivationSpecs
-from drawloom.components.stages.build import ParallelModules, StageBuilder, tie
+from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_parameters
 from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_layer_costs,
@@ -178,7 +178,7 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield sentences about shared parameters and recomputed activations."""
+        """Yield sentences for `explain`: recomputation, CUDA graphs, formats, mesh dimensions and layers."""
         yield from notes_of_policy(node.settings["recompute"])
         if node.settings["capture"]:
             yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
@@ -222,8 +222,8 @@ class MaterializedStages:
         """Build and parallelize this rank's stages without memory and values, for plans."""
         parallel = self._parallelize()
         modules = [*parallel.modules.values()]
-        tie(modules)
-        self._adopt(parallel, self._data_parallel(parallel).plan_store(modules))
+        tie_parameters(modules)
+        self._adopt(parallel, self._create_data_parallel(parallel).plan_store(modules))
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -231,6 +231,7 @@ class MaterializedStages:
 
     @cached_property
     def _model_precision(self) -> Precision:
+        """Return the precision with the model's own `uncast` patterns."""
         return precision_of(self.precision, self.model)
 
     @cached_property
@@ -253,7 +254,8 @@ class MaterializedStages:
         """Build this rank's modules on the meta device, split over ranks."""
         return self._builder.build_local()
 
-    def _data_parallel(self, parallel: ParallelModules) -> DataParallel:
+    def _create_data_parallel(self, parallel: ParallelModules) -> DataParallel:
+        """Return the data parallelism (DDP, FSDP, HSDP) for the modules, as the settings define it."""
         return DataParallel(
             mesh=self.mesh,
             precision=self._model_precision,
@@ -270,18 +272,18 @@ class MaterializedStages:
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
         check_capacity(modules, self.mesh.shard_group.size, self.device.device)
-        data_parallel = self._data_parallel(parallel)
+        data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard(modules)
         slices = {name: rank_slice.tensor_slice for name, rank_slice in parallel.splits.items()}
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
         run_on_all(self.mesh.world, lambda: self._values.fill(modules))
         if self.adapters:
             self._values.fill_adapters(modules)
-        tie(modules)
+        tie_parameters(modules)
         return data_parallel.store(modules, sharded)
 
     def _adopt(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
-        """Make the modules this rank's stages, with parameters in `store`."""
+        """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
         self._float8 = KeptFloat8.of(parallel.modules.values(), self.precision)
         self.local = [
@@ -374,9 +376,11 @@ class MaterializedStages:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy saved tensors into place. Raises KeyError for other names, and UserError for other frozen parameters."""
         if other := self.state_slices().keys() ^ state.keys():
-            raise KeyError(f"parameters differ: {sorted(other)}")
+            raise KeyError(
+                f"the checkpoint and the stages have different parameters and buffers; only one has {sorted(other)}"
+            )
         if state.get(FROZEN) != (self._fingerprint or None):
-            raise UserError(self._values.other_origin())
+            raise UserError(self._values.describe_other_origin())
         with torch.no_grad():
             # By stage, because two stages of this rank may have buffers with the same name.
             for tensors in self._parameters.state_tensors():
@@ -394,6 +398,7 @@ class MaterializedStages:
         self._check_matches("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 
     def _check_matches(self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+        """Raise UserError if a pattern matches no name on any pipeline rank; `key` is its setting. A collective."""
         matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
         matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}
         if unknown := [pattern for pattern in patterns if pattern not in matched]:

@@ -11,7 +11,7 @@ from drawloom.components.ports.model import Model, UncastParameters
 
 @attrs.frozen
 class ModelPrecision:
-    """A recipe's precision, with the patterns of a model beside those of `uncast`."""
+    """Recipe's precision whose `uncast` also includes the model's own patterns."""
 
     recipe: Precision
     by_model: tuple[str, ...]

@@ -73,6 +73,7 @@ class StageParameters:
 
     @property
     def _sharing(self) -> SharedParameters:
+        """Return how this rank shares its parameters with other ranks, for mesh dimensions."""
         return SharedParameters(
             trained=self._named,
             split=self.splits.keys(),
@@ -85,7 +86,7 @@ class StageParameters:
         )
 
     def slice(self, name: str) -> TensorSlice | None:
-        """Return this rank's parameter slice; None for a whole parameter."""
+        """Return this rank's slice of a parameter; None if this rank has the whole parameter."""
         split = self.splits[name].tensor_slice if name in self.splits else None
         return TensorSlice.compose(split, self.store.slices.get(name))
 
@@ -101,12 +102,12 @@ class StageParameters:
         }
 
     def sum_gradients(self) -> None:
-        """Sum the gradients not summed in backward passes along all dimensions, innermost first."""
+        """Sum gradients not yet summed in backward passes, along all mesh dimensions, innermost first."""
         shared = self._sharing
         for dimension in reversed(self.dimensions):
             dimension.sum_gradients(shared)
 
     def state_tensors(self) -> list[dict[str, Tensor]]:
-        """Return trained parameters and persistent buffers by stage (any shape): the state changed in steps."""
+        """Return trained parameters and persistent buffers (any shape) by stage: the state a checkpoint saves."""
         stages = zip(self.stages, self._trained, strict=True)
         return [{**trained, **persistent_buffers(stage.module)} for stage, trained in stages]

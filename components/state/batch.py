@@ -52,12 +52,12 @@ class Batch:
         for field in fields:
             if field.metadata.get("spec") not in get_args(LeafSpec):
                 specs = ", ".join(f'leaf("{spec}")' for spec in get_args(LeafSpec))
-                raise TypeError(f"{cls.__name__}.{field.name} does not say how it is divided; write one of {specs}")
+                raise TypeError(f"{cls.__name__}.{field.name} does not declare how it is divided; write one of {specs}")
             if field.metadata["spec"] == "host" and field.default is attrs.NOTHING:
                 raise TypeError(f'{cls.__name__}.{field.name} needs a default: write leaf("host", default=...)')
         cls.specs = {field.name: field.metadata["spec"] for field in fields}
         if cls.specs.get("weights") not in ("rows", "tokens"):
-            raise TypeError(f'{cls.__name__} has no weights of its rows; write weights: Tensor = leaf("rows")')
+            raise TypeError(f'{cls.__name__} does not declare the leaf `weights`; write weights: Tensor = leaf("rows")')
 
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
@@ -66,7 +66,7 @@ class Batch:
 
         Raises NotImplementedError for a class that does not describe its tensors.
         """
-        text = f"{cls.__name__} does not say what its tensors look like; define the class method outline(rows, length)"
+        text = f"{cls.__name__} does not describe its tensors for plans; define the class method outline(rows, length)"
         raise NotImplementedError(text)
 
     @property
@@ -81,7 +81,7 @@ class Batch:
 
     @property
     def token_count(self) -> int:
-        """Return the number of tokens that a run counts: all items with their own weight."""
+        """Return the number of tokens a run counts: the number of weights, including zeros."""
         return self.weights.numel()
 
     def has_whole_rows(self) -> bool:
@@ -118,11 +118,11 @@ class Batch:
         return self.map_tensors(lambda tensor: tensor[rows], {"rows", "tokens"})
 
     def take_tokens(self, indices: Tensor) -> Self:
-        """Return all rows, cut to the tokens at `indices`, int64 (tokens,)."""
+        """Return all rows with only the tokens at `indices`, int64 (tokens,)."""
         return self.map_tensors(lambda tensor: tensor.index_select(1, indices), {"tokens"})
 
     def without_host_values(self) -> Self:
-        """Return a copy in which host values are their defaults."""
+        """Return a copy with default values for all leaves declared "host"."""
         return self.evolve(
             **{field.name: field.default for field in attrs.fields(type(self)) if field.metadata["spec"] == "host"}
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @attrs.frozen
 class HostCopy:
-    """Copies of tensors in flight to the CPU; `event` is None if the tensors are already there."""
+    """Asynchronous copies on the CPU; `event` is recorded after the copies, None for tensors already there."""
 
     tensors: Mapping[str, Tensor]
     event: torch.cuda.Event | None = None

@@ -22,7 +22,7 @@ def spec_of_whole(value: Any) -> SpecTree:
 
     Tensors without dimensions and all other values are replicated.
     """
-    return _by_leaf(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Replicate(), value)
+    return _infer_spec(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Replicate(), value)
 
 
 def spec_of_shard(value: Any) -> SpecTree:
@@ -31,14 +31,15 @@ def spec_of_shard(value: Any) -> SpecTree:
 
     Tensors without dimensions are stacked, and all other values are gathered in a list.
     """
-    return _by_leaf(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Stack(), value)
+    return _infer_spec(lambda leaf: Shard() if isinstance(leaf, Tensor) and leaf.ndim else Stack(), value)
 
 
-def _by_leaf(choose: Callable[[Any], SpecTree], value: Any) -> SpecTree:
+def _infer_spec(choose: Callable[[Any], SpecTree], value: Any) -> SpecTree:
+    """Return a tree's spec: `choose` decides for leaves, and lists are sharded."""
     if isinstance(value, list):
         return Shard()
     children = branches(value)
-    return choose(value) if children is None else rebuild(value, [_by_leaf(choose, child) for _, child in children])
+    return choose(value) if children is None else rebuild(value, [_infer_spec(choose, child) for _, child in children])
 
 
 def shard_tree(tree: Any, spec: SpecTree, count: int, *, even: bool = True) -> list[Any]:
@@ -50,7 +51,7 @@ def shard_tree(tree: Any, spec: SpecTree, count: int, *, even: bool = True) -> l
     """
     if count < 1:
         raise ValueError(f"a tree can't be sharded into {count} parts; write at least 1")
-    return _shard(tree, spec, count, even, "")
+    return _shard_node(tree, spec, count, even, "")
 
 
 def unshard_tree(shards: Sequence[Any], spec: SpecTree) -> Any:
@@ -61,13 +62,13 @@ def unshard_tree(shards: Sequence[Any], spec: SpecTree) -> Any:
     path in the tree, for values that the spec can't join.
     """
     if not shards:
-        raise ValueError("there are no parts to join")
-    return _unshard(list(shards), spec, "")
+        raise ValueError("there are no shards to join")
+    return _unshard_nodes(list(shards), spec, "")
 
 
 def check_spec(spec: SpecTree) -> None:
     """Raise ValueError, with the path in the tree, for values that are not sharding specs."""
-    _check(spec, "")
+    _check_specs(spec, "")
 
 
 def is_leaf_spec(spec: SpecTree) -> bool:
@@ -75,17 +76,18 @@ def is_leaf_spec(spec: SpecTree) -> bool:
     return isinstance(spec, Shard | Stack | Replicate)
 
 
-def _check(spec: SpecTree, path: str) -> None:
+def _check_specs(spec: SpecTree, path: str) -> None:
+    """Raise ValueError for the first leaf of a spec tree at `path` that is not a spec."""
     if is_leaf_spec(spec):
         return
     children = branches(spec)
     if children is None:
-        raise _error(path, f"{spec!r} is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()")
+        raise _create_error(path, f"{spec!r} is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()")
     for step, child in children:
-        _check(child, path + step)
+        _check_specs(child, path + step)
 
 
-def _branches(value: Any, spec: SpecTree, path: str) -> list[tuple[str, Any, SpecTree]] | None:
+def _pair_children(value: Any, spec: SpecTree, path: str) -> list[tuple[str, Any, SpecTree]] | None:
     """Return the children of a node with their specs, or None if the spec applies to the whole value."""
     children = branches(value)
     if is_leaf_spec(spec):
@@ -94,28 +96,30 @@ def _branches(value: Any, spec: SpecTree, path: str) -> list[tuple[str, Any, Spe
     specs = dict(branches(spec) or ())
     steps = [step for step, _ in children or ()]
     if children is None or set(steps) != set(specs):
-        there = "a leaf" if children is None else ", ".join(steps) or "nothing"
-        raise _error(path, f"the specification has {', '.join(specs) or 'nothing'} here, the value {there}")
+        there = "is a leaf" if children is None else f"has {', '.join(steps) or 'nothing'}"
+        raise _create_error(path, f"the specification has {', '.join(specs) or 'nothing'} here, but the value {there}")
     return [(step, child, specs[step]) for step, child in children]
 
 
-def _shard(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
-    children = _branches(value, spec, path)
+def _shard_node(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
+    """Return a node's shards; a leaf is sharded by its spec, a tree child by child."""
+    children = _pair_children(value, spec, path)
     if children is None:
         return _shard_leaf(value, spec, count, even, path)
-    columns = [_shard(child, below, count, even, path + step) for step, child, below in children]
+    columns = [_shard_node(child, below, count, even, path + step) for step, child, below in children]
     return [rebuild(value, [column[index] for column in columns]) for index in range(count)]
 
 
 def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
     if isinstance(spec, Replicate) or value is None:
         return [value] * count
-    size = _size(value, spec, path)
+    size = _get_size(value, spec, path)
     if isinstance(spec, Stack) and size != count:
-        raise _error(path, f"{_kind(value)} is not a stack of {count} along dimension {spec.dim}, but one of {size}")
+        reason = f"{_describe_kind(value)} has size {size} along dimension {spec.dim}"
+        raise _create_error(path, f"{reason}, not one entry for each of {count} microbatches")
     if even and size % count:
-        reason = f"{_kind(value)} can't be cut evenly into {count} along dimension {spec.dim}"
-        raise _error(path, f"{reason}; Replicate() would give each microbatch all of it")
+        reason = f"{_describe_kind(value)} can't be cut evenly into {count} along dimension {spec.dim}"
+        raise _create_error(path, f"{reason}; Replicate() would give each microbatch all of it")
     if isinstance(value, list):
         return list(value) if isinstance(spec, Stack) else _shard_list(value, count)
     return list(value.unbind(spec.dim) if isinstance(spec, Stack) else value.tensor_split(count, spec.dim))
@@ -128,28 +132,29 @@ def _shard_list(items: list[Any], count: int) -> list[list[Any]]:
     return [items[start:end] for start, end in pairwise(ends)]
 
 
-def _size(value: Any, spec: Shard | Stack, path: str) -> int:
+def _get_size(value: Any, spec: Shard | Stack, path: str) -> int:
     """Return the size of a tensor or list along the dimension of the spec."""
     if isinstance(value, list):
         if spec.dim != 0:
-            raise _error(path, f"a list only has dimension 0, and the specification is {spec}")
+            raise _create_error(path, f"a list only has dimension 0, but the specification is {spec}")
         return len(value)
     _check_dimension(value, spec, 0, path)
     return int(value.size(spec.dim))
 
 
-def _unshard(values: list[Any], spec: SpecTree, path: str) -> Any:
-    children = [_branches(value, spec, path) for value in values]
+def _unshard_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
+    """Join one node's values from all microbatches."""
+    children = [_pair_children(value, spec, path) for value in values]
     first = children[0]
     if first is None and not any(children):
         return _unshard_leaf(values, spec, path)
     rows = [{step: child for step, child, _ in entries or ()} for entries in children]
     if other := next((row for row in rows if first is not None and row.keys() != rows[0].keys()), None):
         names = ", ".join(sorted(other.keys() ^ rows[0].keys()))
-        raise _error(path, f"microbatch {rows.index(other)} has other entries than the first: {names}")
+        raise _create_error(path, f"microbatch {rows.index(other)} has other entries than the first: {names}")
     if first is None or len(set(map(type, values))) > 1:
-        raise _error(path, f"microbatches have values of different forms: {_kinds(values)}")
-    children = [_unshard([row[step] for row in rows], below, path + step) for step, _, below in first]
+        raise _create_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
+    children = [_unshard_nodes([row[step] for row in rows], below, path + step) for step, _, below in first]
     return rebuild(values[0], children)
 
 
@@ -159,11 +164,11 @@ def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
     kinds = {next((kind for kind in (Tensor, list) if isinstance(value, kind)), object) for value in values}
     # A mix of tensors and lists can't be joined, and torch's error would not name the path.
     if len(kinds) > 1:
-        raise _error(path, f"microbatches have values of different forms: {_kinds(values)}")
+        raise _create_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
     if isinstance(spec, Stack) and Tensor not in kinds:
         return list(values)
     if list in kinds:
-        _size(values[0], spec, path)
+        _get_size(values[0], spec, path)
         return [item for value in values for item in value]
     return _unshard_tensors(values, spec, path)
 
@@ -174,28 +179,30 @@ def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tenso
     try:
         return torch.stack(values, spec.dim) if is_stack else torch.cat(values, spec.dim)
     except RuntimeError as error:
-        raise _error(path, f"the parts can't be joined by {spec}: {_kinds(values)}") from error
+        raise _create_error(path, f"the shards can't be joined by {spec}: {_describe_kinds(values)}") from error
 
 
 def _check_dimension(value: Any, spec: Shard | Stack, more: int, path: str) -> None:
     """Raise ValueError unless this is a tensor that has the spec's dimension, after `more` dimensions are added."""
     if not isinstance(value, Tensor):
-        raise _error(path, f"{_kind(value)} can't be cut or joined by {spec}, only tensors and lists can")
+        raise _create_error(
+            path, f"{_describe_kind(value)} can't be cut or joined by {spec}, only tensors and lists can"
+        )
     dimensions = value.ndim + more
     if not -dimensions <= spec.dim < dimensions:
         instead = f"a dimension below {dimensions}" if dimensions else "Stack()"
-        raise _error(path, f"{_kind(value)} has no dimension for {spec}; write {instead}")
+        raise _create_error(path, f"{_describe_kind(value)} has no dimension for {spec}; write {instead}")
 
 
 def _require_equal(values: list[Any], path: str) -> Any:
     """Return the common value of all microbatches; ValueError if values differ."""
     for index, value in enumerate(values):
-        if not _same(values[0], value):
-            raise _error(path, f"it is replicated, but differs between microbatches 0 and {index}")
+        if not _are_equal(values[0], value):
+            raise _create_error(path, f"it is replicated, but differs between microbatches 0 and {index}")
     return values[0]
 
 
-def _same(first: Any, second: Any) -> bool:
+def _are_equal(first: Any, second: Any) -> bool:
     """Return whether two leaves are equal in type, shape, dtype and values; NaN equals NaN."""
     if first is second:
         return True
@@ -205,16 +212,17 @@ def _same(first: Any, second: Any) -> bool:
     return equal if isinstance(equal, bool) else bool(equal.all())
 
 
-def _kinds(values: list[Any]) -> str:
-    return ", ".join(dict.fromkeys(_kind(value) for value in values))
+def _describe_kinds(values: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(_describe_kind(value) for value in values))
 
 
-def _kind(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
+    """Return a value's type as text, with a tensor's shape or a list's length."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     name = f"list of {len(value)}" if isinstance(value, list) else type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _error(path: str, reason: str) -> ValueError:
+def _create_error(path: str, reason: str) -> ValueError:
     return ValueError(f"at {path}: {reason}" if path else reason)

@@ -1,4 +1,4 @@
-"""Sharding specs: relation of a value of the whole step to the values of its microbatches."""
+"""Sharding specs: how a step's value corresponds to its microbatches' values."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ import attrs
 
 @attrs.frozen
 class Shard:
-    """Spec of values whose microbatches have slices of a tensor along `dim`, or some items of a list."""
+    """Spec for a value cut into microbatches: a tensor into slices along `dim`, a list into sublists."""
 
     dim: int = 0
 
 
 @attrs.frozen
 class Stack:
-    """Spec of values that stack the microbatches' tensors along a new dimension `dim`, or list their items."""
+    """Spec for a value with one entry per microbatch: a tensor stacked along dimension `dim`, or a list."""
 
     dim: int = 0
 
 
 @attrs.frozen
 class Replicate:
-    """Spec of values that are the same in all microbatches."""
+    """Spec for a value with the same content in all microbatches."""
 
 
 SpecTree = Any

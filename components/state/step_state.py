@@ -107,7 +107,7 @@ class StepState:
         if key in self._written:
             return self._written[key]
         if key not in self._joined:
-            self._joined[key] = self._join(key)
+            self._joined[key] = self._join_shards(key)
         return self._joined[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -147,7 +147,7 @@ class StepState:
         Tensors that were copied before are not copied again. Tensors on the CPU are not copied.
         """
         known = {id(tensor) for tensors, _ in self._copies for tensor in tensors}
-        tensors = [tensor for tensor in self._on_devices() if id(tensor) not in known]
+        tensors = [tensor for tensor in self._iterate_remote_tensors() if id(tensor) not in known]
         if tensors:
             flat = {
                 str(dtype): torch.cat([tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype])
@@ -159,7 +159,7 @@ class StepState:
     def is_on_host(self) -> bool:
         """Return whether the host can read all values of the global view without waiting for a device."""
         arrived = {id(tensor) for tensors, copy in self._copies if copy.has_arrived for tensor in tensors}
-        return all(id(tensor) in arrived for tensor in self._on_devices())
+        return all(id(tensor) in arrived for tensor in self._iterate_remote_tensors())
 
     def on_host(self, key: str) -> Any:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
@@ -180,7 +180,7 @@ class StepState:
         """Return the numbers written in the global view by name: floats, and float tensors without dimensions."""
         return {key: self.number(key) for key, value in self._written.items() if _is_number(value)}
 
-    def _on_devices(self) -> Iterator[Tensor]:
+    def _iterate_remote_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
             yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and self.is_remote(leaf))
@@ -194,42 +194,44 @@ class StepState:
                 part, rest[name] = rest[name][: tensor.numel()], rest[name][tensor.numel() :]
                 yield id(tensor), part.view(tensor.shape)
 
-    def _join(self, key: str) -> Any:
-        """Return a value from the shards of all microbatches."""
+    def _join_shards(self, key: str) -> Any:
+        """Join a value from all microbatches' shards; MissingStateError if one is missing."""
         if key not in self:
-            raise self._missing(key, range(self.microbatches), f"[{key!r}]")
+            raise self._create_missing_error(key, range(self.microbatches), f"[{key!r}]")
         shards = [self._shards[key][index] for index in range(self.microbatches)]
         spec = self._specs[key] if key in self._specs else self._inferred.get(key)
         spec = spec_of_shard(shards[0]) if spec is None else spec
         return _with_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
 
     def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
+        """Return a value's shard for one microbatch; MissingStateError if it was not written."""
         if index not in self.microbatches_present(key):
-            raise self._missing(key, [index], location)
-        return self._split_off(key, location)[index]
+            raise self._create_missing_error(key, [index], location)
+        return self._get_shards(key, location)[index]
 
     def _write_shard(self, key: str, index: int, value: Any, location: str) -> None:
         """Replace the shard of one microbatch; the others keep theirs."""
-        shards = self._split_off(key, location)  # of the written value, before it is dropped
+        shards = self._get_shards(key, location)  # of the written value, before it is dropped
         self._written.pop(key, None)
         self._joined.pop(key, None)
         shards[index] = _detach(value)
 
-    def _split_off(self, key: str, location: str) -> dict[int, Any]:
-        """Return the shards of a value, which are split off if it was written in the global view."""
+    def _get_shards(self, key: str, location: str) -> dict[int, Any]:
+        """Return a value's shards by microbatch; a value written in the global view is sharded first."""
         if key not in self._shards:
-            shards = _with_location(location, partial(self._split, key)) if key in self._written else {}
+            shards = _with_location(location, partial(self._split_value, key)) if key in self._written else {}
             self._shards[key] = shards
         return self._shards[key]
 
-    def _split(self, key: str) -> dict[int, Any]:
+    def _split_value(self, key: str) -> dict[int, Any]:
+        """Shard a value written in the global view, and return the shards by microbatch."""
         value, spec = self._written[key], self._specs.get(key)
         if spec is None:
             spec = self._inferred[key] = spec_of_whole(value)
         return dict(enumerate(shard_tree(value, spec, self.microbatches)))
 
-    def _missing(self, key: str, shards: Sequence[int], location: str) -> MissingStateError:
-        """Return the error for shards of a value that are missing."""
+    def _create_missing_error(self, key: str, shards: Sequence[int], location: str) -> MissingStateError:
+        """Return an error naming the `shards`, as microbatch numbers, not written for a value."""
         present = self.microbatches_present(key)
         missing = [str(shard) for shard in shards if shard not in present]
         if not present:
@@ -241,14 +243,16 @@ class StepState:
 
 @attrs.frozen
 class _MicrobatchView:
+    """Sharded view of one microbatch, which reads and writes its shards in the state."""
+
     _state: StepState
     _index: int
 
     def __getitem__(self, key: str) -> Any:
-        return self._state._read_microbatch_shard(key, self._index, self._location(key))
+        return self._state._read_microbatch_shard(key, self._index, self._describe_location(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._state._write_shard(key, self._index, value, self._location(key))
+        self._state._write_shard(key, self._index, value, self._describe_location(key))
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)
@@ -258,7 +262,7 @@ class _MicrobatchView:
             return default
         return self[key]
 
-    def _location(self, key: str) -> str:
+    def _describe_location(self, key: str) -> str:
         return f"microbatch({self._index})[{key!r}]"
 
 

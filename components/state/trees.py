@@ -24,7 +24,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     if type(node) in (list, tuple) or _is_named_tuple(node):
         return list(enumerate(node))
     if _has_fields(node):
-        return [(name, getattr(node, name)) for name in _fields(node)]
+        return [(name, getattr(node, name)) for name in _list_fields(node)]
     return None
 
 
@@ -47,13 +47,13 @@ def rebuild(node: Any, children: Sequence[Any]) -> Any:
     elif _is_named_tuple(node):
         return node._make(children)
     else:
-        for name, child in zip(_fields(node), children, strict=True):
+        for name, child in zip(_list_fields(node), children, strict=True):
             object.__setattr__(new, name, child)  # setattr would fail for frozen classes
     return new
 
 
 def transform(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree of new nodes with `function` applied to every leaf."""
+    """Return a new tree with `function` applied to every leaf."""
     if isinstance(tree, Tensor):
         return function(tree)  # the usual case between stages, where microseconds matter
     nodes = children(tree)
@@ -61,7 +61,7 @@ def transform(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def transform_with_path(function: Callable[[tuple[Any, ...], Any], Any], tree: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Apply a function of path (keys, indices and field names) and leaf to every leaf, like `transform`."""
+    """Return a new tree with `function(path, leaf)` for every leaf; a path has keys, indices and field names."""
     nodes = children(tree)
     if nodes is None:
         return function(path, tree)
@@ -77,7 +77,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def fill(tree: Any, values: Iterable[Any]) -> Any:
-    """Return the tree with its leaves, in order, replaced by these values."""
+    """Return a copy of the tree whose leaves are these values, in order."""
     rest = iter(values)
     return transform(lambda _: next(rest), tree)
 
@@ -90,6 +90,6 @@ def _has_fields(node: Any) -> bool:
     return not isinstance(node, type) and (attrs.has(type(node)) or dataclasses.is_dataclass(node))
 
 
-def _fields(node: Any) -> list[str]:
+def _list_fields(node: Any) -> list[str]:
     fields = attrs.fields(type(node)) if attrs.has(type(node)) else dataclasses.fields(node)
     return [field.name for field in fields]

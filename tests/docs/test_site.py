@@ -109,7 +109,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
 @pytest.mark.parametrize(
     ("member", "function"),
     [
-        (("Loss", "loss"), "StageRunner._loss"),
+        (("Loss", "loss"), "StageRunner._compute_loss"),
         (("Phase", "run_phase"), "Trainer._run_step"),
         (("Metric", "update"), "measure"),
         (("Tracker", "track"), "_track"),

@@ -143,7 +143,7 @@ def test_other_base_weights_are_refused(folder: Path) -> None:
         words = ("run", "lora.toml", "run.name=other", "trainer.steps=4", "--accept-changes")
         for command in (words, ("generate", "runs/other", "--prompt", "def")):
             [outcome] = drawloom(folder, *command)
-            assert outcome.code != 0 and "are not those that the run started from" in outcome.text, outcome.text
+            assert outcome.code != 0 and "are not the weights that the run started from" in outcome.text, outcome.text
             assert "Traceback" not in outcome.text
     finally:
         file.write_bytes(kept)

@@ -31,7 +31,7 @@ class Move:
 
 
 def early_moves(table: Timetable, iteration: int) -> list[Move]:
-    """Return moves for tensors from before the iteration: in `state_io`, and the previous iteration's outputs."""
+    """Return moves that overlap an iteration's computation, because their tensors exist before it."""
     moves = [*_state_io_moves(table, iteration)]
     if table.latency == 2:
         moves += _shift_moves(table, iteration - 1)
@@ -44,13 +44,14 @@ def early_moves(table: Timetable, iteration: int) -> list[Move]:
 
 
 def late_moves(table: Timetable, iteration: int) -> list[Move]:
-    """Return moves that pass an iteration's outputs to the next stages, if forwarding is not delayed."""
+    """Return moves that pass outputs to the next stages right after the iteration; none if forwarding is delayed."""
     return [*_shift_moves(table, iteration)] if table.latency == 1 else []
 
 
 def _state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
+    """Yield moves to the stage before, in the iteration's column of `state_io`."""
     for stage in range(1, table.stages):
-        if (microbatch := table.moves_up(iteration, stage)) is not None:
+        if (microbatch := table.find_moved_microbatch(iteration, stage)) is not None:
             yield Move(stage, stage - 1, "state_io", microbatch, iteration % table.columns)
 
 
@@ -83,7 +84,7 @@ class Buffers:
 
     @classmethod
     def of(cls, table: Timetable, local_stages: range, inputs: Sequence[Tensor]) -> "Buffers":
-        """Return buffers before the first iteration, with the inputs (...) of these stages' shares in order."""
+        """Return buffers for the first iteration, with the local stages' inputs (...) in microbatch order."""
         remaining = iter(inputs)
         rows: list[list[Tensor | None]] = []
         for stage in local_stages:
@@ -92,9 +93,9 @@ class Buffers:
         return cls(table, local_stages, rows)
 
     def take_input(self, iteration: int, stage: int) -> Tensor:
-        """Remove and return a stage's input (any shape), unless the stage is in the bubble."""
+        """Remove and return the input (any shape) for a stage with an item in this iteration."""
         if stage == 0 and iteration < self.table.slots:
-            return self._pop(0, iteration % self.table.columns)
+            return self._pop_state_io(0, iteration % self.table.columns)
         if stage == 0 and self.table.uses_circ_storage:
             return self.circ_storage.pop(iteration % self.table.slots)
         return self.shift.pop(stage)
@@ -102,7 +103,7 @@ class Buffers:
     def take(self, move: Move, *, late: bool) -> Tensor:
         """Read a move's tensor (any shape) from a local stage."""
         if move.buffer == "state_io":
-            return self._pop(move.source, move.column)
+            return self._pop_state_io(move.source, move.column)
         return (self.outputs if late else self.before)[move.source]
 
     def put(self, move: Move, value: Tensor) -> None:
@@ -114,7 +115,7 @@ class Buffers:
         else:
             self.circ_storage[move.microbatch] = value
 
-    def put_finished(self, iteration: int) -> None:
+    def store_finished_output(self, iteration: int) -> None:
         """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
         last = self.table.stages - 1
         if last in self.outputs and self.table.find_finished_microbatch(iteration) is not None:
@@ -125,7 +126,8 @@ class Buffers:
         columns = [self.table.column(number) for number in range(self.table.columns)]
         return [tensor for row in self.state_io for tensor in (row[column] for column in columns) if tensor is not None]
 
-    def _pop(self, stage: int, column: int) -> Tensor:
+    def _pop_state_io(self, stage: int, column: int) -> Tensor:
+        """Remove and return a tensor (any shape) from `state_io`; LookupError for an empty slot."""
         row = self.state_io[stage - self.local_stages.start]
         # The slot is emptied so that the tensor is freed after its last use.
         value, row[column] = row[column], None

@@ -42,10 +42,10 @@ class CircularExecutor(ProgramExecutor):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield any executor's problems, and settings unsupported by the circular pipeline."""
+        """Yield the problems of every executor, and settings the circular pipeline does not support."""
         yield from super().constraints(node)
         if node.settings["streams"]:
-            text = f"[{node.name}] runs one pass after another, so that none overlap"
+            text = f"[{node.name}] runs one pass after another, so streams have no passes to overlap"
             yield node.problem("streams", text, "write streams = false")
         stages, loss = node.neighbour("stages"), node.neighbour("objective")
         if stages and stages.settings.get("capture"):
@@ -55,19 +55,21 @@ class CircularExecutor(ProgramExecutor):
             text = f"[{loss.name}] compares with the model without adapters on the last rank, and [{node.name}] "
             yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
         elif loss and issubclass(loss.component, MeasuresStep):
-            text = f"[{loss.name}] measures the step before its first pass, which [{node.name}] does not"
+            text = (
+                f"[{loss.name}] measures the whole step before its first pass, and [{node.name}] does not support this"
+            )
             yield loss.problem("use", text, 'write use = "pipeline.executor"')
 
     @property
-    def _owners(self) -> tuple[int, ...]:
-        """Return the stages' ranks in evaluation, where the model's ends are the first and the last stage."""
-        return (0, *super()._owners, self.mesh.sizes.pipeline - 1)
+    def _stage_to_rank(self) -> tuple[int, ...]:
+        """Return the stages' ranks in evaluation, with embedding and head as separate first and last stages."""
+        return (0, *super()._stage_to_rank, self.mesh.sizes.pipeline - 1)
 
     def train(self, state: StepState) -> None:
         self.stages.cast_weights()
-        inputs = [self._inputs(batch) for batch in state["batches"]]
+        inputs = [self._prepare_inputs(batch) for batch in state["batches"]]
         group = self.mesh.pipeline_group
-        repeats = (len(self._owners) - 2) // group.size
+        repeats = (len(self._stage_to_rank) - 2) // group.size
         table = Timetable(group.size, len(inputs), repeats, 2 if self.delayed else 1)
         sends = PendingSends()
         token = begin_token(sends, self.device.device)
@@ -78,12 +80,12 @@ class CircularExecutor(ProgramExecutor):
             table,
             Ring(group.rank, group.size, self._links),
             run_block=lambda block, number, tensor: passes.forward(block + 1, number, tensor),
-            metas=[self._meta(microbatch) for microbatch in inputs],
+            metas=[self._infer_meta(microbatch) for microbatch in inputs],
             buffers=Buffers.of(table, range(group.rank, group.rank + 1), embedded),
             pending_sends=sends,
             token=token,
         )
-        hidden, last = forward_pass.run(), len(self._owners) - 1
+        hidden, last = forward_pass.run(), len(self._stage_to_rank) - 1
         losses = [passes.forward(last, number, states) for number, states in zip(share, hidden, strict=True)]
         sends.clear()
         del hidden, embedded
@@ -92,8 +94,8 @@ class CircularExecutor(ProgramExecutor):
         self.stages.hand_over_gradients()
         _gather_losses(state, share, group, self.device.device)
 
-    def _meta(self, inputs: MicrobatchInputs) -> TensorMeta:
-        """Return the shape and dtype between stages for a microbatch; UserError if it is not a single tensor."""
+    def _infer_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
+        """Return the metadata for a microbatch's tensor between stages; UserError if a stage returns anything else."""
         like = self.boundaries.boundary(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(
@@ -106,7 +108,7 @@ class CircularExecutor(ProgramExecutor):
 
 def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, device: torch.device) -> None:
     """Move all ranks' losses to the last stage's rank; this rank computed microbatches `numbers`."""
-    computed = {number: dict(_paths(state.microbatch(number)[LOSSES])) for number in numbers}
+    computed = {number: dict(_iterate_loss_tensors(state.microbatch(number)[LOSSES])) for number in numbers}
     # A rank without microbatches does not know the names of the sums, but the first rank always has a microbatch.
     first = next(iter(computed.values()), {})
     forms = [[path, [*tensor.shape], str(tensor.dtype)] for path, tensor in first.items()]
@@ -125,7 +127,7 @@ def _gather_losses(state: StepState, numbers: Sequence[int], group: Group, devic
     state[LOSSES] = gathered
 
 
-def _paths(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield a microbatch's loss tensors with their paths."""
+def _iterate_loss_tensors(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield a microbatch's loss, weight and sums (any shapes) with their paths, such as `("sums", name)`."""
     yield from ((("loss",), losses["loss"]), (("weight",), losses["weight"]))
     yield from ((("sums", name), tensor) for name, tensor in losses["sums"].items())

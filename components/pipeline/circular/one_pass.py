@@ -42,20 +42,20 @@ class ForwardPass:
     def run(self) -> list[Tensor]:
         """Run all iterations, and return the outputs (...) for this rank's microbatches, in order."""
         for iteration in range(self.table.iterations):
-            self._iterate(iteration)
+            self._run_iteration(iteration)
         return self.buffers.results()
 
-    def _iterate(self, iteration: int) -> None:
+    def _run_iteration(self, iteration: int) -> None:
         """Run every stage outside the bubble, and move its output to the next stage."""
         # Early moves overlap the computation of the stages.
-        in_flight = self._begin(early_moves(self.table, iteration), late=False)
-        self.buffers.outputs = self._work(iteration)
-        self._end(in_flight)
-        self._end(self._begin(late_moves(self.table, iteration), late=True))
-        self.buffers.put_finished(iteration)
+        in_flight = self._start_moves(early_moves(self.table, iteration), late=False)
+        self.buffers.outputs = self._run_stages(iteration)
+        self._finish_moves(in_flight)
+        self._finish_moves(self._start_moves(late_moves(self.table, iteration), late=True))
+        self.buffers.store_finished_output(iteration)
         self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
 
-    def _work(self, iteration: int) -> dict[int, Tensor]:
+    def _run_stages(self, iteration: int) -> dict[int, Tensor]:
         """Run the stages outside the bubble, and return their outputs (...) by stage."""
         outputs = {}
         for stage in self.buffers.local_stages:
@@ -65,7 +65,7 @@ class ForwardPass:
                 outputs[stage] = self.run_block(block, item.microbatch, tensor)
         return outputs
 
-    def _begin(self, moves: Sequence[Move], *, late: bool) -> _MovesInFlight:
+    def _start_moves(self, moves: Sequence[Move], *, late: bool) -> _MovesInFlight:
         """Start moves: collect tensors from this rank's stages, and send the ones that leave the rank."""
         local_stages, incoming = self.buffers.local_stages, []
         outgoing: list[tuple[Move, Tensor]] = []
@@ -78,13 +78,13 @@ class ForwardPass:
                 incoming.append(move)
         if not outgoing and not incoming:
             return _MovesInFlight(local, incoming, None)
-        to = [(self._rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
-        sources = [(self._rank(move.source), self.metas[move.microbatch]) for move in incoming]
+        to = [(self._find_rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
+        sources = [(self._find_rank(move.source), self.metas[move.microbatch]) for move in incoming]
         exchange = RingExchange(self.ring, self.pending_sends, to, sources)
         self.token = start(exchange, self.token, [value for _, value in outgoing])
         return _MovesInFlight(local, incoming, exchange)
 
-    def _end(self, in_flight: _MovesInFlight) -> None:
+    def _finish_moves(self, in_flight: _MovesInFlight) -> None:
         """Wait for incoming tensors, and write all moved tensors into this rank's buffers."""
         received: list[Tensor] = []
         if in_flight.exchange is not None:
@@ -92,5 +92,6 @@ class ForwardPass:
         for move, value in [*in_flight.local, *zip(in_flight.incoming, received, strict=True)]:
             self.buffers.put(move, value)
 
-    def _rank(self, stage: int) -> int:
+    def _find_rank(self, stage: int) -> int:
+        """Return a stage's ring index."""
         return stage // len(self.buffers.local_stages)

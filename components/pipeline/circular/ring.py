@@ -20,7 +20,7 @@ from drawloom.components.ports.distributed import P2PChannel, Pending
 
 @attrs.frozen
 class Ring:
-    """Ring over pipeline ranks: this rank's index, and its channels to the neighbours, by their index."""
+    """Ring over pipeline ranks: this rank's index, the rank count, and channels to neighbours by index."""
 
     rank: int = 0
     size: int = 1
@@ -90,28 +90,30 @@ class RingExchange:
 
 
 def begin_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
-    """Return the autograd token, 0-dimensional; it connects all results to the graph."""
-    return _apply(_Begin, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
+    """Return a new autograd token, 0-dimensional, whose backward pass waits until all sends have completed."""
+    return _apply_node(_BeginToken, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
 
 
 def start(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Begin an exchange with these tensors (any shape), and return the token."""
-    return _apply(_Start, exchange, token, *tensors)[0]
+    return _apply_node(_StartExchange, exchange, token, *tensors)[0]
 
 
 def arrive(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Finish an exchange, and return the token and the received tensors (any shape)."""
-    token, *received = _apply(_Arrive, exchange, token)
+    token, *received = _apply_node(_FinishExchange, exchange, token)
     return token, received
 
 
-def _apply(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+def _apply_node(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
     """Return an autograd node's results, always as a tuple."""
     results = node.apply(*arguments)  # type: ignore[no-untyped-call]
     return results if isinstance(results, tuple) else (results,)
 
 
-class _Begin(torch.autograd.Function):
+class _BeginToken(torch.autograd.Function):
+    """Node that creates the autograd token."""
+
     # Its backward is the last one, and so waits for the sends of gradients.
     @staticmethod
     def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor) -> Tensor:
@@ -126,7 +128,9 @@ class _Begin(torch.autograd.Function):
         return None, None
 
 
-class _Start(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
+    """Node that starts an exchange; its backward pass finishes the exchange of gradients."""
+
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
         """Start sending tensors with any shape and dtype, and return the token, 0-dimensional."""
@@ -140,7 +144,9 @@ class _Start(torch.autograd.Function):
         return (None, gradient, *ctx.exchange.finish())
 
 
-class _Arrive(torch.autograd.Function):
+class _FinishExchange(torch.autograd.Function):
+    """Node that finishes an exchange; its backward pass starts the exchange of gradients."""
+
     @staticmethod
     def forward(ctx: Any, exchange: RingExchange, token: Tensor) -> tuple[Tensor, ...]:
         """Return the token, 0-dimensional, and the received tensors, with any shape and dtype."""

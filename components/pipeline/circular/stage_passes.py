@@ -36,7 +36,7 @@ class StagePasses:
         return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
     def run(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
-        """Run the forward pass with a separate graph for the stage."""
+        """Run a stage forward with its own graph, and return its output (any shape)."""
         inputs, runner = self.microbatches[microbatch], self.stages[stage]
         with torch.enable_grad():
             own = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -54,6 +54,8 @@ class StagePasses:
 
 
 class _Pass(torch.autograd.Function):
+    """Node for a stage's pass on a microbatch; its backward pass runs the stage's own backward pass."""
+
     @staticmethod
     def forward(ctx: Any, passes: StagePasses, stage: int, microbatch: int, token: Tensor, tensor: Tensor) -> Tensor:
         """Return the stage's output (...) for an input (...); the token is 0-dimensional."""

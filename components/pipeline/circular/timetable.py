@@ -19,7 +19,7 @@ import attrs
 
 @attrs.frozen
 class Item:
-    """Microbatch in a repeat."""
+    """Work for a stage in one iteration: a microbatch in a repeat."""
 
     microbatch: int
     repeat: int
@@ -49,7 +49,7 @@ class Timetable:
 
     @property
     def slots(self) -> int:
-        """Return how many microbatches would fill all columns."""
+        """Return the number of columns in all stages: how many microbatches they can contain."""
         return self.columns * self.stages
 
     @property
@@ -82,9 +82,9 @@ class Timetable:
         item = self.item(iteration, self.stages - 1)
         return item.microbatch if item is not None and item.repeat == self.repeats - 1 else None
 
-    def moves_up(self, iteration: int, stage: int) -> int | None:
+    def find_moved_microbatch(self, iteration: int, stage: int) -> int | None:
         """
-        Return the microbatch whose tensor a stage passes from `state_io` to the stage before it; None if there is none.
+        Return the microbatch whose tensor a stage passes from its `state_io` to the stage before it, or None.
 
         An iteration moves one column, and every column moves once in `columns` iterations. The slots filled before the
         first iteration contain inputs, on their way to stage 0. Outputs follow them from the last stage, with empty
@@ -97,5 +97,5 @@ class Timetable:
         return microbatch if microbatch < self.microbatches else None
 
     def column(self, number: int) -> int:
-        """Return the column with the output of a stage's microbatch number `number` (from 0) at the end."""
+        """Return the column in which the output for microbatch `number` (from 0) in a stage's share ends up."""
         return (number + self.latency * (self.stages - 1)) % self.columns

@@ -69,7 +69,7 @@ W = backward_weight(-1)
 
 
 def overlap(first: int, second: int) -> int:
-    """Return the op code for two possibly concurrent ops."""
+    """Return the op code for an overlap: two ops allowed to run at the same time."""
     return first + second * _SECOND
 
 
@@ -97,7 +97,7 @@ def build_program(
 
 
 class RowSchedule(ABC):
-    """Schedule in which a rank's index determines its row; `newest_first` reverses the backward order."""
+    """Schedule whose ranks build their rows independently; with `newest_first`, the last microbatch goes back first."""
 
     newest_first: ClassVar[bool] = False
 
@@ -147,7 +147,7 @@ def _split_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
 
 
 def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools, weight_grads: Bools) -> None:
-    """Copy stage and microbatch from the n-th input gradients to the n-th weight gradients."""
+    """Copy stage and microbatch in place, from the n-th input gradients to the n-th weight gradients."""
     produced, consumed = np.flatnonzero(input_grads), np.flatnonzero(weight_grads)
     local_stage[consumed], microbatch[consumed] = (
         local_stage[produced[: len(consumed)]],
@@ -156,7 +156,7 @@ def _match_weight_grads(local_stage: Ints, microbatch: Ints, input_grads: Bools,
 
 
 def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
-    """Return microbatch counts by round: as many as ranks or a few more, larger rounds first."""
+    """Return microbatch counts by round: about as many as ranks, never fewer if possible; larger rounds first."""
     # Fewer, larger rounds than ceil(microbatches / ranks): a round with fewer microbatches than ranks has a bubble.
     count = max(1, microbatches // ranks)
     share, left = divmod(microbatches, count)
@@ -164,7 +164,7 @@ def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
 
 
 def in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> Row:
-    """Return the op codes for all rounds through a rank's stages, ordered like `stages`."""
+    """Return op codes for all rounds, one after another; a round runs all its microbatches stage by stage."""
     return [op_code(local_stage) for size in sizes for local_stage in stages for _ in range(size)]
 
 

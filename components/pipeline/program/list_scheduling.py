@@ -59,7 +59,7 @@ class Task:
         return max(size + self.growth(rank) for rank, size in enumerate(memory))
 
     def growth(self, rank: int) -> float:
-        """Return the maximum memory that a stage's input gradients add to a rank."""
+        """Return the most memory a single stage's input gradients add on a rank, at least 0."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
@@ -145,7 +145,7 @@ class _Rank:
 
 def list_schedule(task: Task, policy: Policy) -> Program:
     """Return the program if every rank follows the policy; all op costs must be above 0."""
-    ranks = _dispatch(task, policy)
+    ranks = _simulate_ranks(task, policy)
     bounds = np.cumsum([0, *(len(rank.done) for rank in ranks)])
     codes = np.concatenate([np.array(rank.done, dtype=np.int64) for rank in ranks])
     microbatch = np.zeros_like(codes)
@@ -180,12 +180,12 @@ def peak_activations(
 
 def makespan(task: Task, policy: Policy) -> float:
     """Return the makespan of `list_schedule`'s program."""
-    return max(rank.free for rank in _dispatch(task, policy))
+    return max(rank.free for rank in _simulate_ranks(task, policy))
 
 
-def _dispatch(task: Task, policy: Policy) -> list[_Rank]:
+def _simulate_ranks(task: Task, policy: Policy) -> list[_Rank]:
     """Simulate the ranks and return their final states."""
-    ranks = _ranks(task, policy)
+    ranks = _create_ranks(task, policy)
     pace = policy.pace * task.period
     # Times that differ by rounding errors count as equal.
     grain = 1e-9 * task.period
@@ -195,10 +195,10 @@ def _dispatch(task: Task, policy: Policy) -> list[_Rank]:
         rank = ranks[number]
         if now < rank.free:
             continue
-        queue, soon = _most_urgent(rank, now + grain, pace)
+        queue, soon = _find_most_urgent(rank, now + grain, pace)
         if queue is not None:
             end = now + queue.cost
-            _run(rank, queue)
+            _run_head(rank, queue)
             if queue.feeds is not None:
                 queue.feeds.ready.append(end + queue.delay)
                 # A busy rank looks at its queues when it becomes free.
@@ -216,8 +216,8 @@ def _dispatch(task: Task, policy: Policy) -> list[_Rank]:
     return ranks
 
 
-def _ranks(task: Task, policy: Policy) -> list[_Rank]:
-    """Return the ranks with their queues, linked to the queues after them."""
+def _create_ranks(task: Task, policy: Policy) -> list[_Rank]:
+    """Return all ranks with queues, each linked to the queue its results feed."""
     owners, costs = task.stage_to_rank, task.costs
     (due_forward, due_input), period = policy.due(len(owners)), task.period
     forwards, inputs = [], []
@@ -227,7 +227,7 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         position = local[owner].index(stage)
         size = task.activations[stage]
-        limit, sum_limits = _limits(task, policy, local[owner], position)
+        limit, sum_limits = _compute_limits(task, policy, local[owner], position)
         forward, back, weights = (costs.length(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
@@ -249,8 +249,8 @@ def _ranks(task: Task, policy: Policy) -> list[_Rank]:
     return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[float, list[float]]:
-    """Return a queue's `limit` and `sum_limits`; `own` are its rank's stages."""
+def _compute_limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[float, list[float]]:
+    """Return `limit` and `sum_limits` for the queue of stage `own[position]`; `own` are its rank's stages."""
     sizes = [task.activations[stage] for stage in own]
     # Input gradients need room to grow: otherwise forward passes would wait for them, and they for memory.
     limit = task.limit * (1 + ROUNDING) - task.growth(task.stage_to_rank[own[0]])
@@ -261,13 +261,13 @@ def _limits(task: Task, policy: Policy, own: list[int], position: int) -> tuple[
     return stage_limit, [limit - sum(sizes[later:]) for later in range(position + 1, len(own) + 1)]
 
 
-def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
+def _find_most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
     """Return the queue with the most urgent ready head, and when the next fitting head will be ready."""
     urgent, first, soon = None, NEVER, NEVER
     for queue in rank.queues:
         done = queue.done
         if done == len(queue.ready) or not (
-            _fits(rank.memory, queue)
+            _fits_memory(rank.memory, queue)
             if queue.op == FORWARD
             else queue.growth <= 0.0 or sum(rank.memory) + queue.growth <= rank.limit
         ):
@@ -280,7 +280,7 @@ def _most_urgent(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, f
     return urgent, soon
 
 
-def _fits(memory: list[float], queue: _Queue) -> bool:
+def _fits_memory(memory: list[float], queue: _Queue) -> bool:
     """Return whether the next forward pass in a queue fits the memory limits."""
     size, position = queue.size, queue.position
     if memory[position] + size > queue.limit:
@@ -293,8 +293,8 @@ def _fits(memory: list[float], queue: _Queue) -> bool:
     return True
 
 
-def _run(rank: _Rank, queue: _Queue) -> None:
-    """Run a queue's head."""
+def _run_head(rank: _Rank, queue: _Queue) -> None:
+    """Run a queue's head on its rank: record the action, and update the rank's memory."""
     rank.done.append(4 * queue.stage + queue.op)
     queue.done += 1
     if queue.op == FORWARD:
@@ -305,7 +305,7 @@ def _run(rank: _Rank, queue: _Queue) -> None:
 
 
 def _run_oldest_weight_gradients(rank: _Rank) -> None:
-    """Run the oldest pending weight gradients."""
+    """Run a rank's oldest pending weight gradients: record the action, and free their memory."""
     queue = rank.pending.popleft()
     rank.memory[queue.position] -= queue.size + queue.growth
     rank.done.append(4 * queue.stage + BACKWARD_WEIGHT)

@@ -70,17 +70,18 @@ def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) ->
 
 def expect_same(program: Program, rank: int, group: Group) -> None:
     """Raise UserError unless all ranks in this rank's program have the same actions in their own programs."""
-    digests = group.gather_json(_digest(program, rank)) if group.size > 1 else []
+    digests = group.gather_json(_hash_actions(program, rank)) if group.size > 1 else []
     for other, theirs in enumerate(digests):
         here = program.rows(other)
-        if here.start < here.stop and _digest(program, other) != theirs:
+        if here.start < here.stop and _hash_actions(program, other) != theirs:
             raise UserError(
                 f"rank {other} of the pipeline has other actions than rank {rank} expects of it: the schedules of the "
                 "two ranks differ, in a setting or in their code"
             )
 
 
-def _digest(program: Program, rank: int) -> str:
+def _hash_actions(program: Program, rank: int) -> str:
+    """Return a SHA-256 hash of a rank's actions."""
     rows = program.rows(rank)
     columns = program.stage[rows], program.op[rows], program.microbatch[rows], program.overlaps_previous[rows]
     return sha256(b"".join(column.tobytes() for column in columns)).hexdigest()
@@ -122,7 +123,7 @@ MIN_GAP = 2
 
 
 def offloaded_passes(computes: Sequence[Action], offloaded: Set[int]) -> list[tuple[int, int]]:
-    """Return the pairs of a forward and a backward pass between which activations wait, as indices of `computes`."""
+    """Return pairs (forward, backward), as indices of `computes`, for the passes whose activations are offloaded."""
     forwards = {(part.stage, part.microbatch): index for index, part in enumerate(computes) if part.op == "F"}
     pairs = [
         (forwards[part.stage, part.microbatch], index)
@@ -182,7 +183,7 @@ def with_whole_backwards(program: Program) -> Program:
 
 
 def dest_ranks(program: Program) -> NDArray[np.int64]:
-    """Return the consumers' ranks (actions,); an action's own rank if there is none."""
+    """Return the rank consuming an action's result, by action (actions,); its own rank without a consumer."""
     stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
     dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
     has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
@@ -190,7 +191,7 @@ def dest_ranks(program: Program) -> NDArray[np.int64]:
 
 
 def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
-    """One rank's program with its messages, ordered by the whole program's timing."""
+    """Return one rank's program with sends and receives inserted, ordered by the whole program's timing."""
     rank_of, dest_of = program.rank, dest_ranks(program)
     computes, sends, receives = (
         rank_of == rank,
@@ -204,8 +205,8 @@ def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     rows, kinds = rows[order], kinds[order]
     peer = np.where(kinds == _SEND, dest_of[rows], rank_of[rows])
     columns = (program.stage[rows], program.op[rows], program.microbatch[rows], kinds, peer)
-    actions = list(map(_action, *(column.tolist() for column in columns)))
-    return group_overlaps(zip(actions, _overlaps_previous(program.overlaps_previous[rows], kinds), strict=True))
+    actions = list(map(_create_action, *(column.tolist() for column in columns)))
+    return group_overlaps(zip(actions, _mark_overlaps(program.overlaps_previous[rows], kinds), strict=True))
 
 
 _COMPUTE, _SEND, _RECEIVE = range(3)
@@ -219,7 +220,7 @@ _MESSAGES: dict[tuple[bool, int], tuple[MessageOp, int]] = {
 """Op of a message, and its stage relative to the producer's, by whether a forward pass produced it and by side."""
 
 
-def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Action:
+def _create_action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Action:
     """Return a compute action, or its result's message on the sending or receiving side."""
     if kind == _COMPUTE:
         return Action(stage, OPS[op], microbatch)
@@ -227,7 +228,7 @@ def _action(stage: int, op: int, microbatch: int, kind: int, peer: int) -> Actio
     return Action(stage + step, message, microbatch, peer)
 
 
-def _overlaps_previous(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
+def _mark_overlaps(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
     """Return whether actions overlap the previous one; messages between an overlap's parts belong to it."""
     is_overlapped = np.zeros(len(overlaps), dtype=bool)
     computes = np.flatnonzero(kinds == _COMPUTE)

@@ -11,11 +11,11 @@ ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 def read_action(text: str) -> Action | Overlap:
     """Parse an action's or an overlap's label; ValueError if it is neither."""
-    parts = tuple(_read_part(part) for part in text.split("|"))
+    parts = tuple(_parse_action(part) for part in text.split("|"))
     return parts[0] if len(parts) == 1 else Overlap(parts)
 
 
-def _read_part(text: str) -> Action:
+def _parse_action(text: str) -> Action:
     match = ACTION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not an action; write such as 3F7: stage, op (F, B, I or W) and microbatch")
@@ -24,10 +24,10 @@ def _read_part(text: str) -> Action:
 
 def read_program(text: str) -> Program:
     """Parse a program in `write_program`'s format; ValueError if the text is not a program."""
-    return Program.of([_read_line(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
+    return Program.of([_parse_row(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
 
 
-def _read_line(text: str) -> RankProgram:
+def _parse_row(text: str) -> RankProgram:
     return [read_action(word) for word in text.split()]
 
 
@@ -47,7 +47,7 @@ def read_csv(text: str) -> Program:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
         raise ValueError(str(error)) from error
-    lines = [_line(cells, row) for row, cells in enumerate(rows, 1) if cells]
+    lines = [_parse_csv_row(cells, row) for row, cells in enumerate(rows, 1) if cells]
     _check_size(lines)
     return Program.of(lines)
 
@@ -62,10 +62,10 @@ def _check_size(lines: list[RankProgram]) -> None:
 
 
 def begins_with_action(text: str) -> bool:
-    """Return whether the first non-empty cell is an action, as in a table with a later mistake."""
+    """Return whether the first non-empty cell is an action: a schedule then, even with wrong cells later."""
     first = text.lstrip(", \t\r\n").partition("\n")[0].partition(",")[0]
     try:
-        return bool(_read(first.strip()))
+        return bool(_parse_cell(first.strip()))
     except ValueError:
         return False
 
@@ -73,22 +73,26 @@ def begins_with_action(text: str) -> bool:
 def write_csv(program: Program) -> str:
     """Return a program in torch's CSV format."""
     text = io.StringIO()
-    csv.writer(text).writerows([_cell(item) for item in program.rank_program(rank)] for rank in range(program.ranks))
+    csv.writer(text).writerows(
+        [_format_cell(item) for item in program.rank_program(rank)] for rank in range(program.ranks)
+    )
     return text.getvalue()
 
 
-def _line(cells: list[str], row: int) -> RankProgram:
+def _parse_csv_row(cells: list[str], row: int) -> RankProgram:
+    """Parse a rank's CSV cells; ValueError with row and column for a wrong cell."""
     line: RankProgram = []
     for column, cell in enumerate(cells, 1):
         try:
-            item = _read(cell.strip())
+            item = _parse_cell(cell.strip())
         except ValueError as error:
             raise ValueError(f"row {row}, column {column}: {error}") from None
         line += [] if item is None else [item]
     return line
 
 
-def _read(cell: str) -> Action | Overlap | None:
+def _parse_cell(cell: str) -> Action | Overlap | None:
+    """Parse a CSV cell; None for an empty cell, a message, or an action on shards."""
     # Messages are skipped below, because lowering inserts them.
     if not cell or IGNORED_ACTION.fullmatch(cell):
         return None
@@ -97,5 +101,5 @@ def _read(cell: str) -> Action | Overlap | None:
     return item if isinstance(item, Overlap) or item.op in OPS else None
 
 
-def _cell(item: Action | Overlap) -> str:
+def _format_cell(item: Action | Overlap) -> str:
     return f"({';'.join(map(str, item.parts))})OVERLAP_F_B" if isinstance(item, Overlap) else str(item)

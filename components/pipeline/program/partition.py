@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, Task
-from drawloom.components.pipeline.program.recomputation import ONE_OF, LiveMicrobatches, Options, Recomputed, ways
+from drawloom.components.pipeline.program.recomputation import (
+    ONE_OF,
+    LiveMicrobatches,
+    Options,
+    Recomputed,
+    list_choices,
+)
 from drawloom.components.pipeline.program.timing import CostTable, ManyTimings
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.components.ports.stages import Recompute
@@ -61,32 +67,34 @@ class Slices:
         return CostTable(forward, inputs, weights, whole, self.comm, lengths=self.costs_of([sizes])[0])
 
     def tasks(self, stage_to_rank: tuple[int, ...], microbatches: int, limit: float, sizes: Sizes) -> Iterator[Task]:
-        """Yield a partition's tasks by recompute policy, equal on all ranks; the first recomputes nothing."""
+        """Yield a partition's scheduling tasks by choice of recompute policies; the first recomputes nothing."""
         table = self.table(sizes)
         options, stages = self.options([sizes]), range(len(sizes))
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
-        for way in ways(len(options.policies), 1 + max(local)):
+        for way in list_choices(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
-            costs = attrs.evolve(table, lengths=_lengthen(table.lengths, options.again[chosen]))
+            costs = attrs.evolve(table, lengths=_add_repeated_time(table.lengths, options.again[chosen]))
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
             yield Task(stage_to_rank, microbatches, costs, activations, limit, pending)
 
     def costs_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
         """Return costs (partitions, stages, ops) for partitions with equal stage counts."""
-        return _sum(self.lengths, partitions) + self.per_stage
+        return _sum_by_stage(self.lengths, partitions) + self.per_stage
 
     def activations_of(self, partitions: Sequence[Sizes]) -> NDArray[np.float64]:
         """Return a microbatch's activations (partitions, stages) for partitions with equal stage counts."""
-        return _sum(self.activations, partitions)
+        return _sum_by_stage(self.activations, partitions)
 
     def join(self, sizes: Sizes) -> "Slices":
-        """Return the same model with a partition's stages as slices."""
+        """Return the costs with every stage in a partition merged into one slice."""
         recomputed = [
-            attrs.evolve(policy, again=_sum(policy.again, [sizes])[0], kept=_sum(policy.kept, [sizes])[0])
+            attrs.evolve(
+                policy, again=_sum_by_stage(policy.again, [sizes])[0], kept=_sum_by_stage(policy.kept, [sizes])[0]
+            )
             for policy in self.recomputed
         ]
         activations, pending, parts = (
-            _sum(values, [sizes])[0] for values in (self.activations, self.pending, self.parts)
+            _sum_by_stage(values, [sizes])[0] for values in (self.activations, self.pending, self.parts)
         )
         return Slices(
             lengths=self.costs_of([sizes])[0],
@@ -100,23 +108,26 @@ class Slices:
 
     def options(self, partitions: Sequence[Sizes]) -> Options:
         """Return the stages' recompute options in these partitions."""
-        activations, parts = self.activations_of(partitions), _sum(self.parts, partitions)
+        activations, parts = self.activations_of(partitions), _sum_by_stage(self.parts, partitions)
         policies: list[Recompute] = ["none"]
         again, kept = [np.zeros_like(activations)], [activations]
         for recomputed in self.recomputed:
-            all_again, all_kept = _sum(recomputed.again, partitions), _sum(recomputed.kept, partitions)
+            all_again, all_kept = (
+                _sum_by_stage(recomputed.again, partitions),
+                _sum_by_stage(recomputed.kept, partitions),
+            )
             for one_of in ONE_OF if recomputed.policy == "blocks" else (1,):
                 if one_of <= parts.max():
                     share = np.ceil(parts / one_of) / parts
                     policies.append(recomputed.policy if one_of == 1 else one_of)
                     again.append(share * all_again)
                     kept.append(activations + share * (all_kept - activations))
-        return Options(tuple(policies), np.stack(again), np.stack(kept), _sum(self.pending, partitions))
+        return Options(tuple(policies), np.stack(again), np.stack(kept), _sum_by_stage(self.pending, partitions))
 
     def starts(self, stage_to_rank: Sequence[int]) -> list[Sizes]:
         """Return starting points for a search: equal sizes, equal costs by rank, and equal activations by rank."""
         every_op = self.lengths[:, [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]].sum(1)
-        balanced = [_balance(values, stage_to_rank) for values in (every_op, self.activations)]
+        balanced = [_balance_stages(values, stage_to_rank) for values in (every_op, self.activations)]
         return [even(len(self), len(stage_to_rank)), *balanced]
 
 
@@ -156,21 +167,22 @@ class Fit:
         slices, stages, actions = len(self.slices), self.program.stages, len(self.program.op)
         starts = starts or self.slices.starts(self.program.stage_to_rank)
         if math.comb(slices - 1, stages - 1) <= min(MAX_EXHAUSTIVE, MAX_TIMED_ACTIONS // actions):
-            return self._shortest([*starts, *_all_partitions(slices, stages)])
-        best, room, chance = self._shortest(starts), MAX_TIMED_ACTIONS // actions, random.Random(0)
-        while moves := _neighbours(best.sizes):
+            return self._select_shortest([*starts, *_all_partitions(slices, stages)])
+        best, room, chance = self._select_shortest(starts), MAX_TIMED_ACTIONS // actions, random.Random(0)
+        while moves := _list_neighbours(best.sizes):
             moves = chance.sample(moves, room) if len(moves) > room else moves
             room -= len(moves)
-            if not moves or (fitted := self._shortest(moves)).makespan >= best.makespan * (1 - 1e-9):
+            if not moves or (fitted := self._select_shortest(moves)).makespan >= best.makespan * (1 - 1e-9):
                 break
             best = fitted
         return best
 
-    def _shortest(self, partitions: Sequence[Sizes]) -> Fitted:
+    def _select_shortest(self, partitions: Sequence[Sizes]) -> Fitted:
+        """Return the partition with the shortest makespan; without one that fits, the one with the least memory."""
         options = self.slices.options(partitions)
         chosen, fits = options.choose_fastest(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
-        makespans = self._timings.makespans(_lengthen(self.slices.costs_of(partitions), options.again[index]))
+        makespans = self._timings.makespans(_add_repeated_time(self.slices.costs_of(partitions), options.again[index]))
         makespans[~fits] = math.inf
         smallest = options.kept.min(0)
         growth = np.maximum(options.pending - smallest, 0.0)
@@ -189,13 +201,13 @@ class Fit:
 
 
 def even(slices: int, stages: int) -> Sizes:
-    """Return equal stages; a remainder goes to the earlier stages."""
+    """Return stage sizes as equal as possible; the earlier stages have the remainder."""
     size, remainder = divmod(slices, stages)
     return (size + 1,) * remainder + (size,) * (stages - remainder)
 
 
-def _balance(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
-    """Return stages with similar `values` (slices,) summed by rank; inner slices count with their mean."""
+def _balance_stages(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes:
+    """Return stage sizes with similar sums of `values` (slices,) by rank; inner slices count with their mean."""
     mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
     stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
     stages[0], stages[-1] = float(values[0]), float(values[-1])
@@ -210,7 +222,7 @@ def _balance(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> Sizes
     return tuple(sizes)
 
 
-def _sum(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
+def _sum_by_stage(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np.float64]:
     """Return sums (partitions, stages, ...) of values (slices, ...) over every stage's slices."""
     bounds = np.cumsum(np.array(partitions), axis=1)
     whole = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
@@ -219,13 +231,13 @@ def _sum(values: NDArray[np.float64], partitions: Sequence[Sizes]) -> NDArray[np
 
 
 def _all_partitions(slices: int, stages: int) -> Iterator[Sizes]:
-    """Yield all partitions."""
+    """Yield the sizes in all partitions."""
     for cuts in combinations(range(1, slices), stages - 1):
         yield tuple(last - first for first, last in pairwise((0, *cuts, slices)))
 
 
-def _neighbours(sizes: Sizes) -> list[Sizes]:
-    """Return all partitions after moving one slice from one stage to another."""
+def _list_neighbours(sizes: Sizes) -> list[Sizes]:
+    """Return all partitions with one slice moved from one stage to another."""
     neighbours = []
     for source in range(len(sizes)):
         for target in range(len(sizes)):
@@ -237,7 +249,7 @@ def _neighbours(sizes: Sizes) -> list[Sizes]:
     return neighbours
 
 
-def _lengthen(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
+def _add_repeated_time(lengths: NDArray[np.float64], again: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return `lengths` (..., stages, ops) with `again` (..., stages) added to the backward passes."""
     lengths = lengths.copy()
     lengths[..., [BACKWARD, BACKWARD_INPUT]] += again[..., None]

@@ -38,28 +38,28 @@ BEAM = 3
 
 def best_policy(task: Task, starts: Sequence[Policy] = STARTS, trials: int = TRIALS) -> Policy:
     """Search for the policy with the shortest makespan: from `starts`, with at most `trials` policies per size."""
-    return _search(task, starts, trials)[0]
+    return _search_policies(task, starts, trials)[0]
 
 
 def select_promising(tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks, all with one size, whose programs are the shortest with usual policies: BEAM, or 1 if large."""
+    """Return the tasks (equal in size) with the shortest programs under two usual policies: BEAM, or 1 if large."""
 
     def length(task: Task) -> float:
-        while _actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
+        while _count_actions(task) > MAX_DIRECT_ACTIONS and task.ranks >= 8:
             task = halve(task)
         return min(makespan(task, policy) for policy in (FORWARDS_FIRST, WAVE))
 
-    return sorted(tasks, key=length)[: BEAM if tasks and _actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1]
+    return sorted(tasks, key=length)[: BEAM if tasks and _count_actions(tasks[0]) <= MAX_DIRECT_ACTIONS else 1]
 
 
-def _search(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
+def _search_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
     """Return the best policies, the best first."""
-    count = min(trials, MAX_SCHEDULED_ACTIONS // _actions(task))
-    if _actions(task) <= MAX_DIRECT_ACTIONS or task.ranks < 8:
-        return _climb(task, starts[: max(1, count)], count)
-    policies = _search(halve(task), starts, trials)
+    count = min(trials, MAX_SCHEDULED_ACTIONS // _count_actions(task))
+    if _count_actions(task) <= MAX_DIRECT_ACTIONS or task.ranks < 8:
+        return _improve_policies(task, starts[: max(1, count)], count)
+    policies = _search_policies(halve(task), starts, trials)
     # The best policy of the smaller task may not be the best here; a task that is too large keeps it.
-    return _climb(task, [*policies, *starts][:count], count) or policies
+    return _improve_policies(task, [*policies, *starts][:count], count) or policies
 
 
 def halve(task: Task) -> Task:
@@ -79,35 +79,35 @@ def halve(task: Task) -> Task:
     return attrs.evolve(half, limit=max(half.limit, half.microbatch_peak))
 
 
-def _climb(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
+def _improve_policies(task: Task, starts: Sequence[Policy], trials: int) -> list[Policy]:
     """Improve policies by random changes, and return the best ones, the best first."""
-    best = sorted(((makespan(task, policy), policy) for policy in starts), key=_length)[:BEAM]
+    best = sorted(((makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
     for trial in range(trials):
         # First all of the best policies are changed in turn, then only the best one.
         index = trial % len(best) if trial < trials // 3 else 0
-        policy = _change(best[index][1], chance)
+        policy = _change_policy(best[index][1], chance)
         length = makespan(task, policy)
         if length <= best[index][0]:
             best[index] = length, policy
-            best.sort(key=_length)
+            best.sort(key=_get_makespan)
     return [policy for _, policy in best]
 
 
-def _length(candidate: tuple[float, Policy]) -> float:
+def _get_makespan(candidate: tuple[float, Policy]) -> float:
     return candidate[0]
 
 
-def _change(policy: Policy, chance: random.Random) -> Policy:
+def _change_policy(policy: Policy, chance: random.Random) -> Policy:
     """Return the policy with one or two numbers changed at random."""
     for _ in range(chance.choice((1, 1, 2))):
         match chance.choice(("down", "up", "turn", "pace", "spared", "patience")):
             case "down":
-                policy = attrs.evolve(policy, down=_move_one(policy.down, chance))
+                policy = attrs.evolve(policy, down=_change_one_number(policy.down, chance))
             case "up":
-                policy = attrs.evolve(policy, up=_move_one(policy.up, chance))
+                policy = attrs.evolve(policy, up=_change_one_number(policy.up, chance))
             case "turn":
-                policy = attrs.evolve(policy, turn=_move(policy.turn, chance))
+                policy = attrs.evolve(policy, turn=_change_number(policy.turn, chance))
             case "pace":
                 policy = attrs.evolve(policy, pace=chance.choice((0.0, 0.5, 0.8, 1.0, 1.2)))
             case "spared":
@@ -117,15 +117,15 @@ def _change(policy: Policy, chance: random.Random) -> Policy:
     return policy
 
 
-def _move_one(numbers: tuple[float, float], chance: random.Random) -> tuple[float, float]:
+def _change_one_number(numbers: tuple[float, float], chance: random.Random) -> tuple[float, float]:
     first, second = numbers
-    return (_move(first, chance), second) if chance.random() < 0.5 else (first, _move(second, chance))
+    return (_change_number(first, chance), second) if chance.random() < 0.5 else (first, _change_number(second, chance))
 
 
-def _move(number: float, chance: random.Random) -> float:
+def _change_number(number: float, chance: random.Random) -> float:
     """Return a similar number: somewhat larger or smaller, or with the opposite sign."""
     return chance.choice((number / 2, number * 0.8, number * 1.25, number * 2, -number)) + chance.uniform(-0.2, 0.2)
 
 
-def _actions(task: Task) -> int:
+def _count_actions(task: Task) -> int:
     return 3 * len(task.stage_to_rank) * task.microbatches

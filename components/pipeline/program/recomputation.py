@@ -31,13 +31,13 @@ MAX_INDEPENDENT_STAGES = 2
 
 
 def repeat_fraction(policy: Recompute) -> float:
-    """Return roughly the part of a stage's forward pass repeated in its backward pass."""
+    """Return approximately the fraction repeated in the backward pass, from 0 to 1, for a stage's forward pass."""
     if isinstance(policy, int):
         return 1 / policy
     return {"none": 0.0, "selective": SELECTIVE, "blocks": 1.0}[policy]
 
 
-def text_of(policies: Sequence[Recompute]) -> str:
+def describe_policies(policies: Sequence[Recompute]) -> str:
     """Return policies as text, such as `blocks in stages 0-3, selective in stage 4`; empty without recomputation."""
     runs: list[str] = []
     for policy, group in groupby(range(len(policies)), lambda stage: policies[stage]):
@@ -79,18 +79,18 @@ class Options:
 
     def choose_fastest(self, ranks: Sequence["LiveMicrobatches"], limit: float) -> tuple[Ints, NDArray[np.bool_]]:
         """
-        Return the fastest options (partitions, stages) within every rank's memory, and whether they fit.
+        Return the options (partitions, stages), as indices, with the least repeated time within `limit` on every rank.
 
-        Options are 0 in partitions without a fit; the second result has shape (partitions,).
+        The second result (partitions,) is whether a partition fits; its options are 0 if not.
         """
         chosen, fits = np.zeros(self.pending.shape, dtype=np.int64), np.ones(len(self.pending), dtype=bool)
         for rank in ranks:
             nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
-            over = np.flatnonzero(self._peaks(rank, nothing, partitions)[0] > limit)
+            over = np.flatnonzero(self._compute_peaks(rank, nothing, partitions)[0] > limit)
             if len(over) and len(self.policies) > 1:
-                tried = ways(len(self.policies), len(rank.stages))
+                tried = list_choices(len(self.policies), len(rank.stages))
                 more = self.again[tried[..., None], over, rank.stages[:, None]].sum(1)
-                more[self._peaks(rank, tried, over) > limit] = np.inf
+                more[self._compute_peaks(rank, tried, over) > limit] = np.inf
                 best = more.argmin(0)
                 chosen[over[:, None], rank.stages] = tried[best]
                 over = over[more[best, np.arange(len(over))] == np.inf]
@@ -98,16 +98,20 @@ class Options:
         chosen[~fits] = 0
         return chosen, fits
 
-    def _peaks(self, rank: "LiveMicrobatches", tried: Ints, partitions: Ints) -> Floats:
-        """Return a rank's peak activations (ways, partitions), in some partitions and ways to recompute."""
+    def _compute_peaks(self, rank: "LiveMicrobatches", tried: Ints, partitions: Ints) -> Floats:
+        """Return a rank's peak activations (ways, partitions) for the choices `tried` (ways, stages)."""
         kept = self.kept[tried[..., None], partitions, rank.stages[:, None]]
         waiting = rank.pending @ self.pending[partitions[:, None], rank.stages].T
         peaks: Floats = (np.einsum("ts,wsp->twp", rank.kept, kept) + waiting[:, None]).max(0)
         return peaks
 
 
-def ways(options: int, stages: int) -> Ints:
-    """Return a rank's recompute options by stage (ways, stages); the first recomputes nothing."""
+def list_choices(options: int, stages: int) -> Ints:
+    """
+    Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing.
+
+    A rank with more than MAX_INDEPENDENT_STAGES has one option for all its stages.
+    """
     if stages > MAX_INDEPENDENT_STAGES:
         return np.repeat(np.arange(options)[:, None], stages, axis=1)
     return np.array(list(product(range(options), repeat=stages)))
@@ -127,7 +131,7 @@ class LiveMicrobatches:
 
     @classmethod
     def of(cls, program: Program, rank: int) -> "LiveMicrobatches":
-        """Return a rank's counts at its extreme times, where no other time exceeds them in all stages."""
+        """Count a rank's live microbatches at all times where its memory may peak, whatever the sizes."""
         rows = program.rows(rank)
         stages = np.unique(program.stage[rows])
         op, own = program.op[rows], program.stage[rows, None] == stages

@@ -36,7 +36,7 @@ class Costs:
     factors: tuple[float, ...] = ()
 
     @backward.default
-    def _whole(self) -> float:
+    def _sum_backward(self) -> float:
         return self.backward_input + self.backward_weight
 
     def of(self, program: Program) -> NDArray[np.float64]:
@@ -82,7 +82,7 @@ class CostTable(Costs):
         return attrs.evolve(self, lengths=self.lengths[list(stages)])
 
     def resample(self, sizes: Sequence[int]) -> "CostTable":
-        """Return the model's costs for stages with other `sizes`, if costs are even within every stage."""
+        """Return the same model's costs for stages with relative `sizes`, if costs are even within old stages."""
         whole = np.concatenate([np.zeros((1, len(OPS))), self.lengths.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
         columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
@@ -129,7 +129,7 @@ def time(program: Program, costs: Costs) -> Timing:
         # The cell of a result that does not exist yet is infinite.
         can_start = ready < np.inf
         if not can_start.any():
-            raise DeadlockError(_deadlock_message(program, next_action[ranks]))
+            raise DeadlockError(_describe_deadlock(program, next_action[ranks]))
         ranks = ranks[can_start]
         current = next_action[ranks]
         start = np.maximum(free_at[ranks], ready[can_start])
@@ -143,7 +143,7 @@ def time(program: Program, costs: Costs) -> Timing:
 
 @attrs.frozen(eq=False)
 class ManyTimings:
-    """Program timed with many costs at once, about as fast as with a few costs one by one."""
+    """Timing for one program under many costs at once, as fast as a few separate timings."""
 
     program: Program
     comm: float
@@ -176,7 +176,7 @@ class ManyTimings:
 def _time_few_ranks(
     program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]
 ) -> Timing:
-    """Time a few ranks with numbers, faster than arrays; `inputs` are cells, delays and durations."""
+    """Time a few ranks with numbers, faster than arrays; `inputs` are input cells, message delays and durations."""
     consumes, delay, length = inputs
     # A cell that these ranks do not produce comes from another rank, or belongs to actions without an input.
     end_of = dict.fromkeys(produces, float("inf"))
@@ -189,7 +189,7 @@ def _time_few_ranks(
         ready = {rank: end_of.get(consumes[position], 0.0) + delay[position] for rank, position in positions.items()}
         started = [(rank, positions[rank], ready_at) for rank, ready_at in ready.items() if ready_at < float("inf")]
         if not started:
-            raise DeadlockError(_deadlock_message(program, np.array([*positions.values()])))
+            raise DeadlockError(_describe_deadlock(program, np.array([*positions.values()])))
         for rank, position, ready_at in started:
             start[position] = max(free_at[rank], ready_at)
             free_at[rank] = end_of[produces[position]] = end[position] = start[position] + length[position]
@@ -230,7 +230,8 @@ def dependencies(program: Program, costs: Costs) -> tuple[NDArray[np.int64], NDA
     return produces, consumes, delay
 
 
-def _deadlock_message(program: Program, actions: NDArray[np.int64]) -> str:
+def _describe_deadlock(program: Program, actions: NDArray[np.int64]) -> str:
+    """Return a message naming the first waiting ranks, and the actions (ranks,) they wait to do."""
     ranks = np.searchsorted(program.bounds, actions, side="right") - 1
     waiting = [
         f"rank {rank} waits to do {program.action(next_action)}"

@@ -17,10 +17,11 @@ def violations(program: Program) -> list[str]:
     For every microbatch, a stage runs one forward pass and then one backward pass, whole or split into I and W, on the
     stage's rank; or the whole program consists of forward passes. The program must not deadlock.
     """
-    return [*_wrong_ranks(program), *_wrong_ops(program)] or _deadlocks(program)
+    return [*_find_wrong_ranks(program), *_find_wrong_ops(program)] or _find_deadlocks(program)
 
 
-def _wrong_ranks(program: Program) -> Iterator[str]:
+def _find_wrong_ranks(program: Program) -> Iterator[str]:
+    """Yield a sentence for every action outside the stages, or on another rank than its stage."""
     for rank in range(program.ranks):
         for action in flat(program.rank_program(rank)):
             if not 0 <= action.stage < program.stages:
@@ -29,7 +30,8 @@ def _wrong_ranks(program: Program) -> Iterator[str]:
                 yield f"{action} is on rank {rank}, but its stage belongs to rank {program.stage_to_rank[action.stage]}"
 
 
-def _wrong_ops(program: Program) -> Iterator[str]:
+def _find_wrong_ops(program: Program) -> Iterator[str]:
+    """Yield a sentence for every stage and microbatch without exactly its passes, in order."""
     done = dict.fromkeys(product(range(program.stages), range(program.microbatches)), "")
     for rank in range(program.ranks):
         for action in flat(program.rank_program(rank)):
@@ -41,7 +43,7 @@ def _wrong_ops(program: Program) -> Iterator[str]:
             yield f"stage {stage} does {ops or 'nothing'} for microbatch {microbatch}, not {' or '.join(allowed)}"
 
 
-def _deadlocks(program: Program) -> list[str]:
+def _find_deadlocks(program: Program) -> list[str]:
     try:
         time(program, Costs())
     except DeadlockError as deadlock:

@@ -37,7 +37,7 @@ log = logging.getLogger("drawloom.pipeline")
 
 @attrs.define(eq=False)
 class Slot:
-    """Graphs for a stage's passes on one microbatch at a time, recorded by `runner` as microbatch 0."""
+    """CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0."""
 
     runner: StageRunner
     record: Record
@@ -47,24 +47,24 @@ class Slot:
 
     def open(self, given: Any) -> None:
         """Record all passes, for tensors shaped like `given`: inputs, context and batch."""
-        self._given = transform(_copy, given)
-        self._passes["forward"] = self.record(self._forward)
+        self._given = transform(_copy_leaf, given)
+        self._passes["forward"] = self.record(self._run_forward)
         if not self.runner.last:
             output, _ = self._passes["forward"].outputs
             self._grads = [torch.zeros_like(leaf) for leaf in floating(output)]
         for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
-            self._passes[name] = self.record(partial(self._backward, name))
+            self._passes[name] = self.record(partial(self._run_backward, name))
 
     def forward(self, given: Any) -> tuple[Any, Any]:
         """Return copies of the stage's output and, on the last stage, the losses; None on others."""
         _copy_into(self._given, given)
-        output, losses = self._replay("forward")
+        output, losses = self._replay_pass("forward")
         return output, losses
 
     def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
         """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""
         if not self.runner.split:
-            return self._backward_by("backward", grads)
+            return self._replay_backward("backward", grads)
         # A stage that splits the backward passes of some microbatches has no third graph for the others.
         input_grads = self.backward_input(grads)
         self.backward_weight()
@@ -72,32 +72,36 @@ class Slot:
 
     def backward_input(self, grads: list[Tensor] | None) -> list[Tensor]:
         """Return the input gradients, given the output gradients."""
-        return self._backward_by("backward_input", grads)
+        return self._replay_backward("backward_input", grads)
 
-    def _backward_by(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
+    def _replay_backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
+        """Launch a backward graph by name with output gradients (any shapes), and return the input gradients."""
         if grads is not None:
             _copy_into(self._grads, grads)
-        input_grads: list[Tensor] = self._replay(name)
+        input_grads: list[Tensor] = self._replay_pass(name)
         return input_grads
 
     def backward_weight(self) -> None:
         """Accumulate the weight gradients deferred in `backward_input`."""
-        self._replay("backward_weight")
+        self._replay_pass("backward_weight")
 
-    def _forward(self) -> Any:
+    def _run_forward(self) -> Any:
+        """Run the runner's forward pass for recording, and return the output and the losses."""
         inputs, shared, batch = self._given
         # Inputs start the stage's autograd graph, except for token ids.
         output = self.runner.forward(0, as_input(transform(detach, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
-    def _backward(self, name: str) -> Any:
+    def _run_backward(self, name: str) -> Any:
+        """Run the runner's backward method called `name`, for recording."""
         method = getattr(self.runner, name)
         return method(0) if name == "backward_weight" else method(0, self._grads)
 
-    def _replay(self, name: str) -> Any:
+    def _replay_pass(self, name: str) -> Any:
+        """Launch a pass's graph, and return copies of its outputs."""
         recorded = self._passes[name]
         recorded.replay()
-        return transform(_copy, recorded.outputs)
+        return transform(_copy_leaf, recorded.outputs)
 
 
 @attrs.define(eq=False)
@@ -108,13 +112,13 @@ class WeightSums:
     _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep sums for the parameters with gradients; parameters without gradients never get any."""
+        """Keep the current gradients as sums; a parameter without a gradient gets no sum."""
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._sums:
                 self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
 
     def attach(self) -> None:
-        """Make the sums their parameters' gradients."""
+        """Set the sums as their parameters' `.grad`, and remember the replaced gradients."""
         for parameter, summed in self._sums.items():
             if parameter.grad is not summed:
                 self._left[summed] = parameter.grad
@@ -146,24 +150,24 @@ class StageGraphs:
     _free: list[Slot] = attrs.field(factory=list)
     _warned: bool = False
 
-    def lacks(self, in_flight: int) -> bool:
+    def lacks_slots(self, in_flight: int) -> bool:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
     def begin(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
-        while self.lacks(in_flight):
+        while self.lacks_slots(in_flight):
             example, split = self._first
-            self._slots.append(Slot(self._runner(split), self.new_record()))
+            self._slots.append(Slot(self._create_runner(split), self.new_record()))
             self._slots[-1].open(example)
         self._free = list(self._slots)
 
     def take(self, given: Any, stage: Stage, split: bool) -> Slot | None:
-        """Take a slot for a microbatch; return None if the microbatch must run kernel by kernel."""
+        """Take a free slot, or None if the microbatch must run kernel by kernel. The first one sets the shape."""
         if self._first is None:
-            self._first, self.stage = (transform(_copy, given), split), stage
-        if _shape((given, split)) != _shape(self._first):
-            self._warn()
+            self._first, self.stage = (transform(_copy_leaf, given), split), stage
+        if _get_graph_key((given, split)) != _get_graph_key(self._first):
+            self._warn_once()
             return None
         return self._free.pop() if self._free else None
 
@@ -171,10 +175,10 @@ class StageGraphs:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
 
-    def _runner(self, split: bool) -> StageRunner:
+    def _create_runner(self, split: bool) -> StageRunner:
         return StageRunner(self.stage, self.objective, split=split)
 
-    def _warn(self) -> None:
+    def _warn_once(self) -> None:
         if not self._warned:
             log.warning(
                 f"capture: stage {self.stage.index} gets microbatches of several shapes, and only those of the first "
@@ -225,7 +229,7 @@ class CapturedRunner(StageRunner):
 
 @attrs.define(eq=False)
 class Captures:
-    """Graphs for this rank's stages."""
+    """CUDA graphs for this rank's stages, and the parameters' gradients at fixed addresses."""
 
     objective: Loss
     new_record: Callable[[], Record]
@@ -248,7 +252,7 @@ class Captures:
 
     def unify_rows(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """
-        Return a step's microbatches with equal knowledge of rows: whole rows, as long as no others have occurred.
+        Return a step's microbatches with one `whole_rows` flag: true until a row with several documents occurs.
 
         Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
         serve all later microbatches, because a microbatch of packed data sometimes has only whole rows.
@@ -265,24 +269,24 @@ class Captures:
         No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
         for this rank's message.
         """
-        most = most_in_flight(actions)
-        if any(graphs.lacks(most[index]) for index, graphs in self._graphs.items()):
+        most = count_most_in_flight(actions)
+        if any(graphs.lacks_slots(most[index]) for index, graphs in self._graphs.items()):
             torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
         self._sums.attach()
         for index, graphs in self._graphs.items():
             try:
                 graphs.begin(most[index])
             except RuntimeError as error:
-                raise UserError(_refusal(index, error), exit_code=2) from error
+                raise UserError(_describe_refusal(index, error), exit_code=2) from error
         self._sums.reset()
 
     def end(self) -> None:
-        """Adopt the gradients after a step's last microbatch, before they are handed over."""
+        """Keep the gradients' memory for later steps, after a step's last microbatch, before they are handed over."""
         for graphs in self._graphs.values():
             self._sums.adopt(graphs.stage.module.parameters())
 
 
-def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
+def count_most_in_flight(actions: Iterable[Action]) -> Counter[int]:
     """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -292,11 +296,11 @@ def most_in_flight(actions: Iterable[Action]) -> Counter[int]:
     return most
 
 
-def _refusal(stage: int, error: RuntimeError) -> str:
+def _describe_refusal(stage: int, error: RuntimeError) -> str:
+    """Return a message with the reason why CUDA rejects a stage's recording, and the remedy."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return (
-        f"stages.capture: stage {stage} does something that a CUDA graph can't hold: {first.rstrip('.')}; "
-        "write capture = false"
+        f"stages.capture: stage {stage} can't be recorded as a CUDA graph: {first.rstrip('.')}; write capture = false"
     )
 
 
@@ -308,10 +312,10 @@ def _copy_into(targets: Any, values: Any) -> None:
         torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _shape(tree: Any) -> list[Any]:
-    """Return the properties that determine graphs: tensor shapes and dtypes, and other leaves' values."""
+def _get_graph_key(tree: Any) -> list[Any]:
+    """Return the properties a graph is recorded for: tensor shapes and dtypes, and other leaves' values."""
     return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves(tree)]

@@ -8,7 +8,7 @@ import torch
 
 
 class Recorded(Protocol):
-    """Recorded function."""
+    """Function whose kernels are recorded, to be launched again by `replay`."""
 
     @property
     def outputs(self) -> Any:

@@ -14,7 +14,7 @@ from drawloom.kernels.recompute import Kept
 
 @attrs.define(eq=False)
 class Offloads:
-    """Factory for offloaded tensors, and pool of host memory by size, with tickets for the ends of earlier copies."""
+    """Factory for offloaded tensors, with a pool of host memory by size, and tickets for when its copies end."""
 
     transfers: Transfers
     _pool: dict[int, list[tuple[Tensor, Ticket]]] = attrs.field(factory=lambda: defaultdict(list))
@@ -34,7 +34,7 @@ class Offloads:
         return OffloadedTensors(self, [_Storage(wrappers) for wrappers in groups])
 
     def take(self, size: int) -> tuple[Tensor, Ticket]:
-        """Return host memory, uint8 (size,), and a ticket for the end of its last use."""
+        """Return host memory, uint8 (size,), from the pool or new, and a ticket for the end of its last use."""
         return self._pool[size].pop() if self._pool[size] else (self.transfers.allocate(size), None)
 
     def give(self, memory: Tensor, ticket: Ticket) -> None:
@@ -55,7 +55,7 @@ class _Storage:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def move_to(self, memory: Tensor) -> None:
-        """Let the wrappers share other memory, uint8 (bytes,), of which they are the same views."""
+        """Replace the wrappers' tensors by equal views into other memory, uint8 (bytes,)."""
         for weak, (dtype, shape, strides, offset) in zip(self.wrappers, self.views, strict=True):
             if (wrapper := weak()) is not None:
                 whole = torch.empty(0, dtype=dtype, device=memory.device)
@@ -82,7 +82,7 @@ class OffloadedTensors:
 
     @property
     def size(self) -> int:
-        """Bytes that leave the device."""
+        """Return the bytes copied to host memory."""
         return sum(memory.numel() for memory in self._host)
 
     def free(self) -> None:
@@ -107,7 +107,7 @@ class OffloadedTensors:
             storage.move_to(storage.bytes)
 
     def wait(self) -> None:
-        """Let computation wait for the activations, and return the host memory."""
+        """Let later kernels wait for the reloaded activations, and give the host memory back to the pool."""
         self._offloads.transfers.wait(self._arrived)
         for memory in self._host:
             self._offloads.give(memory, self._arrived)

@@ -27,7 +27,7 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
     if isinstance(payload, Tensor) and isinstance(expected, Tensor):
         if _have_same_form(payload, expected):
             return None
-        return f"leaf {path or 'itself'} is {_describe(payload)}, and {_describe(expected)} is expected"
+        return f"leaf {path or 'itself'} is {_describe_leaf(payload)}, and {_describe_leaf(expected)} is expected"
     if (
         type(payload) is type(expected) is list
         and len(payload) == len(expected)
@@ -39,7 +39,9 @@ def mismatch(payload: Any, expected: Any, path: str = "") -> str | None:
         are_leaves = sent is None and wanted is None and type(payload) is type(expected)
         same = are_leaves and bool(payload == expected)
         return (
-            None if same else f"leaf {path or 'itself'} is {_describe(payload)}, and {_describe(expected)} is expected"
+            None
+            if same
+            else f"leaf {path or 'itself'} is {_describe_leaf(payload)}, and {_describe_leaf(expected)} is expected"
         )
     if [name for name, _ in sent] != [name for name, _ in wanted]:
         where = f" in {path}" if path else ""
@@ -66,11 +68,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def _have_same_form(first: Any, second: Any) -> bool:
+    """Return whether both leaves are tensors with the same shape and dtype."""
     are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
     return are_tensors and first.shape == second.shape and first.dtype == second.dtype
 
 
-def _describe(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
     """Return a leaf as text for a message: a tensor's dtype and shape."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if branches(leaf) is None else f"a {type(leaf).__name__}"
@@ -114,7 +117,7 @@ class P2PBuffers:
             messages = [link.receive(tree)]
         else:
             flat = type(like) is list and all_tensors(like)
-            tree = [self._empty(leaf) for leaf in like] if flat else transform(self._empty, like)
+            tree = [self._allocate_like(leaf) for leaf in like] if flat else transform(self._allocate_like, like)
             messages = [link.receive(tensor) for tensor in tensors_of(tree)]
         self._receiving[key] = tree, messages
 
@@ -123,9 +126,9 @@ class P2PBuffers:
         tree, messages = self._receiving.pop(key)
         if profiler._is_profiler_enabled:  # so that a trace separates waiting from computing
             with profiler.record_function(WAIT):
-                _wait(messages)
+                _wait_for_all(messages)
         else:
-            _wait(messages)
+            _wait_for_all(messages)
         return tree
 
     def finish(self) -> None:
@@ -133,10 +136,11 @@ class P2PBuffers:
         while self._sending:
             self._sending.popleft().wait()
 
-    def _empty(self, leaf: Any) -> Any:
+    def _allocate_like(self, leaf: Any) -> Any:
+        """Return a new tensor with a leaf's shape and dtype; other leaves stay."""
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) if isinstance(leaf, Tensor) else leaf
 
 
-def _wait(messages: Sequence[Pending]) -> None:
+def _wait_for_all(messages: Sequence[Pending]) -> None:
     for message in messages:
         message.wait()

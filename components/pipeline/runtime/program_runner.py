@@ -38,7 +38,7 @@ class MicrobatchInputs:
     finish: Finish | None = None
 
     def as_any_rows(self) -> "MicrobatchInputs":
-        """Return the microbatch without the flag for rows with one document."""
+        """Return the microbatch with `whole_rows` false: rows may contain several documents."""
         return attrs.evolve(self, shared=attrs.evolve(self.shared, whole_rows=False))
 
 
@@ -82,7 +82,9 @@ class ProgramRunner:
         }
         if self.streams is not None:
             run, streams = self.streams.run, self.streams
-            operations = {name: partial(run, operation, self._local_inputs) for name, operation in operations.items()}
+            operations = {
+                name: partial(run, operation, self._find_local_inputs) for name, operation in operations.items()
+            }
             streams.begin()
         for action in actions:
             if self._leaving and action.op in OPS:
@@ -104,28 +106,29 @@ class ProgramRunner:
             self.streams.end()
 
     def _free_offloaded(self) -> None:
-        """Free the device memory of activations that left before the last compute action."""
+        """Free the device memory for activations whose offload began before the last compute action."""
         waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
         for actions, tensors in waiting:
             if actions == 0:
                 tensors.free()
         self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
 
-    def _local_inputs(self, action: Action) -> list[Tensor]:
+    def _find_local_inputs(self, action: Action) -> list[Tensor]:
         """Return a pass's input tensors from another stage of this rank."""
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
         return [leaf for leaf in leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)]
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
-        inputs = self._stage_input(action, microbatch)
+        inputs = self._take_stage_input(action, microbatch)
         output = stage.forward(action.microbatch, inputs, microbatch.shared, microbatch.batch, microbatch.finish)
         if stage.last:
             self.each_output(action.microbatch, output)
         else:
             self._outputs[action.stage + 1, action.microbatch] = output
 
-    def _stage_input(self, action: Action, microbatch: MicrobatchInputs) -> Any:
+    def _take_stage_input(self, action: Action, microbatch: MicrobatchInputs) -> Any:
+        """Return a pass's input: the microbatch's own, the previous stage's local output, or a message."""
         if action.stage == 0:
             return microbatch.inputs
         key = action.stage, action.microbatch
@@ -135,18 +138,18 @@ class ProgramRunner:
 
     def _send_forward(self, action: Action) -> None:
         output = self._outputs.pop((action.stage + 1, action.microbatch))
-        self._send(action, output, self._activations(action.stage + 1, action.microbatch))
+        self._send_tree(action, output, self._infer_stage_input(action.stage + 1, action.microbatch))
 
     def _receive_forward(self, action: Action) -> None:
-        like = self._activations(action.stage, action.microbatch)
-        self.p2p.receive(("RECV_F", action.stage, action.microbatch), _peer(action), like)
+        like = self._infer_stage_input(action.stage, action.microbatch)
+        self.p2p.receive(("RECV_F", action.stage, action.microbatch), _get_peer(action), like)
 
-    def _activations(self, stage: int, microbatch: int) -> Any:
-        """Return meta tensors for a stage's input of a microbatch; sender and receiver both derive them."""
+    def _infer_stage_input(self, stage: int, microbatch: int) -> Any:
+        """Return a stage's input for a microbatch as meta tensors; sender and receiver both derive them."""
         inputs = self.microbatches[microbatch]
         return self.boundaries.boundary(stage, inputs.inputs, inputs.shared)
 
-    def _send(self, action: Action, payload: Any, expected: Any) -> None:
+    def _send_tree(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tensor tree; UserError if the receiver expects other shapes or dtypes."""
         # The receiver has allocated the expected tree, and neither NCCL nor gloo compares shapes and dtypes.
         if problem := mismatch(payload, expected):
@@ -156,20 +159,22 @@ class ProgramRunner:
                 f"{action.peer} of the pipeline expects: {problem}; a stage must return the shapes and dtypes that its "
                 "module returns on the meta device, so check autocast, and shapes or dtypes that depend on values"
             )
-        self.p2p.send(_peer(action), tensors_of(payload))
+        self.p2p.send(_get_peer(action), tensors_of(payload))
 
     def _run_backward(self, action: Action) -> None:
-        self._store_grads(action, self.stages[action.stage].backward(action.microbatch, self._output_grads(action)))
+        self._store_input_grads(
+            action, self.stages[action.stage].backward(action.microbatch, self._take_output_grads(action))
+        )
 
     def _run_backward_input(self, action: Action) -> None:
-        grads = self._output_grads(action)
-        self._store_grads(action, self.stages[action.stage].backward_input(action.microbatch, grads))
+        grads = self._take_output_grads(action)
+        self._store_input_grads(action, self.stages[action.stage].backward_input(action.microbatch, grads))
 
     def _run_backward_weight(self, action: Action) -> None:
         self.stages[action.stage].backward_weight(action.microbatch)
 
-    def _output_grads(self, action: Action) -> list[Tensor] | None:
-        """Return the gradients of a stage's output, or None for a loss, whose gradient is 1."""
+    def _take_output_grads(self, action: Action) -> list[Tensor] | None:
+        """Take an output's gradients (any shapes) from buffer or message; None for a loss: gradient 1."""
         key = action.stage, action.microbatch
         if self.stages[action.stage].last:
             return None
@@ -178,20 +183,21 @@ class ProgramRunner:
         grads: list[Tensor] = self.p2p.wait_recv(("RECV_B", *key))
         return grads
 
-    def _store_grads(self, action: Action, grads: list[Tensor]) -> None:
+    def _store_input_grads(self, action: Action, grads: list[Tensor]) -> None:
+        """Buffer the input gradients (any shapes) for the previous stage, unless this is the first stage."""
         if action.stage > 0:
             self._grads[action.stage - 1, action.microbatch] = grads
 
     def _send_backward(self, action: Action) -> None:
         grads = self._grads.pop((action.stage - 1, action.microbatch))
-        self._send(action, grads, floating(self._activations(action.stage, action.microbatch)))
+        self._send_tree(action, grads, floating(self._infer_stage_input(action.stage, action.microbatch)))
 
     def _receive_backward(self, action: Action) -> None:
-        like = floating(self._activations(action.stage + 1, action.microbatch))
-        self.p2p.receive(("RECV_B", action.stage, action.microbatch), _peer(action), like)
+        like = floating(self._infer_stage_input(action.stage + 1, action.microbatch))
+        self.p2p.receive(("RECV_B", action.stage, action.microbatch), _get_peer(action), like)
 
 
-def _peer(action: Action) -> int:
+def _get_peer(action: Action) -> int:
     if action.peer is None:
-        raise ValueError(f"the message {action} has no peer; `lower` gives each its rank")
+        raise ValueError(f"the message {action} has no peer rank; insert messages with `lower`")
     return action.peer

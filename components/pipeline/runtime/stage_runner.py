@@ -75,15 +75,15 @@ class StageRunner:
         with Accumulation() if split is None else split.forward(), collecting or nullcontext():
             if keeps and self.stage.recompute != "none":
                 with recomputing(self.stage.recompute):
-                    outputs = self._run(microbatch, inputs, shared, batch, finish)
+                    outputs = self._run_module(microbatch, inputs, shared, batch, finish)
             else:
-                outputs = self._run(microbatch, inputs, shared, batch, finish)
+                outputs = self._run_module(microbatch, inputs, shared, batch, finish)
         if keeps:
             kept = () if collecting is None else collecting.kept
             self._in_flight[microbatch] = InFlight(floating(inputs), floating(outputs), split, kept)
         return outputs.detach() if isinstance(outputs, Tensor) else transform(detach, outputs)
 
-    def _run(
+    def _run_module(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
     ) -> Any:
         if not self.last:
@@ -91,14 +91,15 @@ class StageRunner:
         if batch is None:
             return self.stage.module(inputs, shared, finish)
         # The loss is computed inside of the module's forward pass, where hooks have gathered the head's weights.
-        loss, weight, sums = self.stage.module(inputs, shared, partial(self._loss, batch))
+        loss, weight, sums = self.stage.module(inputs, shared, partial(self._compute_loss, batch))
         self.state.microbatch(microbatch)[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(sums)}
         return loss
 
-    def _loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _compute_loss(self, batch: Batch, hidden: Any, head: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss component's result; TypeError if it is not a tuple of loss sum, weight and further sums."""
         result = self.objective.loss(hidden, head, batch)
         if not isinstance(result, tuple) or len(result) != 3:
-            wanted = "the sum of the losses, that of their weights, and a dict of further sums"
+            wanted = "the sum of the losses, the sum of their weights, and a dict of further sums"
             raise TypeError(f"{type(self.objective).__name__}.loss returns a {type(result).__name__}; return {wanted}")
         return result
 
@@ -109,40 +110,40 @@ class StageRunner:
         `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
         """
         kept = self._in_flight.pop(microbatch)
-        _await_reload(kept)
+        _wait_until_reloaded(kept)
         output_grads: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
         pairs = [pair for pair in zip(kept.outputs, output_grads, strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         if self._reduces_next:
-            self._end_of_backward()
-        return [_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
+            self._end_reduction()
+        return [_default_to_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
-        _await_reload(kept)
-        grads_of_inputs = _split(kept).backward_input(kept.outputs, grads, kept.inputs)
-        input_grads = [_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)]
+        _wait_until_reloaded(kept)
+        grads_of_inputs = _get_split(kept).backward_input(kept.outputs, grads, kept.inputs)
+        input_grads = [_default_to_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)]
         # Activations are freed here, because W may come much later.
         kept.inputs, kept.outputs = [], []
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: accumulate the weight gradients; after `reduce_next`, reduce every part once it is computed."""
-        split = _split(self._in_flight.pop(microbatch))
+        split = _get_split(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
             return
         split.backward_weight(self._shards.parts())
         self._shards.reduce()
-        self._end_of_backward()
+        self._end_reduction()
 
     def offload(self, microbatch: int) -> OffloadedTensors:
-        """Start to copy a microbatch's activations to host memory, and return the copy, whose memory is to be freed."""
+        """Start to copy a microbatch's activations to host memory; the caller frees the device memory."""
         if self.offloads is None:
-            raise ValueError(f"stage {self.stage.index} has no host memory for activations")
+            raise ValueError(f"stage {self.stage.index} can't offload activations: its runner has no `offloads`")
         in_flight = self._in_flight[microbatch]
         # The memory of inputs, outputs and parameters stays, whoever saved it.
         parameters = (parameter for parameter in self.stage.module.parameters() if not is_dtensor(parameter))
@@ -154,7 +155,7 @@ class StageRunner:
         """Start to copy a microbatch's activations back."""
         offloaded = self._in_flight[microbatch].offloaded
         if offloaded is None:
-            raise ValueError(f"microbatch {microbatch} of stage {self.stage.index} has not left the device")
+            raise ValueError(f"stage {self.stage.index} can't reload microbatch {microbatch}: it was not offloaded")
         offloaded.reload()
 
     def unshard(self) -> None:
@@ -166,27 +167,31 @@ class StageRunner:
         self._shards.reshard()
 
     def reduce_next(self, final: bool) -> None:
-        """Reduce gradients with the next backward pass; With `final`, they are then complete for the step."""
+        """Reduce gradients with the next backward pass; if `final`, they are then complete for the step."""
         self._shards.reduce_next(final)
         self._reduces_next = True
 
-    def _end_of_backward(self) -> None:
+    def _end_reduction(self) -> None:
+        """End the gradient reduction requested by `reduce_next`."""
         self._shards.end_reduction()
         self._reduces_next = False
 
     @property
     def _shards(self) -> Shards:
+        """Return the stage's shards; ValueError if its parameters are not sharded."""
         if self.stage.shards is None:
             raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
         return self.stage.shards
 
 
-def _await_reload(kept: InFlight) -> None:
+def _wait_until_reloaded(kept: InFlight) -> None:
+    """Let the backward pass wait for a microbatch's offloaded activations."""
     if kept.offloaded is not None:
         kept.offloaded.wait()
 
 
-def _split(kept: InFlight) -> SplitBackward:
+def _get_split(kept: InFlight) -> SplitBackward:
+    """Return a microbatch's split backward pass; ValueError if the stage does not split it."""
     if kept.split is None:
         raise ValueError("this stage's backward is not split: its program has no action I")
     return kept.split
@@ -196,10 +201,10 @@ def floating(tree: Any) -> list[Tensor]:
     """Return a tree's leaves with gradients: real or complex floating-point tensors."""
     if isinstance(tree, Tensor):  # the usual case between stages, where microseconds matter
         return [tree] if tree.is_floating_point() or tree.is_complex() else []
-    return [leaf for leaf in leaves(tree) if _floats(leaf)]
+    return [leaf for leaf in leaves(tree) if _has_gradient(leaf)]
 
 
-def _floats(leaf: Any) -> bool:
+def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -212,8 +217,9 @@ def as_input(tree: Any) -> Any:
     """Return the previous stage's output as the start of this stage's own autograd graph."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree
-    return transform(lambda leaf: leaf.requires_grad_() if _floats(leaf) else leaf, tree)
+    return transform(lambda leaf: leaf.requires_grad_() if _has_gradient(leaf) else leaf, tree)
 
 
-def _or_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:
+def _default_to_zeros(leaf: Tensor, grad: Tensor | None) -> Tensor:
+    """Return a leaf's gradient, with its shape, as zeros if there is none."""
     return torch.zeros_like(leaf) if grad is None else grad

@@ -40,12 +40,12 @@ class StageStreams:
 
     def begin(self) -> None:
         """Let all streams wait for the current stream."""
-        for stream in self._distinct():
+        for stream in self._distinct_streams():
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def end(self) -> None:
         """Let the current stream wait for all streams."""
-        for stream in self._distinct():
+        for stream in self._distinct_streams():
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def run(self, operation: Operation, local_inputs: Callable[[Action], Iterable[Tensor]], action: Action) -> None:
@@ -53,18 +53,19 @@ class StageStreams:
         stream = self.streams[action.stage]
         other = action.stage + NEIGHBOUR.get(action.op, 0)
         with torch.cuda.stream(stream):
-            if event := self._events.pop((_pass(action), other, action.microbatch), None):
+            if event := self._events.pop((_get_direction(action), other, action.microbatch), None):
                 stream.wait_event(event)
                 for tensor in local_inputs(action):
                     # The allocator must not reuse its memory before this stream has read it.
                     tensor.record_stream(stream)
             operation(action)
             if action.stage - NEIGHBOUR.get(action.op, 0) in self.streams and action.op in NEIGHBOUR:
-                self._events[_pass(action), action.stage, action.microbatch] = stream.record_event()
+                self._events[_get_direction(action), action.stage, action.microbatch] = stream.record_event()
 
-    def _distinct(self) -> set[Any]:
+    def _distinct_streams(self) -> set[Any]:
         return set(self.streams.values())
 
 
-def _pass(action: Action) -> str:
+def _get_direction(action: Action) -> str:
+    """Return F for forward passes, and B for backward passes."""
     return "F" if action.op == "F" else "B"

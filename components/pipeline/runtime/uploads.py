@@ -27,7 +27,7 @@ class Uploads:
         if self.device.type == "cpu":
             return tree
         with torch.cuda.stream(self._stream):
-            copies = transform(self._copy, tree)
+            copies = transform(self._copy_leaf, tree)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
         for leaf in leaves(copies):
@@ -36,7 +36,8 @@ class Uploads:
                 leaf.record_stream(current)
         return copies
 
-    def _copy(self, leaf: Any) -> Any:
+    def _copy_leaf(self, leaf: Any) -> Any:
+        """Return a tensor's copy on the device, issued without waiting; other leaves stay."""
         if not isinstance(leaf, Tensor) or not leaf.is_cpu:
             return leaf
         # From memory that is not pinned the driver copies twice, with the help of the host.

@@ -60,31 +60,33 @@ def _fault_of_activations(values: list[float]) -> str | None:
 
 
 def _fault_of_slices(values: Sequence[Cost]) -> str | None:
-    small = [least for cost in values if (least := min(_numbers(cost), default=1.0)) <= 0]
+    small = [least for cost in values if (least := min(_list_numbers(cost), default=1.0)) <= 0]
     faults = [fault for cost in values if (fault := _fault_of_cost(cost))]
     return next(iter(faults), None) or (f"{small[0]} is not above 0" if small else None)
 
 
 def _fault_of_cost(cost: Cost) -> str | None:
-    numbers = _numbers(cost)
+    """Return the fault in a cost: a wrong number count, or a negative number; None if there is none."""
+    numbers = _list_numbers(cost)
     if len(numbers) not in (1, len(OPS)):
         return f"{numbers} has {len(numbers)} times; write one number, or {len(OPS)}, for {', '.join(OPS)}"
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
 def _fault_of_parts(parts: float | Sequence[float]) -> str | None:
-    numbers = _numbers(parts)
+    numbers = _list_numbers(parts)
     if not numbers:
         return "the list is empty; write a number, or one for each slice"
     return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
 
 
 def _fault_of_kept(parts: float | Sequence[float]) -> str | None:
-    most = max(_numbers(parts), default=0.0)
+    """Return the fault in fractions outside 0 to 1; None if there is none."""
+    most = max(_list_numbers(parts), default=0.0)
     return _fault_of_parts(parts) or (f"{most} is above 1, which is all activations" if most > 1 else None)
 
 
-def _numbers(cost: Cost) -> list[float]:
+def _list_numbers(cost: Cost) -> list[float]:
     return [cost] if isinstance(cost, float | int) else [*cost]
 
 
@@ -155,7 +157,7 @@ class Auto:
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if slices or memory do not fit."""
-        return self._plan(ranks).program.stage_to_rank
+        return self._find_plan(ranks).program.stage_to_rank
 
     def layers_by_stage(self, ranks: int, layers: int) -> Sizes:
         """Return the numbers of layers by stage; UserError if layers are not divisible into the slices."""
@@ -163,27 +165,28 @@ class Auto:
         if layers_per_slice > 1 and "blocks" in self.recompute:  # blocks are layers, so slices must be layers
             text = f"recompute.blocks takes a slice for each layer, and {layers} layers have {self._slice_count} slices"
             raise UserError(f"{text}; write {layers} slices")
-        sizes = self._plan(ranks).sizes
+        sizes = self._find_plan(ranks).sizes
         if not self._slice_count:
             return even(layers, len(sizes))
         if rest or not layers_per_slice:
             slices = f"{self._slice_count} slices"
-            raise UserError(f"{layers} layers can't be cut into {slices} of as many each; write {layers} slices")
+            raise UserError(f"{layers} layers are not divisible into {slices}; write {layers} slices")
         return tuple(layers_per_slice * size for size in sizes)
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return all ranks' actions, in order; UserError if slices or memory do not fit."""
-        planned = self._plan(ranks)
+        planned = self._find_plan(ranks)
         if microbatches == planned.program.microbatches:
             return planned.program
         # Stages keep their layers when a step has another number of microbatches.
-        return self._fastest(ranks, microbatches, planned).program
+        return self._find_fastest(ranks, microbatches, planned).program
 
-    def _plan(self, ranks: int) -> Fitted:
-        return self._fastest(ranks, self.microbatches or 4 * ranks)
+    def _find_plan(self, ranks: int) -> Fitted:
+        """Return the fastest program for `microbatches`, whose stages all other programs keep."""
+        return self._find_fastest(ranks, self.microbatches or 4 * ranks)
 
-    def _fastest(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
-        """Return the shortest program, or the shortest one with `planned`'s stages."""
+    def _find_fastest(self, ranks: int, microbatches: int, planned: Fitted | None = None) -> Fitted:
+        """Return the shortest program, with `planned` among programs with its stages; UserError if none fits."""
         size = ranks, microbatches
         if size not in self._cache:
             counts = [planned.program.stages // ranks] if planned else self._stage_counts(ranks)
@@ -192,22 +195,22 @@ class Auto:
             candidates = [
                 fitted
                 for count, again in ways
-                for fitted in self._programs(ranks, microbatches, count, recomputes=again, planned=planned)
+                for fitted in self._fit_programs(ranks, microbatches, count, recomputes=again, planned=planned)
             ]
             shortest = min(candidates, key=lambda fitted: fitted.makespan)  # the first of equals
             if shortest.makespan == math.inf:
                 least = min(fitted.microbatch_peak for fitted in candidates)
                 text = f"a microbatch's activations are {least:g} on a rank"
-                raise UserError(f"memory = {self._limit(ranks):g}: {text}; write more")
+                raise UserError(f"memory = {self._get_limit(ranks):g}: {text}; write more")
             self._cache[size] = shortest
         return self._cache[size]
 
-    def _programs(
+    def _fit_programs(
         self, ranks: int, microbatches: int, count: int, recomputes: bool, planned: Fitted | None
     ) -> Iterator[Fitted]:
-        """Yield programs with `count` stages per rank, published or found by a search."""
-        slices, placement = self._slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
-        limit = self._limit(ranks)
+        """Yield programs with `count` stages per rank, published or searched, with the best stage sizes."""
+        slices, placement = self._build_slices(ranks, count), vee(ranks) if count == 2 else loop(ranks, count)
+        limit = self._get_limit(ranks)
         if planned:
             slices, placement = slices.join(planned.sizes), planned.program.stage_to_rank
         if not recomputes:
@@ -232,9 +235,9 @@ class Auto:
             policy = best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
             yield Fit(list_schedule(task, policy), slices, limit).best([*cuts, *starts])
 
-    def _limit(self, ranks: int) -> float:
+    def _get_limit(self, ranks: int) -> float:
         """Return `memory`, or the peak of 1F1B: a microbatch per rank in the largest stage, if ranks cost the same."""
-        slices = self._slices(ranks, 1)
+        slices = self._build_slices(ranks, 1)
         most = attrs.evolve(slices, activations=np.maximum(slices.activations, slices.pending))
         return self.memory or ranks * float(most.activations_of([slices.starts(loop(ranks))[1]]).max())
 
@@ -256,19 +259,19 @@ class Auto:
         first, count = next(iter(counts.items()), ("slices", 0))
         for name, other in counts.items():
             if other != count:
-                raise UserError(f"{count} {first} have {other} {name}; write as many of each")
+                raise UserError(f"{first} has {count} values, and {name} has {other}; write equally many")
         return count
 
-    def _slices(self, ranks: int, count: int) -> Slices:
-        """Return the slices, or equal shares of stages if there are none."""
+    def _build_slices(self, ranks: int, count: int) -> Slices:
+        """Return the settings' slices; without any, one slice of equal cost for every stage."""
         number = self._slice_count or ranks * count
         share = [ranks / number] * number
-        costs = np.array([self._op_times(cost) for cost in self.slices or share])
+        costs = np.array([self._get_op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)
         return Slices(
             costs,
             activations,
-            np.array(self._op_times(self.per_stage)),
+            np.array(self._get_op_times(self.per_stage)),
             self.comm,
             np.array(self.pending, dtype=np.float64) if self.pending else activations,
             [
@@ -279,9 +282,9 @@ class Auto:
             ],
         )
 
-    def _op_times(self, cost: Cost) -> list[float]:
-        """Return the times of F, B, I and W."""
-        if len(numbers := _numbers(cost)) == len(OPS):
+    def _get_op_times(self, cost: Cost) -> list[float]:
+        """Return a cost's times of F, B, I and W."""
+        if len(numbers := _list_numbers(cost)) == len(OPS):
             return numbers
         unit = self.forward, self.backward_input + self.backward_weight, self.backward_input, self.backward_weight
         return [numbers[0] * seconds for seconds in unit]

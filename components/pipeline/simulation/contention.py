@@ -56,7 +56,7 @@ def run_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Cha
     events: Events = {}
     for rank_program in rank_programs:
         _add_rank(events, rank_program, costs, channels)
-    _time(list(events.values()))
+    _compute_times(list(events.values()))
     return events
 
 
@@ -69,8 +69,8 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
             continue  # it frees memory and takes no time
         key = event_key(action)
         event = events.setdefault(key, TimedEvent(key, costs.length(action.op, action.stage)))
-        event.dependencies += [last[key] for key in _depends_on(action, channels) if key in last]
-        last.update(dict.fromkeys(_updates(action, channels), event))
+        event.dependencies += [last[key] for key in _list_dependency_keys(action, channels) if key in last]
+        last.update(dict.fromkeys(_list_updated_keys(action, channels), event))
         if action.op in REDUCTIONS:
             reductions[action.stage] = event
         elif action.op in ("B", "W") and action.stage in reductions:
@@ -81,37 +81,38 @@ def _add_rank(events: Events, rank_program: RankProgram, costs: Costs, channels:
                 reduction.dependencies.append(event)
 
 
-def _depends_on(action: Action, channels: Channels) -> Iterator[Hashable]:
-    """Yield keys of the last events that an action waits for: compute, message, weights, channel."""
+def _list_dependency_keys(action: Action, channels: Channels) -> Iterator[Hashable]:
+    """Yield keys for the latest events an action waits for: compute, message, weights, channel."""
     yield "work"
     if action.op in SHARD_OPS:
         yield "shards"
         return
     yield "gathered", action.stage
-    yield _arrival(action) if action.op in OPS else _channel(action, channels)
+    yield _get_arrival_key(action) if action.op in OPS else _get_channel_key(action, channels)
     if channels == "blocking":
         yield "anything"
 
 
-def _updates(action: Action, channels: Channels) -> Iterator[Hashable]:
-    """Yield keys of the last events that an action replaces."""
+def _list_updated_keys(action: Action, channels: Channels) -> Iterator[Hashable]:
+    """Yield keys under which an action becomes the latest event, for later actions to wait for."""
     if action.op in SHARD_OPS:
         yield "shards"
         if action.op == "UNSHARD":
             yield "gathered", action.stage
         return
-    yield "work" if action.op in OPS else _channel(action, channels)
+    yield "work" if action.op in OPS else _get_channel_key(action, channels)
     if action.op.startswith("RECV"):
-        yield _arrival(action)
+        yield _get_arrival_key(action)
     if channels == "blocking":
         yield "anything"
 
 
-def _arrival(action: Action) -> Hashable:
+def _get_arrival_key(action: Action) -> Hashable:
+    """Return a key for an input's arrival, the same for the receive and the pass consuming it."""
     return action.stage, action.op.endswith("F"), action.microbatch
 
 
-def _channel(action: Action, channels: Channels) -> Hashable:
+def _get_channel_key(action: Action, channels: Channels) -> Hashable:
     """Return the channel of a message on this rank, as a key."""
     match channels:
         case "direction":
@@ -133,7 +134,7 @@ def event_key(action: Action) -> EventKey:
     return action.stage, action.op, action.microbatch
 
 
-def _time(events: Sequence[TimedEvent]) -> None:
+def _compute_times(events: Sequence[TimedEvent]) -> None:
     """Compute the start and end of every event, in topological order."""
     followers: dict[int, list[TimedEvent]] = {id(event): [] for event in events}
     unfinished = dict.fromkeys(followers, 0)

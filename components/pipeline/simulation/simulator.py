@@ -65,14 +65,14 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """Return the idle fraction of the makespan."""
-        return _idle(self.ideal, self.makespan)
+        return _compute_idle_fraction(self.ideal, self.makespan)
 
     @property
     def span(self) -> float:
         """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
-        return max((end - start for start, end in map(self._edges, range(self.program.ranks))), default=0.0)
+        return max((end - start for start, end in map(self._find_edges, range(self.program.ranks))), default=0.0)
 
-    def _edges(self, rank: int) -> tuple[float, float]:
+    def _find_edges(self, rank: int) -> tuple[float, float]:
         """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
@@ -82,31 +82,32 @@ class Simulation:
     @property
     def span_bubble(self) -> float:
         """Return the idle fraction of the span."""
-        return _idle(self.ideal, self.span)
+        return _compute_idle_fraction(self.ideal, self.span)
 
     @property
     def peak_activations(self) -> list[int]:
-        """Return the peak of stage-microbatches between forward pass and (input) gradients, by rank."""
-        return self._peaks(FORWARD, BACKWARD, BACKWARD_INPUT)
+        """Return by rank the peak number of activations (one per stage and microbatch), kept from F until B or I."""
+        return self._count_peaks(FORWARD, BACKWARD, BACKWARD_INPUT)
 
     @property
     def peak_live_weights(self) -> list[int]:
-        """Return the peak of stage-microbatches between forward pass and weight gradients, by rank."""
-        return self._peaks(FORWARD, BACKWARD, BACKWARD_WEIGHT)
+        """Return by rank the peak number of stages' microbatches between F and their weight gradients (B or W)."""
+        return self._count_peaks(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 
     @property
     def peak_pending_weight_grads(self) -> list[int]:
         """Return the peak of pending weight gradients, by rank."""
-        return self._peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
+        return self._count_peaks(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     @property
     def peak_boundary(self) -> list[int]:
         """Return the peak of tensors in P2P buffers by rank: in flight, or received and not consumed yet."""
-        rank_programs = _rank_programs(self.program, self.costs, self.sharding)
+        rank_programs = _lower_all_ranks(self.program, self.costs, self.sharding)
         events = run_events(rank_programs, self.costs, self.channels)
-        return [_peak_boundary(rank_program, events) for rank_program in rank_programs]
+        return [_count_peak_boundary(rank_program, events) for rank_program in rank_programs]
 
-    def _peaks(self, opening: int, *closing: int) -> list[int]:
+    def _count_peaks(self, opening: int, *closing: int) -> list[int]:
+        """Return by rank the peak number of `opening` ops not followed yet by one of the `closing` ops."""
         if not np.isin(self.program.op, closing).any():
             return [0] * self.program.ranks  # forward passes alone keep no activations
         change = (self.program.op == opening).astype(np.int64) - np.isin(self.program.op, closing)
@@ -132,27 +133,29 @@ def simulate(
     if channels == "free" and sharding is None:
         timing = time(program, costs)
         return Simulation(program, costs, channels, timing.start, timing.end)
-    rank_programs = _rank_programs(program, costs, sharding)
+    rank_programs = _lower_all_ranks(program, costs, sharding)
     events = run_events(rank_programs, costs, channels)
     rows = [events[event_key(program.action(row))] for row in range(len(program.stage))]
     start, end = (np.array([getattr(event, edge) for event in rows]) for edge in ("start", "end"))
-    shard_bars = [_shard_bars(line, events) for line in rank_programs] if sharding else ()
+    shard_bars = [_collect_shard_bars(line, events) for line in rank_programs] if sharding else ()
     return Simulation(program, costs, channels, start, end, sharding=sharding, shard_bars=shard_bars)
 
 
-def _rank_programs(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
+def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
     """Return all ranks' lowered programs, ordered for these costs."""
     timing = time(program, costs)
     lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
     return [sharding.apply(line) for line in lines] if sharding else lines
 
 
-def _shard_bars(line: RankProgram, events: Events) -> list[Bar]:
+def _collect_shard_bars(line: RankProgram, events: Events) -> list[Bar]:
+    """Return bars for a rank's actions on shards: gathering parameters and reducing gradients."""
     timed = [(action, events[event_key(action)]) for action in flat(line) if action.op in SHARD_OPS]
     return [Bar(action, event.start, event.end, overlaps_previous=False) for action, event in timed]
 
 
-def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
+def _count_peak_boundary(rank_program: RankProgram, events: Events) -> int:
+    """Return the peak number of tensors in one rank's P2P buffers."""
     peak, now = 0, 0.0
     sent: list[float] = []
     received: set[tuple[int, bool, int]] = set()
@@ -171,5 +174,6 @@ def _peak_boundary(rank_program: RankProgram, events: Events) -> int:
     return peak
 
 
-def _idle(busy: float, length: float) -> float:
+def _compute_idle_fraction(busy: float, length: float) -> float:
+    """Return the idle fraction during `length` if `busy` is the compute time."""
     return max(0.0, 1 - busy / length) if length else 0.0  # sums of the same lengths may differ by rounding

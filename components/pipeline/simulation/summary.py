@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.pipeline.program.recomputation import text_of
+from drawloom.components.pipeline.program.recomputation import describe_policies
 from drawloom.components.pipeline.simulation.simulator import Simulation
 
 
@@ -47,7 +47,7 @@ class Summary:
             f"makespan {run.makespan:.5g}, ideal {run.ideal:.5g}: bubble {run.bubble:.1%}; "
             f"longest span of a rank {run.span:.5g}: bubble {run.span_bubble:.1%}"
         )
-        if recomputed := text_of(run.program.recompute):
+        if recomputed := describe_policies(run.program.recompute):
             simulated += f"; recomputed: {recomputed}"
         if self.measured is None:
             return simulated
@@ -55,7 +55,7 @@ class Summary:
         return f"{simulated}; measured makespan {seconds:.5g}, simulated {run.makespan / seconds - 1:+.1%}"
 
     def as_data(self) -> dict[str, Any]:
-        """Return the summary as data for JSON."""
+        """Return sizes, times, bubbles, peaks and message counts as JSON data."""
         run = self.simulation
         return {
             "schedule": self.schedule,
@@ -80,7 +80,7 @@ class Summary:
         }
 
     def by_rank(self) -> str:
-        """Return a table with the peaks by rank."""
+        """Return a table with every rank's peak counts: activations, live and pending weights, messages."""
         run = self.simulation
         columns = (run.peak_activations, run.peak_live_weights, run.peak_pending_weight_grads, run.peak_boundary)
         rows = [(f"rank {rank}", *map(str, row)) for rank, row in enumerate(zip(*columns, strict=True))]
@@ -91,7 +91,7 @@ def compare(summaries: Sequence[Summary]) -> str:
     """Return a table of schedules with equal sizes, sorted by makespan, then by memory."""
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
-    return table([head, *(_row(summary) for summary in sorted(summaries, key=_cost))])
+    return table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
 
 
 LEGEND = """\
@@ -102,16 +102,17 @@ messages: tensors that ranks send one another in a step"""
 
 
 def format_count(number: int, noun: str, ending: str = "s") -> str:
-    """Return a number with its noun."""
+    """Return a count with its noun, such as `2 stages`; `ending` is the plural's."""
     return f"{number} {noun}{ending * (number != 1)}"
 
 
-def _cost(summary: Summary) -> tuple[float, float, str]:
+def _get_sort_key(summary: Summary) -> tuple[float, float, str]:
+    """Return makespan, live microbatches per stage, and name, to sort summaries by."""
     microbatches = max(summary.simulation.peak_live_weights) / summary.stages_per_rank
     return round(summary.simulation.makespan, 9), microbatches, summary.schedule
 
 
-def _row(summary: Summary) -> tuple[str, ...]:
+def _format_row(summary: Summary) -> tuple[str, ...]:
     run = summary.simulation
     live_weights = max(run.peak_live_weights)
     return (

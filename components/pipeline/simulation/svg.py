@@ -104,88 +104,89 @@ class _Picture:
         )
         yield f"<title>{escape(self.title)}</title>"
         yield f'<rect width="{_n(width)}" height="{_n(height)}" fill="#fff"/>'
-        yield _text(LEFT, 24, self.title, 15, weight="bold")
-        yield _text(LEFT, 43, self.caption, 12, PALE)
-        yield _text(self.right + 8, TOP - 7, "peak live", 10, PALE)
+        yield _format_text(LEFT, 24, self.title, 15, weight="bold")
+        yield _format_text(LEFT, 43, self.caption, 12, PALE)
+        yield _format_text(self.right + 8, TOP - 7, "peak live", 10, PALE)
         for rank, live in enumerate(self.simulation.peak_activations):
-            yield from self._row(rank, live)
-        yield from self._axis()
-        yield from self._legend()
+            yield from self._draw_row(rank, live)
+        yield from self._draw_axis()
+        yield from self._draw_legend()
         yield "</svg>"
 
-    def _row(self, rank: int, live: int) -> Iterator[str]:
+    def _draw_row(self, rank: int, live: int) -> Iterator[str]:
         y = TOP + rank * self.row
         bars = list(self.simulation.bars(rank))
-        yield _text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
+        yield _format_text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
         yield f'<rect x="{LEFT}" y="{y}" width="{_n(self.right - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
-            yield from self._bar(bar, y)
+            yield from self._draw_bar(bar, y)
         for bar in self.simulation.shard_bars[rank] if self.simulation.shard_bars else ():
-            yield self._shard_bar(bar, y + BAR + 2)
-        for first, last in _overlaps(bars):
+            yield self._draw_shard_bar(bar, y + BAR + 2)
+        for first, last in _find_overlaps(bars):
             x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
             yield (
                 f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
                 'stroke-width="1.5"/>'
             )
-        yield _text(self.right + 8, y + BAR / 2 + 4, str(live), 11, PALE)
+        yield _format_text(self.right + 8, y + BAR / 2 + 4, str(live), 11, PALE)
         if self.measured is not None:
             y += self.row - BAR - GAP
-            yield _text(LEFT - 10, y + BAR / 2 - 1, "measured", 10, PALE, anchor="end")
+            yield _format_text(LEFT - 10, y + BAR / 2 - 1, "measured", 10, PALE, anchor="end")
             for bar in self.measured.bars(rank):
-                yield from self._bar(bar, y - GAP)
+                yield from self._draw_bar(bar, y - GAP)
 
-    def _bar(self, bar: Bar, y: float) -> Iterator[str]:
+    def _draw_bar(self, bar: Bar, y: float) -> Iterator[str]:
         x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
-        colour = self._shade(bar.action.op, self.local_stage[bar.action.stage])
+        colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         yield (
-            f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" fill="{_hex(colour)}" stroke="#fff" '
+            f'<rect x="{_n(x)}" y="{y}" width="{_n(width)}" height="{BAR}" fill="{_to_hex(colour)}" stroke="#fff" '
             f'stroke-width="0.8"><title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>'
         )
         if self.digits >= SMALLEST_DIGITS:
             # 150 of 255 is where white text becomes hard to read; 0.36 em is half the height of a digit.
-            ink, middle = "#fff" if _brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
-            yield _text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
+            ink, middle = "#fff" if _compute_brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
+            yield _format_text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
 
-    def _shard_bar(self, bar: Bar, y: float) -> str:
+    def _draw_shard_bar(self, bar: Bar, y: float) -> str:
         x, width = LEFT + bar.start * self.unit, max(2.0, (bar.end - bar.start) * self.unit)
-        colour = self._shade(bar.action.op, self.local_stage[bar.action.stage])
+        colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         return (
-            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{SHARD_BAR}" fill="{_hex(colour)}">'
+            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{SHARD_BAR}" fill="{_to_hex(colour)}">'
             f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
         )
 
-    def _shade(self, work: str, local_stage: int) -> Colour:
+    def _choose_colour(self, work: str, local_stage: int) -> Colour:
+        """Return an op's colour, paler for a rank's later stages."""
         way = PALEST * local_stage / max(1, self.stages_per_rank - 1)
         red, green, blue = (round(c + way * (w - c)) for c, w in zip(COLOURS[work], WHITE, strict=True))
         return red, green, blue
 
-    def _axis(self) -> Iterator[str]:
+    def _draw_axis(self) -> Iterator[str]:
         y = self.bottom + 3
         yield f'<path d="M{LEFT} {_n(y)}H{_n(self.right)}" stroke="{PALE}" stroke-width="0.8"/>'
         step = _round_step(70 / self.unit)
         for number in range(math.floor(self.longest / step + 1e-9) + 1):
             x = LEFT + number * step * self.unit
             yield f'<path d="M{_n(x)} {_n(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
-            yield _text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")
-        yield _text(self.right + 8, y + 15, "time", 10, PALE)
+            yield _format_text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")
+        yield _format_text(self.right + 8, y + 15, "time", 10, PALE)
 
-    def _legend(self) -> Iterator[str]:
+    def _draw_legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom + 40
         done = {work for work, count in self.simulation.actions.items() if count}
         done |= {bar.action.op for bars in self.simulation.shard_bars for bar in bars}
         for work in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
-                colour = _hex(self._shade(work, local_stage))
+                colour = _to_hex(self._choose_colour(work, local_stage))
                 yield f'<rect x="{_n(x)}" y="{_n(y)}" width="13" height="13" fill="{colour}"/>'
                 x += 15
-            yield _text(x + 3, y + 11, NAMES[work], 11.5)
+            yield _format_text(x + 3, y + 11, NAMES[work], 11.5)
             x += 24 + 6.2 * len(NAMES[work])
         if self.stages_per_rank > 1:
-            yield _text(x, y + 11, f"paler: the later of a rank's {self.stages_per_rank} stages", 11.5, PALE)
+            yield _format_text(x, y + 11, f"paler: the later of a rank's {self.stages_per_rank} stages", 11.5, PALE)
 
 
-def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
+def _find_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
     """Yield the first and the last bar of every overlap."""
     for number, bar in enumerate(bars):
         if bar.overlaps_previous and (number + 1 == len(bars) or not bars[number + 1].overlaps_previous):
@@ -194,23 +195,28 @@ def _overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least `least`, for the axis."""
+    """Return an axis step: the smallest 1, 2 or 5 times a power of ten not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
-def _text(x: float, y: float, text: str, size: float, colour: str = INK, *, anchor: str = "", weight: str = "") -> str:
+def _format_text(
+    x: float, y: float, text: str, size: float, colour: str = INK, *, anchor: str = "", weight: str = ""
+) -> str:
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-weight="{weight}"' if weight else "")
     return f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{colour}"{more}>{escape(text)}</text>'
 
 
 def _n(number: float) -> str:
+    """Return a number as text for an SVG attribute, with at most 6 digits."""
     return f"{number:.6g}"
 
 
-def _hex(colour: Colour) -> str:
+def _to_hex(colour: Colour) -> str:
+    """Return a colour as text, such as `#1f77b4`."""
     return "#" + "".join(f"{part:02x}" for part in colour)
 
 
-def _brightness(colour: Colour) -> float:
+def _compute_brightness(colour: Colour) -> float:
+    """Return a colour's perceived brightness, from 0 to 255."""
     return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]

@@ -40,13 +40,13 @@ def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | N
     scale = min(scale, most / longest)
     rows: list[tuple[str, str]] = []
     for rank in range(simulation.program.ranks):
-        rows.append((f"rank {rank}", _row(simulation, rank, labels, scale)))
+        rows.append((f"rank {rank}", _draw_row(simulation, rank, labels, scale)))
         if measured is not None:
-            rows.append(("measured", _row(measured, rank, labels, scale)))
+            rows.append(("measured", _draw_row(measured, rank, labels, scale)))
         if simulation.shard_bars:
-            rows.append(("", _shard_row(simulation, rank, scale)))
+            rows.append(("", _draw_shard_row(simulation, rank, scale)))
     cell = max(1, round(scale * shortest))
-    bands = list(_bands(rows, margin, (width - margin) // cell * cell))
+    bands = list(_cut_into_bands(rows, margin, (width - margin) // cell * cell))
     shards = f"{SHARD_LEGEND}\n" if simulation.shard_bars else ""
     return "\n\n".join(bands) + f"\n\n{LEGEND}{labels.legend}\n{shards}"
 
@@ -80,7 +80,8 @@ class _Labels:
         return work if self.brief else f"{work}{action.microbatch}"
 
 
-def _row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> str:
+def _draw_row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> str:
+    """Return a rank's timeline on one line, with `scale` columns per unit of time."""
     row, blank = "", "·" if labels.brief else " "
     for bar in simulation.bars(rank):
         row = row.ljust(round(bar.start * scale), blank)
@@ -93,7 +94,8 @@ def _row(simulation: Simulation, rank: int, labels: _Labels, scale: float) -> st
     return row.ljust(round(simulation.makespan * scale), blank)
 
 
-def _shard_row(simulation: Simulation, rank: int, scale: float) -> str:
+def _draw_shard_row(simulation: Simulation, rank: int, scale: float) -> str:
+    """Return a rank's actions on shards on one line."""
     row = ""
     for bar in simulation.shard_bars[rank]:
         row = row.ljust(round(bar.start * scale))
@@ -103,7 +105,8 @@ def _shard_row(simulation: Simulation, rank: int, scale: float) -> str:
     return row
 
 
-def _bands(rows: list[tuple[str, str]], margin: int, width: int) -> Iterator[str]:
+def _cut_into_bands(rows: list[tuple[str, str]], margin: int, width: int) -> Iterator[str]:
+    """Yield the named rows cut into pieces with `width` columns, one below the other."""
     for left in range(0, max(len(row) for _, row in rows), width):
         lines = ((name.ljust(margin) + row[left : left + width]).rstrip() for name, row in rows)
         yield "\n".join(lines)

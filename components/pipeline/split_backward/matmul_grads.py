@@ -71,14 +71,15 @@ class Edges:
     names: tuple[str, str]
     bias: int | None = None
     saved: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _attributes("_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _prefix_names("_saved_", self), True)
     )
     raw: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _attributes("_raw_saved_", self), True)
+        init=False, default=attrs.Factory(lambda self: _prefix_names("_raw_saved_", self), True)
     )
 
 
-def _attributes(prefix: str, edges: Edges) -> tuple[str, ...]:
+def _prefix_names(prefix: str, edges: Edges) -> tuple[str, ...]:
+    """Return the factors' attribute names on a node."""
     return tuple(prefix + name for name in edges.names)
 
 
@@ -124,7 +125,7 @@ class Product:
 
 def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list[RemovableHandle]]:
     """
-    Defer the gradients of leaves that only products use.
+    Queue in `deferral` the weight gradients of leaves used only by products.
 
     Returns the other leaves (tensors of any shape), and the hooks to remove afterwards.
     """
@@ -139,8 +140,8 @@ def defer_products(users: Users, deferral: Deferral) -> tuple[list[Tensor], list
             if key in deferred:
                 continue
             # The type of a leaf's first user rules out most leaves at once.
-            products = _products(leaf, tensor, users) if type(its_users[0]) in _CANDIDATES else []
-            if products and (captured := _capture(products, deferral)):
+            products = _find_products(leaf, tensor, users) if type(its_users[0]) in _CANDIDATES else []
+            if products and (captured := _register_hooks(products, deferral)):
                 handles += captured
                 deferred.update([key, *[id(product.bias) for product in products]])
             else:
@@ -152,7 +153,7 @@ _CANDIDATES = {*EDGES, *_PASSED}
 """Types of nodes that may be a product or lead to a product."""
 
 
-def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
+def _register_hooks(products: list[Product], deferral: Deferral) -> list[RemovableHandle]:
     """Register hooks on all products; none if a product has a foreign hook, which may change the weight's gradient."""
     handles = [product.capture(deferral) for product in products]
     if all(len(handle.hooks_dict_ref() or ()) == 1 for handle in handles):
@@ -162,7 +163,7 @@ def _capture(products: list[Product], deferral: Deferral) -> list[RemovableHandl
     return []
 
 
-def _products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
+def _find_products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
     """Return the products that use a leaf (any shape), or its transpose or cast; none if other nodes use it."""
     if tensor._backward_hooks:
         return []  # the leaf's hook may need activations: then torch must see this gradient and raise an error
@@ -172,7 +173,7 @@ def _products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
         for user in users[factor]:
             if user is not None and type(user) in _PASSED:
                 factors.append(user)
-            elif (product := product_of(user, factor, tensor, users)) is not None:
+            elif (product := _match_product(user, factor, tensor, users)) is not None:
                 products.append(product)
             else:
                 return []
@@ -180,7 +181,7 @@ def _products(leaf: Node, tensor: Tensor, users: Users) -> list[Product]:
     return products if len({product.weight is tensor for product in products}) == 1 else []
 
 
-def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product | None:
+def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product | None:
     """Return the product of a node with `factor`, derived from a leaf (any shape); None if it can't be deferred."""
     if (edges := EDGES.get(type(node))) is None:
         return None
@@ -192,13 +193,13 @@ def product_of(node: Any, factor: Node, leaf: Tensor, users: Users) -> Product |
     if not _needs_backward(children[edges.factors[1 - side]], users):
         return None
     weight = leaf if type(factor) is LEAF else _weight_from_graph(node, edges, side)
-    other = _other_of(node, edges, 1 - side)
+    other = _find_other_factor(node, edges, 1 - side)
     if weight is None or other is None or weight.is_complex():
         return None
     if type(other) is Kept and other.value().layout != weight.layout:
         return None
     below = None if edges.bias is None else children[edges.bias]
-    bias = None if below is None else _bias_of(node, below, users)
+    bias = None if below is None else _find_bias(node, below, users)
     if type(node) is CONVOLUTION:
         # If only the bias's gradient is requested, the node of a convolution computes the weight's gradient as well.
         if side == 0 or (below is not None and bias is None):
@@ -243,7 +244,7 @@ def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
     return made.device == leaf.device
 
 
-def _bias_of(node: Node, below: Node, users: Users) -> Tensor | None:
+def _find_bias(node: Node, below: Node, users: Users) -> Tensor | None:
     """Return a node's bias, a leaf without other users; None if autograd must compute its gradient."""
     if type(below) is not LEAF or users.get(below) != [node] or getattr(node, "_saved_beta", 1) != 1:
         return None
@@ -279,26 +280,27 @@ class ConvolutionGradients:
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """Return the weight's gradient, given the output's gradient and the input; call before `of_bias`."""
-        return self._compute(grad, x).pop(0)
+        return self._compute_once(grad, x).pop(0)
 
     def of_bias(self, grad: Tensor, x: Tensor) -> Tensor:
         """Return the bias's gradient (channels,)."""
-        return self._compute(grad, x).pop()
+        return self._compute_once(grad, x).pop()
 
-    def _compute(self, grad: Tensor, x: Tensor) -> list[Tensor]:
+    def _compute_once(self, grad: Tensor, x: Tensor) -> list[Tensor]:
+        """Return the remaining gradients (any shapes), computed by the first call."""
         if not self._gradients:
             self._gradients = [*torch.ops.aten.convolution_backward(grad, x, self._like, *self._arguments)[1:]]
         return self._gradients
 
 
-def _other_of(node: Node, edges: Edges, side: int) -> Saved | None:
-    """Return the other factor, which may be recomputed; None if hooks saved it that only serve the node."""
+def _find_other_factor(node: Node, edges: Edges, side: int) -> Saved | None:
+    """Return the other factor, perhaps to be recomputed; None if foreign saved-tensor hooks keep it."""
     variable = getattr(node, edges.raw[side])
     return Kept(getattr(node, edges.saved[side])) if variable.unpack_hook is None else wrapper_of(variable)
 
 
 def _needs_backward(node: Node | None, users: Users) -> bool:
-    """Return whether autograd runs a product's backward for its other factor, without a request for the weight."""
+    """Return whether autograd visits a product anyway, because gradients flow on through its other factor."""
     while node is not None and type(node) in _PASSED and node in users:
         node = node.next_functions[0][0]
     return node is not None and not (type(node) is LEAF and node in users)
@@ -313,13 +315,13 @@ _PRODUCTS = {
 """Gradient of a weight by its side in the product; its transpose if the weight's columns are contiguous."""
 
 
-def _transpose(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
+def _compute_transpose(gradient: Compute, grad: Tensor, other: Tensor) -> Tensor:
     """Compute a gradient (rows, columns) and return its transpose (columns, rows)."""
     return gradient(grad, other).t()
 
 
 _GRADIENTS: dict[tuple[int, bool, bool], Compute] = {
-    (*key, transposed): gradient if key[1] == transposed else partial(_transpose, gradient)
+    (*key, transposed): gradient if key[1] == transposed else partial(_compute_transpose, gradient)
     for key, gradient in _PRODUCTS.items()
     for transposed in (False, True)
 }

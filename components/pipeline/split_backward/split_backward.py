@@ -54,7 +54,7 @@ class SplitBackward:
         self._deferred: list[DeferredGrad] | None = None
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return the context for the stage's forward pass, without which gradients of our kernels are not deferred."""
+        """Return the context to run the stage's forward pass in; outside it, our kernels defer no gradients."""
         return self._deferral
 
     def backward_input(
@@ -70,12 +70,12 @@ class SplitBackward:
         Raises UserError for graphs that can't be split: a re-entrant checkpoint, or a hook on activations and weights.
         """
         if self._deferred is not None:
-            raise RuntimeError("backward_input was called before; call backward_weight, or create a SplitBackward")
+            raise RuntimeError("backward_input was already called; call backward_weight, or create a new SplitBackward")
         differentiable = [tensor for tensor in inputs if _is_differentiable(tensor)]
         try:
-            grads = iter(self._compute_input_grads(_roots(outputs, output_grads), differentiable))
+            grads = iter(self._compute_input_grads(_select_roots(outputs, output_grads), differentiable))
         except BaseException:
-            _clear(self._deferral.take())
+            _clear_grads(self._deferral.take())
             raise
         self._deferred = self._deferral.take()
         # autograd.grad only returned gradients of the differentiable inputs.
@@ -100,7 +100,7 @@ class SplitBackward:
                 part.reduce()
             self._weights.add(rest)
         except BaseException as error:
-            _clear(deferred)
+            _clear_grads(deferred)
             if not isinstance(error, ChangedInPlaceError):
                 raise
             raise UserError(f"split backward: between the two passes, {error}") from error
@@ -117,7 +117,7 @@ class SplitBackward:
                 asked = [*inputs, *leaves]
                 return torch.autograd.grad(outputs, asked, grads, allow_unused=True)[: len(inputs)]
         except RuntimeError as error:
-            if (refusal := _refusal(error)) is None:
+            if (refusal := _explain_error(error)) is None:
                 raise
             raise refusal from error
         finally:
@@ -125,8 +125,8 @@ class SplitBackward:
                 handle.remove()
 
 
-def _roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
-    """Return the differentiable outputs with their gradients."""
+def _select_roots(outputs: Sequence[Any], output_grads: Sequence[Tensor | None] | None) -> Roots:
+    """Return the differentiable outputs (any shapes) with their gradients; unused outputs are left out."""
     if output_grads is None:
         return [(output, None) for output in outputs if _is_differentiable(output)]
     pairs = zip(outputs, output_grads, strict=True)
@@ -146,7 +146,8 @@ def _group_by_part(deferred: Iterable[DeferredGrad], parts: Sequence[ReducedPart
     return groups
 
 
-def _clear(deferred: Iterable[DeferredGrad]) -> None:
+def _clear_grads(deferred: Iterable[DeferredGrad]) -> None:
+    """Drop the tensors kept for deferred gradients."""
     for gradient in deferred:
         gradient.clear()
 
@@ -157,7 +158,7 @@ _CAPTURE = -1
 
 class _Capturing:
     """
-    Context that queues the gradients of leaves that autograd computes, without calling the leaves' hooks, as W does.
+    Context in which autograd queues leaf gradients for W, and does not call the leaves' own hooks.
 
     A hook captures a gradient, because it receives the gradient before anything can change it in place.
     """
@@ -171,7 +172,7 @@ class _Capturing:
 
     def __enter__(self) -> None:
         for leaf in self._leaves:
-            hooks = _hooks(leaf)
+            hooks = _get_hooks(leaf)
             if hooks:
                 self._suspended.append((hooks, dict(hooks)))
                 hooks.clear()
@@ -185,7 +186,7 @@ class _Capturing:
             hooks.update(others)
 
 
-def _hooks(leaf: Tensor) -> dict[int, Any]:
+def _get_hooks(leaf: Tensor) -> dict[int, Any]:
     """Return the dict of a leaf's hooks, which torch calls with its gradient."""
     # torch creates the dict with the first hook.
     if leaf._backward_hooks is None:
@@ -203,7 +204,7 @@ _REFUSED = {
 """Error messages, by a part of torch's message."""
 
 
-def _refusal(error: RuntimeError) -> UserError | None:
-    """Return an error that explains torch's message to the stage's author; None for other errors."""
+def _explain_error(error: RuntimeError) -> UserError | None:
+    """Return a UserError explaining torch's message for a graph that can't be split; None for other errors."""
     text = next((ours for theirs, ours in _REFUSED.items() if theirs in str(error)), None)
     return None if text is None else UserError(f"split backward: {text}")

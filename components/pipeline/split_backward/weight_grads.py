@@ -35,7 +35,7 @@ class WeightGrads:
         if not left:
             return
         # Autograd starts at the root created last.
-        nodes = [self._node(chunk) for chunk in reversed(_chunks(left))]
+        nodes = [self._get_node(chunk) for chunk in reversed(_split_into_chunks(left))]
         try:
             roots, grads = zip(*((node.root, node.grad) for node in nodes), strict=True)
             torch.autograd.backward(roots, grads, retain_graph=True)
@@ -43,8 +43,8 @@ class WeightGrads:
             for node in nodes:
                 node.deferred.clear()
 
-    def _node(self, chunk: list[DeferredGrad]) -> "_Root":
-        """Return the node that computes the weight gradients in a chunk."""
+    def _get_node(self, chunk: list[DeferredGrad]) -> "_Root":
+        """Return a node to compute a chunk's gradients, reused for the same weights."""
         weights = [gradient.weight for gradient in chunk]
         key = tuple(map(id, weights))
         if (node := self._nodes.get(key)) is None:
@@ -67,8 +67,8 @@ class _Root:
         self.grad = self.root.detach()  # _Computing ignores its output's gradient
 
 
-def _chunks(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
-    """Split weights into chunks whose gradients take CHUNK_BYTES, or of one larger weight."""
+def _split_into_chunks(deferred: Sequence[DeferredGrad]) -> list[list[DeferredGrad]]:
+    """Split gradients into chunks; a chunk ends once its weights take CHUNK_BYTES."""
     chunks: list[list[DeferredGrad]] = []
     bytes_left = 0
     for gradient in deferred:

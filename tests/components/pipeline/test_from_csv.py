@@ -46,7 +46,7 @@ def test_other_numbers_of_ranks_or_microbatches_are_refused(path: Path) -> None:
         ("0F0,0Q0\n", "not a valid schedule: row 1, column 2: '0Q0' is not an action"),
         ("0F0\n0B0\n", "not a valid schedule: ranks 0 and 1 both work on stage 0"),
         ("0F0,1F0\n2F0\n", "not a valid schedule: its 2 ranks hold different numbers of stages"),
-        ("0F0,0F1\n", "forwards alone, with which nothing is trained; add backwards"),
+        ("0F0,0F1\n", "has forward passes only, and trains nothing; add backward passes"),
         ("0B0,0F0\n", "not a valid schedule: stage 0 does BF for microbatch 0"),
         ("0F999999999,0B999999999\n", "2 actions are too few for 1000000000 microbatches on 1 stages"),
         (f"0F{10**30},0B0\n", "2 actions are too few for "),

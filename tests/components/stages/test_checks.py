@@ -97,7 +97,7 @@ def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, why
     ("words", "why"),
     [
         (("stages.capture=true",), "passes in CUDA graphs keep their activations in place"),
-        (("executor.streams=true",), "freed on another stream than it was allocated on"),
+        (("executor.streams=true",), "freed on another stream than they were allocated on"),
     ],
 )
 def test_activations_with_a_fixed_place_are_not_offloaded(words: tuple[str, ...], why: str) -> None:
@@ -150,13 +150,13 @@ def test_explain_says_which_layers_are_outside_of_stages() -> None:
         ((*SHORT, BLOCKS), []),
         (
             (*SHORT, BLOCKS, "stages.recompute=selective"),
-            ['[schedule] says what each stage recomputes; write recompute = "none", or leave it out in [schedule]'],
+            ['[schedule] sets recompute policies by stage; write recompute = "none", or leave it out in [schedule]'],
         ),
         (
             (*SHORT, "schedule.recompute={ blocks = { again = [0.9], kept = 0.1 } }"),
-            ["4 slices have 1 blocks.again; write as many of each"],
+            ["slices has 4 values, and blocks.again has 1; write equally many"],
         ),
-        ((*AUTO, "model.num_hidden_layers=6"), ["6 layers can't be cut into 4 slices of as many each"]),
+        ((*AUTO, "model.num_hidden_layers=6"), ["6 layers are not divisible into 4 slices"]),
     ],
 )
 def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...], whys: list[str]) -> None:
@@ -171,7 +171,7 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
     [
         (CIRCULAR, []),
         (CIRCULAR[:1], ["[executor] [schedule] places embedding and head on every rank"]),
-        (CIRCULAR[1:], ["[schedule] [executor] runs one program for all ranks"]),
+        (CIRCULAR[1:], ["[schedule] [executor] runs the circular pipeline's own program"]),
         ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
         ((*CIRCULAR, "stages.offload=true"), ["are not actions of a program, which could offload their activations"]),
         ((*CIRCULAR, "stages.head_layer_cost=2"), ["none has fewer layers for them; write head_layer_cost = 0"]),

@@ -9,7 +9,7 @@ from torch import nn
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.parallel.tensor import TensorRanks, split
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.stages.initial_values import InitialValues, check_capacity, memory_of
+from drawloom.components.stages.initial_values import InitialValues, check_capacity, get_device_memory
 from drawloom.graph import UserError
 from support.qwen3 import dense
 
@@ -58,14 +58,14 @@ def test_only_frozen_parameters_have_an_origin() -> None:
     values = InitialValues(dense(), 7, torch.device("cpu"), None, {})
     trained, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
     assert values.origin([trained]) == "" and values.origin([trained, frozen]) == "seed 7"
-    assert "random weights" in values.other_origin()
+    assert "random weights" in values.describe_other_origin()
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made() -> None:
     """The meta device computes its size without memory; ranks with a part of the parameters need less."""
     device = torch.device("cpu")
     with torch.device("meta"):
-        module = nn.Linear(2**20, memory_of(device) // 2**22 * 3 // 2, bias=False)
+        module = nn.Linear(2**20, get_device_memory(device) // 2**22 * 3 // 2, bias=False)
     with pytest.raises(UserError, match=r"the parameters of this rank take .*B, and its device, cpu, has .*B; use a"):
         check_capacity([module], 1, device)
     check_capacity([module], 2, device)

@@ -378,7 +378,9 @@ def test_stages_have_the_layers_that_a_schedule_gives_them(rank: int, mesh_of: A
         rank
     ]
     for sizes in ((3, 2), (4, 0), (2, 1, 1)):
-        with pytest.raises(UserError, match=r"Cuts.layers_by_stage gives .* for 4 layers in 2 stages; return at least"):
+        with pytest.raises(
+            UserError, match=r"Cuts.layers_by_stage returns .* for 4 layers in 2 stages; return at least"
+        ):
             open_stages(mesh, job, Blueprint(), schedule=Cuts(sizes=sizes))
 
 

@@ -67,13 +67,17 @@ def test_leaves_of_wrong_shape_are_named(leaves: dict[str, Any], message: str) -
 
 def test_a_class_is_refused_where_it_does_not_say_how_leaves_are_divided() -> None:
     """A field without a spec, a class without weights, and a value of the host without a default."""
-    with pytest.raises(TypeError, match=r"Plain.labels does not say how it is divided; write one of leaf\(\"rows\"\)"):
+    with pytest.raises(
+        TypeError, match=r"Plain.labels does not declare how it is divided; write one of leaf\(\"rows\"\)"
+    ):
 
         class Plain(Batch):
             labels: Tensor
             weights: Tensor = leaf("rows")
 
-    with pytest.raises(TypeError, match=r'Bare has no weights of its rows; write weights: Tensor = leaf\("rows"\)'):
+    with pytest.raises(
+        TypeError, match=r'Bare does not declare the leaf `weights`; write weights: Tensor = leaf\("rows"\)'
+    ):
 
         class Bare(Batch):
             labels: Tensor = leaf("rows")

@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "wrong stack": (
         lambda: shard_tree(torch.ones(3, 2), Stack(), 2),
-        "a tensor of shape (3, 2) is not a stack of 2 along dimension 0, but one of 3",
+        "a tensor of shape (3, 2) has size 3 along dimension 0, not one entry for each of 2 microbatches",
     ),
     "scalar": (
         lambda: shard_tree(torch.ones(()), Shard(), 2),
@@ -183,11 +183,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "list along 1": (
         lambda: shard_tree(["a", "b"], Shard(1), 2),
-        "a list only has dimension 0, and the specification is Shard(dim=1)",
+        "a list only has dimension 0, but the specification is Shard(dim=1)",
     ),
     "shapes": (
         lambda: unshard_tree([torch.ones(1, 2), torch.ones(1, 3)], Shard()),
-        "the parts can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape (1, 3)",
+        "the shards can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape (1, 3)",
     ),
     "kinds": (
         lambda: unshard_tree([torch.ones(1), [1]], Shard()),
@@ -211,17 +211,17 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tree of specifications": (
         lambda: shard_tree({"a": 1, "b": 2}, {"a": Replicate()}, 2),
-        "the specification has ['a'] here, the value ['a'], ['b']",
+        "the specification has ['a'] here, but the value has ['a'], ['b']",
     ),
     "specification of a leaf": (
         lambda: shard_tree({"a": 1}, {"a": [Shard()]}, 2),
-        "at ['a']: the specification has [0] here, the value a leaf",
+        "at ['a']: the specification has [0] here, but the value is a leaf",
     ),
     "no specification": (
         lambda: check_spec({"a": [Shard(), 0]}),
         "at ['a'][1]: 0 is not a sharding spec; write Shard(dim), Stack(dim) or Replicate()",
     ),
-    "nothing to join": (lambda: unshard_tree([], Shard()), "there are no parts to join"),
+    "nothing to join": (lambda: unshard_tree([], Shard()), "there are no shards to join"),
     "no parts": (
         lambda: shard_tree(torch.ones(2), Shard(), 0),
         "a tree can't be sharded into 0 parts; write at least 1",

@@ -86,7 +86,7 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         if iteration < table.microbatches:
             assert rows[0][column] == ("in", iteration)
         for stage in range(1, stages):
-            moved = table.moves_up(iteration, stage)
+            moved = table.find_moved_microbatch(iteration, stage)
             assert moved is None or rows[stage][column] in (("in", moved), ("out", moved))
             rows[stage - 1][column] = None if moved is None else rows[stage][column]
         finished = table.find_finished_microbatch(iteration)

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, repeat_fraction, text_of
+from drawloom.components.pipeline.program.recomputation import LiveMicrobatches, describe_policies, repeat_fraction
 from drawloom.components.ports.program import Program, flat
 from support.schedules import schedule
 
 
 def test_policies_are_described_by_runs_of_stages() -> None:
     """Neighbouring stages with the same policy are one run; stages without recomputation are left out."""
-    assert text_of(("blocks", "blocks", "none", 2, "selective")) == (
+    assert describe_policies(("blocks", "blocks", "none", 2, "selective")) == (
         "blocks in stages 0-1, one of 2 blocks in stage 3, selective in stage 4"
     )
-    assert text_of(("none", "none")) == text_of(()) == ""
+    assert describe_policies(("none", "none")) == describe_policies(()) == ""
     assert [repeat_fraction(policy) for policy in ("none", "blocks", 4)] == [0, 1, 0.25]
 
 

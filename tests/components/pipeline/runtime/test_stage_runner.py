@@ -35,7 +35,7 @@ def test_a_loss_of_another_form_is_named() -> None:
     runner: Any = SimpleNamespace(objective=Mean())
     none: Any = None
     with pytest.raises(TypeError, match=r"Mean\.loss returns a Tensor; return the sum of the losses"):
-        StageRunner._loss(runner, none, none, none)
+        StageRunner._compute_loss(runner, none, none, none)
 
 
 pytestmark = pytest.mark.usefixtures("float64")

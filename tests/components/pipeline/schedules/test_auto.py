@@ -301,9 +301,9 @@ def test_impossible_settings_are_refused() -> None:
         Auto(memory=0.5).program(4, 8)
     with pytest.raises(UserError, match=r"3 slices are too few for 4 stages; write 4 of each or more"):
         Auto(slices=[1.0] * 3).stage_to_rank(4)
-    with pytest.raises(UserError, match=r"4 slices have 5 activations; write as many of each"):
+    with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write equally many"):
         Auto(slices=[1.0] * 4, activations=[1.0] * 5).stage_to_rank(4)
-    with pytest.raises(UserError, match=r"6 layers can't be cut into 4 slices of as many each; write 6 slices"):
+    with pytest.raises(UserError, match=r"6 layers are not divisible into 4 slices; write 6 slices"):
         Auto(slices=[1.0] * 4).layers_by_stage(2, 6)
     with pytest.raises(ValueError, match=r"slices: \[1, 2, 3\] has 3 times; write one number, or 4, for F, B, I, W"):
         Auto(slices=[[1, 2, 3]])
