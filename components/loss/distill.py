@@ -88,14 +88,14 @@ def coarse_divergence(logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: 
         teacher = teacher[..., :-1]
     teacher = teacher.log_softmax(-1)  # rounded numbers may not add up to 1
     if kind == "forward":
-        return _kl(teacher, student)
+        return _compute_kl(teacher, student)
     if kind == "reverse":
-        return _kl(student, teacher)
+        return _compute_kl(student, teacher)
     shares = torch.tensor([beta, 1 - beta], dtype=logits.dtype, device=logits.device).log()
     mixture = torch.logaddexp(teacher + shares[0], student + shares[1])
-    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+    return beta * _compute_kl(teacher, mixture) + (1 - beta) * _compute_kl(student, mixture)
 
 
-def _kl(one: Tensor, other: Tensor) -> Tensor:
+def _compute_kl(one: Tensor, other: Tensor) -> Tensor:
     """Return KL(one || other) from log-probabilities (tokens, outcomes): (tokens,)."""
     return (one.exp() * (one - other)).sum(-1)

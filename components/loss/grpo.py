@@ -123,7 +123,7 @@ class Grpo(DecoderInputs):
         logps, is_target = target_logps(hidden, head, batch), batch.weights > 0
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
-        ratios = _ratios(differences, counts, method)
+        ratios = _compute_ratios(differences, counts, method)
         low, high = 1 - method.clip_low, 1 + method.clip_high
         advantages, clipped = batch.advantages, ratios.clamp(low, high)
         if method.detached:
@@ -149,7 +149,7 @@ class Grpo(DecoderInputs):
         return (losses * weights).sum(), shares.double().sum(), sums
 
 
-def _ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
+def _compute_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
     """Return ratios (rows, length), equal in a row if the method has one by row, from log-probability differences."""
     if method.ratio == "token":
         return differences.exp()

@@ -139,7 +139,7 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
         if self.ranks.size == 1:
             return super().forward(x, float8)
-        wide = x.to(_wide(x))
+        wide = x.to(_widen_dtype(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
         squares = self.ranks.copy(self.ranks.sum(wide.square().sum(-1, keepdim=True)))
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
@@ -269,14 +269,14 @@ class ChunkedHead(_Chunked):
         return losses if weights is None else losses * weights, both[..., 1]
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
-        return self.map_logits(lambda logits: logits.mean(-1, dtype=_wide(logits)), hidden)
+        return self.map_logits(lambda logits: logits.mean(-1, dtype=_widen_dtype(logits)), hidden)
 
 
 def _target_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
-    wide = logits.to(_wide(logits))
+    wide = logits.to(_widen_dtype(logits))
     return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], wide.logsumexp(-1)], -1)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _widen_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)

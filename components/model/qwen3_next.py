@@ -22,7 +22,7 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 
 
-def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
     names = list(parameters)
     joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
     return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
@@ -52,7 +52,7 @@ QWEN3_NEXT = Family(
     derives_head_dim=False,
     ignored=("mtp.*",),
     read=read_hybrid,
-    mapper=_mapper,
+    mapper=_map_parameters,
 )
 
 

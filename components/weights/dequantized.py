@@ -43,19 +43,19 @@ class QuantizedTensor:
 
     @property
     def storage_spec(self) -> TensorSpec:
-        shape = self._turn(torch.empty(self.spec.shape, device="meta")).shape
+        shape = self._transpose_if_needed(torch.empty(self.spec.shape, device="meta")).shape
         stored = torch.empty(self.weight_format.storage_shape(tuple(shape)), device="meta")
-        return TensorSpec(tuple(self._turn(stored).shape), BITS)
+        return TensorSpec(tuple(self._transpose_if_needed(stored).shape), BITS)
 
     def storage(self) -> Tensor:
         """Return the storage as BITS, transposed as the tensor is."""
-        return self._turn(self.read().view(BITS))
+        return self._transpose_if_needed(self.read().view(BITS))
 
     def dequantize(self) -> Tensor:
         """Return the values, bfloat16."""
-        return self._turn(self.weight_format.dequantize(self.read()))
+        return self._transpose_if_needed(self.weight_format.dequantize(self.read()))
 
-    def _turn(self, tensor: Tensor) -> Tensor:
+    def _transpose_if_needed(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 

@@ -34,7 +34,7 @@ def sequential(*mappers: Mapper) -> Mapper:
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
         return Mapper(())
-    return Mapper(tuple(_chain(parts) for parts in _find_components(_fill_gaps(stages))))
+    return Mapper(tuple(_combine_groups(parts) for parts in _find_components(_fill_gaps(stages))))
 
 
 def shard(mapper: Mapper, count: int, index: int) -> Mapper:
@@ -116,17 +116,17 @@ class _Forest:
         self._parents[high] = low
 
 
-def _chain(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
+def _combine_groups(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
     """Combine connected groups from several stages into one group."""
-    forth = _Chain(tuple(tuple(stage) for stage in stages))
+    forth = _StagedConversion(tuple(tuple(stage) for stage in stages))
     if any(group.revert is None for stage in stages for group in stage):
         return TensorGroup(forth.inputs, forth.outputs, forth)
-    back = _Chain(tuple(tuple(group.inverse() for group in stage) for stage in reversed(stages)))
+    back = _StagedConversion(tuple(tuple(group.inverse() for group in stage) for stage in reversed(stages)))
     return TensorGroup(forth.inputs, forth.outputs, forth, back)
 
 
 @attrs.frozen
-class _Chain:
+class _StagedConversion:
     """Conversion in stages with independent groups; an intermediate tensor is freed as soon as it is consumed."""
 
     stages: tuple[tuple[TensorGroup, ...], ...]

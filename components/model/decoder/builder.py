@@ -34,7 +34,7 @@ from drawloom.components.model.split_vocabulary import (
     count_new_tokens,
     fault_of_new_tokens,
     join_mapper,
-    part,
+    split_module,
     split_sizes,
 )
 from drawloom.components.ports.corpus import Tokenizer
@@ -247,7 +247,7 @@ class DecoderBuilder:
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
         name_joined_layers(module, self.family.mapper, self.architecture)
-        return module if self.split is None else part(module, self.split)
+        return module if self.split is None else split_module(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]

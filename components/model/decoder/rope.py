@@ -165,7 +165,9 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
         return LongRopeScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor)
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
-        ratio = _sharpening(given["factor"], numerator) / _sharpening(given["factor"], denominator)
+        ratio = _compute_yarn_attention_factor(given["factor"], numerator) / _compute_yarn_attention_factor(
+            given["factor"], denominator
+        )
         given.setdefault("attention_factor", ratio)
     made = {"dynamic": DynamicScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}[rope.rope_type]
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
@@ -176,7 +178,7 @@ def long_attention_factor(factor: float, original_length: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
-def _sharpening(factor: float, mscale: float) -> float:
+def _compute_yarn_attention_factor(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -184,7 +186,7 @@ def score_multiplier(rope: RopeScaling | None) -> float:
     """Return latent attention's factor for scores, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
     if rope is None or rope.mscale_all_dim is None or rope.factor is None:
         return 1.0
-    return _sharpening(rope.factor, rope.mscale_all_dim) ** 2
+    return _compute_yarn_attention_factor(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
@@ -242,7 +244,7 @@ def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> 
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
 
 
-def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
+def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in the form of `rope_theta` and `rope_scaling`, whichever form they were given in."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = given.get("rope_parameters", given.get("rope_scaling"))
@@ -253,7 +255,7 @@ def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest | theta | scaling
 
 
-def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def duplicate_setting_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
@@ -276,7 +278,7 @@ def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[
                 "rotates a part of each head only (partial_rotary_factor), where only the whole can be built"
             )
     base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _scaling(rope, config)
+    return base, _read_scaling(rope, config)
 
 
 def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
@@ -303,7 +305,7 @@ def write_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
     if kind not in HUGGING_FACE:

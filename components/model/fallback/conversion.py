@@ -51,12 +51,12 @@ class _Layout:
 
         by_parameter: dict[str, list[str]] = {}
         for name in sorted(self.to_disk(tensors), key=dot_natural_key):
-            by_parameter.setdefault(self._source(name)[0], []).append(name)
+            by_parameter.setdefault(self._find_parameter(name)[0], []).append(name)
         return by_parameter
 
     def mapper(self, parameter: str, names: Sequence[str]) -> Mapper:
         """Return the mapper from a parameter to its tensors on disk."""
-        _, pattern = self._source(names[0])
+        _, pattern = self._find_parameter(names[0])
         if pattern is None:
             return rename({parameter: names[0]})
 
@@ -86,7 +86,7 @@ class _Layout:
         """Convert a parameter's tensors on disk, of any shape, to the parameter."""
         converter: Any = None
         for name, tensor in tensors.items():
-            _, pattern = self._source(name)
+            _, pattern = self._find_parameter(name)
             if converter is None:
                 converter = copy.deepcopy(next(part for part in self.converters if pattern in part.source_patterns))
             converter.add_tensor(parameter, name, pattern, tensor)
@@ -95,7 +95,7 @@ class _Layout:
         value = converted[parameter]
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
 
-    def _source(self, name: str) -> tuple[str, str | None]:
+    def _find_parameter(self, name: str) -> tuple[str, str | None]:
         """Return the parameter of a tensor on disk, and the pattern of its converter, if any."""
         from transformers.core_model_loading import rename_source_key
 

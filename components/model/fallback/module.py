@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import RowAttention
-from drawloom.components.model.fallback.parts import Parts, PassThrough, placeholder
+from drawloom.components.model.fallback.parts import Parts, PassThrough, create_placeholder
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.model import Finish, Head, Kernels, LayerRange, TokenContext
@@ -64,7 +64,7 @@ class TransformersLM(nn.Module):
         self._drop_other_modules()
         use_kernels(self, kernels)
         if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
-            self._keep_from_adapters(self.get_submodule(parts.embedding))
+            self._hide_from_adapters(self.get_submodule(parts.embedding))
         # Outside of the registered modules, because it has no parameters.
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
@@ -75,11 +75,11 @@ class TransformersLM(nn.Module):
                 layers[number] = PassThrough(layer)
         parts, span = self.parts, self.span
         for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
-            self.set_submodule(name, placeholder(self.get_submodule(name)))
+            self.set_submodule(name, create_placeholder(self.get_submodule(name)))
         if not (span.embedding or (span.head and parts.tied)):
             self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
 
-    def _keep_from_adapters(self, table: nn.Module) -> None:
+    def _hide_from_adapters(self, table: nn.Module) -> None:
         if type(table) is Embedding:
             table.__class__ = TiedTable
 
@@ -132,9 +132,9 @@ class OuterModel:
 
     def head(self, linear: Head) -> Head:
         """Return the model's head, given the head that is a product with the weight alone."""
-        return ChunkedHead(partial(self._logits, linear.logits), self.whole.config.vocab_size)
+        return ChunkedHead(partial(self._compute_logits, linear.logits), self.whole.config.vocab_size)
 
-    def _logits(self, multiply: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    def _compute_logits(self, multiply: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) of hidden states (..., hidden_size)."""
         self.product.multiply = multiply
         logits: Tensor = self.whole(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
@@ -172,13 +172,13 @@ def use_kernels(module: nn.Module, kernels: Kernels) -> None:
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
-            part.__class__ = _derive(KeepsDtype, part)
-        if values := {name: _on_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
+            part.__class__ = _prepend_base_class(KeepsDtype, part)
+        if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            part.__class__ = _derive(KnownBuffers, part)
+            part.__class__ = _prepend_base_class(KnownBuffers, part)
 
 
-def _derive(mixin: type, part: nn.Module) -> Any:
+def _prepend_base_class(mixin: type, part: nn.Module) -> Any:
     """Return a class above a module's class, of the same name."""
     kind: Any = type(part)
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
@@ -191,5 +191,5 @@ def _use_embedding(part: nn.Embedding, kernels: Kernels) -> None:
     vars(part).update(kernels=kernels, ranks=ALONE)
 
 
-def _on_cpu(buffer: Tensor) -> Tensor:
+def _copy_to_cpu(buffer: Tensor) -> Tensor:
     return buffer.detach().to("cpu", copy=True) if not buffer.is_meta else torch.zeros(buffer.shape, dtype=buffer.dtype)

@@ -42,7 +42,7 @@ def name_without_layer(name: str) -> str:
 def find_parts(whole: Any) -> Parts:
     """Find the parts of a causal LM. Raises SelfCheckError for a model that isn't built of them."""
     names = {part: name for name, part in whole.named_modules()}
-    embedding, head = _embeddings(whole)
+    embedding, head = _get_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
         raise SelfCheckError("layers", "there is no base model with one embedding of tokens")
     base = whole.get_submodule(names[embedding].partition(".")[0])
@@ -53,7 +53,7 @@ def find_parts(whole: Any) -> Parts:
     )
 
 
-def _embeddings(whole: Any) -> tuple[Any, Any]:
+def _get_embeddings(whole: Any) -> tuple[Any, Any]:
     try:
         return whole.get_input_embeddings(), whole.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -80,10 +80,10 @@ class CallOrder:
         self._after: dict[str, None] = {}
         layers: Any = whole.get_submodule(parts.layers)
         owner = whole.get_submodule(parts.layers.rpartition(".")[0])
-        self._hooks = [owner.register_forward_pre_hook(self._start)]
-        self._hooks += [layer.register_forward_hook(self._end_layers) for layer in layers]
-        for name, part in outside_of_layers(whole, parts):
-            self._hooks.append(part.register_forward_pre_hook(self._record(name)))
+        self._hooks = [owner.register_forward_pre_hook(self._note_start)]
+        self._hooks += [layer.register_forward_hook(self._note_layer_end) for layer in layers]
+        for name, part in find_modules_outside_layers(whole, parts):
+            self._hooks.append(part.register_forward_pre_hook(self._make_recorder(name)))
         self._parameters = {name for name, _ in whole.named_parameters()}
 
     def __enter__(self) -> Self:
@@ -103,20 +103,20 @@ class CallOrder:
         """Return whether a module has parameters; other ones, such as rotary angles, are for every stage."""
         return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
 
-    def _start(self, *_: Any) -> None:
+    def _note_start(self, *_: Any) -> None:
         self._layers_ended = False
 
-    def _end_layers(self, *_: Any) -> None:
+    def _note_layer_end(self, *_: Any) -> None:
         self._layers_ended = True
 
-    def _record(self, name: str) -> Any:
+    def _make_recorder(self, name: str) -> Any:
         def record(*_: Any) -> None:
             (self._after if self._layers_ended else self._before)[name] = None
 
         return record
 
 
-def outside_of_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
+def find_modules_outside_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
     modules = []
     owner = parts.layers.rpartition(".")[0]
@@ -152,6 +152,6 @@ class NoVectors(PassThrough):
         return torch.zeros(())
 
 
-def placeholder(replaced: nn.Module) -> nn.Module:
-    """Return the placeholder of a module other than the embedding of tokens."""
+def create_placeholder(replaced: nn.Module) -> nn.Module:
+    """Create the placeholder for a module that the span leaves out, except for the token embedding."""
     return (NoVectors if isinstance(replaced, nn.Embedding) else PassThrough)(replaced)
