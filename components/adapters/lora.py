@@ -16,6 +16,7 @@ from drawloom.graph import UserError, above, between, component, setting
 
 
 def _find_dropout_fault(value: float) -> str | None:
+    """Return why a dropout probability is invalid, or None."""
     return None if 0 <= value < 1 else f"{value} is not from 0 to below 1"
 
 
@@ -89,7 +90,9 @@ class Lora:
         if type(table) is not Embedding or table.weight.requires_grad:
             raise UserError("adapters: lm_head is tied to embed_tokens, which is adapted, too; adapt one of them", 2)
         if self.dora:
-            raise UserError("adapters: lm_head is tied to embed_tokens; adapt it without dora", exit_code=2)
+            raise UserError(
+                "adapters: DoRA does not support lm_head tied to embed_tokens; set dora = false for it", exit_code=2
+            )
         return LoraTiedHead(table, self.form)
 
     def _adapt_layer(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
@@ -99,18 +102,18 @@ class Lora:
         if isinstance(layer, Linear):
             return LoraLinear(layer, self.form)
         if self.dora:
-            raise UserError(f"adapters: {name}: PEFT has DoRA for linear layers only; adapt it without dora", 2)
+            raise UserError(f"adapters: {name}: PEFT supports DoRA for linear layers only; set dora = false for it", 2)
         if isinstance(layer, Embedding):
             return LoraEmbedding(layer, self.form)
         if self.dropout:
-            raise UserError(f"adapters: {name}: PEFT has no dropout for experts; adapt them without dropout", 2)
+            raise UserError(f"adapters: {name}: PEFT does not support dropout for experts; set dropout = 0 for them", 2)
         assert isinstance(layer, Experts)
         leaves = {adapted_name.rpartition(".")[2] for adapted_name in adapted}
         return LoraExperts(layer, self.form, FUSED if name in adapted else sorted(leaves))
 
 
 def _list_target_names(name: str, layer: nn.Module) -> list[str]:
-    """Return the names by which patterns can match a layer; [] for layers unsupported in LoRA."""
+    """Return names for patterns to match: the layer's, its joined layer's, its parameters'; [] if unsupported."""
     if isinstance(layer, Experts):
         return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
     if isinstance(layer, Linear) and layer.joined_name is not None:

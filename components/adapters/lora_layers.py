@@ -39,7 +39,7 @@ class LoraForm:
     dora: bool = False
 
     def low_rank(self, target: str, fused: bool = False) -> LowRank:
-        """Return a description of a module's factors, or if `fused` a parameter's."""
+        """Describe the factors of the module `target`, or if `fused` of the parameter `target`."""
         return LowRank(target, self.rank, self.scale, self.dropout, self.dora, fused)
 
     def drop(self, x: Tensor) -> Tensor:

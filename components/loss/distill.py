@@ -48,7 +48,7 @@ class Distill(DecoderInputs):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report a share of the mixture without a mixture, and one that makes the divergence 0 for all models."""
+        """Report `beta` without `jsd`, and a `beta` that makes the divergence 0 for all models."""
         beta, kind = node.settings["beta"], node.settings["divergence"]
         if beta is not None and kind != "jsd":
             yield node.problem("beta", f"{kind!r} has no mixture", 'leave it out, or write divergence = "jsd"')
@@ -59,7 +59,7 @@ class Distill(DecoderInputs):
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.teacher_ids is None or batch.teacher_logps is None:
-            raise UserError('the rows have no predictions of a teacher; write teacher = "@teacher" in the packing', 2)
+            raise UserError('the rows contain no teacher predictions; write teacher = "@teacher" in the packing', 2)
         function = partial(coarse_divergence, kind=self.divergence, beta=0.5 if self.beta is None else self.beta)
         divergences = head.map_logits(function, hidden, batch.teacher_ids, batch.teacher_logps)
         divergence = (divergences * batch.weights).sum()
@@ -97,5 +97,5 @@ def coarse_divergence(logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: 
 
 
 def _compute_kl(one: Tensor, other: Tensor) -> Tensor:
-    """Return KL(one || other) from log-probabilities (tokens, outcomes): (tokens,)."""
+    """Return KL(one || other), (tokens,), from log-probabilities (tokens, outcomes)."""
     return (one.exp() * (one - other)).sum(-1)

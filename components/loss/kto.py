@@ -47,7 +47,7 @@ class Kto(DecoderInputs):
         return batch.evolve(reference=logps)
 
     def measure(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
-        """Return the sum of mismatched answers' log-ratios, and their number by weight: float64 (2,)."""
+        """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""
         ratios, weights = self._compute_log_ratios(target_logps(hidden, head, batch), batch)
         return torch.stack([(ratios[..., 1] * weights).sum(), weights.sum()])
 
@@ -69,7 +69,11 @@ class Kto(DecoderInputs):
         return (factors * torch.sigmoid(-distances)).sum(), weights.sum(), sums
 
     def _compute_log_ratios(self, logps: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return answers' and mismatched answers' log-ratios, float64 (rows, pairs, 2), and weights (rows, pairs)."""
+        """
+        Return log-probabilities minus the reference's, float64 (rows, pairs, 2), and weights (rows, pairs).
+
+        The last dimension has the answer and a mismatched one.
+        """
         documents, reference = batch.document_ids, batch.reference
         assert reference is not None  # the executor computes it
         weights = sum_by_pair(batch.weights, documents).sum(-1)

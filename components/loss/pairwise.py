@@ -102,7 +102,7 @@ class PairwiseLoss(DecoderInputs):
         return total, weights.sum(), {f"reward_{name}": (value * weights).sum() for name, value in values.items()}
 
     def _sum_reference_logps(self, batch: TokenBatch) -> Tensor | float:
-        """Return the reference model's log-probabilities by answer, float64 (rows, pairs, 2), or 0 without one."""
+        """Sum the reference's log-probabilities by answer: float64 (rows, pairs, 2); 0 for losses without one."""
         return 0.0
 
 

@@ -61,7 +61,7 @@ class RewardModel(DecoderInputs):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism, whose ranks would each add the gradient of the whole score."""
+        """Report tensor parallelism: every rank would add the whole score's gradient, so the sum would be too large."""
         if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
             text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
             yield mesh.problem("tensor", text, "write tensor = 1")
@@ -71,7 +71,7 @@ class RewardModel(DecoderInputs):
         """The head's parameters, on the meta device until the stages are materialized."""
         width = self.model.hugging_face_config().get("hidden_size")
         if not isinstance(width, int):
-            raise UserError("loss.reward needs the hidden_size of the model, and its configuration has none", 2)
+            raise UserError("loss.reward needs hidden_size, but the model's config.json has no such key", 2)
         with torch.device("meta"):
             return ScoreHead(width)
 

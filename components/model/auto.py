@@ -112,6 +112,7 @@ class AutoModel:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
     def _check_path(self) -> None:
+        """Raise UserError if the path is missing, a run folder, or a file although weights are to be loaded."""
         path = self.path
         if not path.exists():
             # Names of models on the hub have two parts.
@@ -121,7 +122,7 @@ class AutoModel:
         if (path / LOCK).is_file():
             raise UserError(f"{path} is a run folder; write its export, {path / 'export'}")
         if self.weights and path.is_file():
-            raise UserError(f"{path} is a file, and weights are in a folder; write {path.parent}")
+            raise UserError(f"{path} is a file, but weights are loaded from a folder; write {path.parent}")
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
@@ -212,12 +213,13 @@ def _check_weights(path: Path, new_tokens: NewTokens) -> None:
 
 
 def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
+    """Create the builder for a folder's family; it knows shapes, but its modules can't run a forward pass."""
     kernels: Any = None  # only a forward pass needs kernels
     return _find_component(path)(kernels=kernels, config=path, new_tokens=new_tokens)
 
 
 def _find_component(path: Path) -> type[DecoderBuilder]:
-    """Return the component for a `config.json`. Raises UserError for an unknown family."""
+    """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
     file = config_path(path)
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:

@@ -39,7 +39,7 @@ class DeepseekV2Config(LatentConfig):
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without groups if it chooses among all experts. Raises ValueError for other methods."""
+    """Convert a null query rank; set one group for the greedy method. Raises ValueError for an unknown method."""
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
@@ -47,6 +47,7 @@ def _read_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert a query rank of 0 to null, and add the topk_method for the number of groups."""
     return write_query_rank(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 

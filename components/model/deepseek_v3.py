@@ -87,7 +87,7 @@ def write_query_rank(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layer_types(config: dict[str, Any]) -> dict[str, Any]:
-    """Count the first dense layers in GLM-4.7-Flash's `mlp_layer_types`."""
+    """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
     config, types = read_query_rank(config), config.get("mlp_layer_types")
     if types is None:
         return config
@@ -98,6 +98,7 @@ def _read_layer_types(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert `first_k_dense_replace` to `mlp_layer_types`, as in GLM-4.7-Flash's files."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
     return {**write_query_rank(config), "mlp_layer_types": types}

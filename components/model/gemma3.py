@@ -54,6 +54,7 @@ class Gemma3Config(LayerTypesConfig):
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
     config = read_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
     interval, layers = config.pop("sliding_window_pattern", None), config.get("num_hidden_layers")
     if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
@@ -62,6 +63,7 @@ def _read_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert rotary positions to rope_parameters by layer type."""
     return write_by_layer_type(config, config["rope_local_base_freq"])
 
 

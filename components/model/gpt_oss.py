@@ -77,10 +77,12 @@ def _interleave(name: str, dim: int) -> Mapper:
 
 
 def _map_parameters(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper from parameters to tensors in files."""
     return parallel(*map(_map_parameter, names))
 
 
 def _map_parameter(name: str) -> Mapper:
+    """Return the mapper for one parameter; expert matrices are transposed and interleaved."""
     if name.endswith(".experts.gate_up_proj"):
         return sequential(_interleave(name, 1), transpose(name, 1, 2))
     if name.endswith(".experts.gate_up_proj_bias"):

@@ -36,15 +36,19 @@ class Olmo3Config(LayerTypesConfig):
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Merge the bases for both layer types into one. Raises ValueError if they differ."""
     config = read_by_layer_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
     theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
     if (sliding := config.pop("sliding_theta", theta)) != theta:
-        raise ValueError(f"has rope_theta = {sliding} for sliding and {theta} for full attention, where both are equal")
+        raise ValueError(
+            f"has rope_theta = {sliding} for sliding and {theta} for full attention; only equal ones can be built"
+        )
     return config
 
 
 def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert rotary positions to rope_parameters by layer type, with one base."""
     return write_by_layer_type(config, config["rope_theta"])
 
 

@@ -61,7 +61,7 @@ def _write_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Join queries, keys and values, and gate and up, which are one tensor each in files."""
+    """Return the mapper that joins queries, keys and values to one tensor, and gate and up to another, as in files."""
     names = list(parameters)
     joined = []
     width, key_width = (

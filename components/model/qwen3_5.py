@@ -40,6 +40,7 @@ def qwen3_5_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Ma
 
 
 def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
+    """Yield mappers that join a gated delta net's q, k and v projections, and its convolutions, as in files."""
     delta = config.delta
     sizes = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
     parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]

@@ -30,7 +30,7 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the width of layers without experts, which files leave out, as there are none."""
+    """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:
         config = {**config, "intermediate_size": choices * width}

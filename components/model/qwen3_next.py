@@ -23,13 +23,14 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
 
 
 def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper to files, in which projections in gated delta nets are joined."""
     names = list(parameters)
     joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
     return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
 
 
 def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
-    """Yield mappers to files' joined projections, in which a key head's rows are together."""
+    """Yield mappers that join a gated delta net's projections as in files: key head by key head."""
     delta = config.delta
     group = delta.value_heads // delta.key_heads
     rows = {"q": delta.key_dim, "k": delta.key_dim, "v": group * delta.value_dim, "z": group * delta.value_dim}

@@ -14,6 +14,7 @@ from drawloom.graph import at_least, component, setting
 
 
 def _compute_default_rope_layers(config: Any) -> tuple[int, ...]:
+    """Return 0 for every fourth layer, which has no rotary positions, and 1 for the others."""
     return tuple(int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers))
 
 
@@ -55,6 +56,7 @@ class SmolLm3Config(LlamaConfig):
 
 
 def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Derive missing no_rope_layers from no_rope_layer_interval."""
     interval, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers")
     if config.get("no_rope_layers") is None and type(layers) is int and type(interval) is int and interval > 0:
         return {**config, "no_rope_layers": [int((layer + 1) % interval != 0) for layer in range(layers)]}

@@ -103,6 +103,7 @@ class Split:
 
 
 def _register_new_rows(layer: nn.Module, split: Split, width: int) -> None:
+    """Register an uninitialized parameter (ids, width) for every name in the split."""
     for name, size in split.sizes.items():
         layer.register_parameter(name, nn.Parameter(torch.empty(size, width)))
 
@@ -153,7 +154,7 @@ class PartedHead(Linear):
 
 
 def _compute_logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
-    """Return the logits (..., size) for hidden (..., hidden_size), in the table's dtype."""
+    """Return logits (..., size), in id order and the table's dtype, for hidden (..., hidden_size)."""
     # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
@@ -162,7 +163,7 @@ def _compute_logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tens
 
 
 def split_module(module: nn.Module, split: Split) -> nn.Module:
-    """Split a module's embeddings and heads in place, and return it. They must have `split.rows` rows."""
+    """Replace a module's embeddings and heads, with `split.rows` rows, by split ones in place; return the module."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if type(layer) is Embedding:

@@ -67,11 +67,11 @@ class Transformers:
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        yield "model.transformers has no split of its layers"
+        yield "model.transformers can't partition its layers over ranks"
 
     @classmethod
     def context_faults(cls, node: Any) -> Iterator[str]:
-        yield "model.transformers computes with whole rows"
+        yield "model.transformers can't split rows over ranks"
 
     def check_machine(self) -> None:
         """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
@@ -85,6 +85,7 @@ class Transformers:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
     def _check_path(self) -> None:
+        """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
         if not self.path.exists():
             raise UserError(f"there is no folder {self.path}; write one with a config.json")
         read_json(config_path(self.path))
@@ -92,6 +93,7 @@ class Transformers:
             raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
 
     def _check_tokenizer(self) -> None:
+        """Raise UserError if the tokenizer has more ids than the model's vocabulary."""
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
             raise UserError(
                 f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary only "
@@ -104,12 +106,14 @@ class Transformers:
 
     @cached_property
     def _verdict(self) -> Verdict:
+        """The self-check's result. Raises UserError if the model fails."""
         try:
             return self_check(self._config)
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
     def _create_check_error(self, check: str, reason: str) -> UserError:
+        """Create the error for a failed self-check."""
         kind = self._config.model_type
         return UserError(
             f"{self.path} has model_type = {kind}, which fails the check {check!r} of model.transformers: {reason}; "
@@ -118,7 +122,7 @@ class Transformers:
 
     @cached_property
     def _empty_model(self) -> Any:
-        """The whole model of transformers without memory, which is not changed."""
+        """transformers' whole model on the meta device, to look up names and shapes; it must not be changed."""
         return build_without_memory(self._config)
 
     @property
@@ -177,7 +181,7 @@ class Transformers:
         return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._count_pair_flops())
 
     def _count_products(self, name: str, parameter: Tensor, role: Role) -> float:
-        """Return how often a token is multiplied by a parameter of any shape."""
+        """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
         parts = self._verdict.parts
         if name == f"{parts.embedding}.weight":
             return float(parts.tied)
@@ -187,6 +191,7 @@ class Transformers:
         return role.products
 
     def _count_pair_flops(self) -> dict[int | None, float]:
+        """Return FLOPs per query-key pair, summed over layers, by window (None: full attention)."""
         config = self._config
         heads = value_of(config, "num_attention_heads")
         width = value_of(config, "head_dim") or value_of(config, "hidden_size") // heads
@@ -212,6 +217,6 @@ class Transformers:
             raise self._create_check_error(error.check, error.reason) from error
 
     def _build_whole_span(self) -> TransformersLM:
-        """Build all layers without memory."""
+        """Build drawloom's span with all layers on the meta device."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
         return TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)

@@ -80,7 +80,7 @@ def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
 
 def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """
-    Map adapted layers' parameters to plain layers' parameters.
+    Return the mapper that merges adapters into plain layers' weights.
 
     An adapter on a tied embedding leaves the head unchanged: the result has a separate head.
     """
@@ -90,7 +90,7 @@ def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
 
 @attrs.frozen
 class MergeError:
-    """Squared norms of the weight changes by adapters, and of the rounding loss after merging."""
+    """Rounding loss in merged weights: squared norms of the adapters' change, and of its part lost by rounding."""
 
     change: float = 0.0
     lost: float = 0.0

@@ -70,6 +70,7 @@ def group_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str
 
 
 def _convert_group(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return a group's converted tensors with their names, without gradients."""
     with torch.no_grad():
         return list(zip(group.outputs, group.convert(tensors), strict=True))
 
@@ -157,7 +158,7 @@ def load(
 
 
 def _whole_shape(name: str, tensor: Tensor, places: Mapping[str, TensorSlice]) -> tuple[int, ...]:
-    """Return the shape of a parameter, without a split over ranks."""
+    """Return a parameter's shape before it was split over ranks."""
     return places[name].shape if name in places else tuple(tensor.shape)
 
 
@@ -168,7 +169,7 @@ def _keeps_storage(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
     """
-    Return whether a group's outputs can have the storage of its inputs.
+    Return whether a group's conversion can be applied to quantized storage instead of dequantized weights.
 
     A conversion that only moves rows, such as a stack of experts, is the same for rows of storage. One that moves
     elements of a row does not lead to the shape of the output's storage.
@@ -188,7 +189,7 @@ def _keeps_storage(
 def _create_storage_mapper(
     name: str, weight_format: WeightFormat, is_stored: bool, device: torch.device | str
 ) -> Mapper:
-    """Return the mapper from a weight (..., outputs, inputs), or from the bits of its storage, to its storage."""
+    """Return the mapper that quantizes a weight (..., outputs, inputs) on `device`, or moves its stored bits there."""
 
     def store(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         moved = tensors[0].to(device)
@@ -206,6 +207,7 @@ def _find_targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -
 
 
 def _fill_parameter(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
+    """Copy a tensor into a parameter; on the meta device replace it, and its ties, by a materialized one."""
     if not parameter.is_meta:
         with torch.no_grad():
             parameter.copy_(tensor)
@@ -231,7 +233,7 @@ def _ensure_own_storage(tensor: Tensor, ours: bool) -> Tensor:
 
 
 def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield why a source can't fill parameters of these shapes."""
+    """Yield why a source can't fill these parameters: missing, unexpected or wrongly shaped tensors."""
     specs, used = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in shapes if name not in outputs]:
@@ -247,6 +249,7 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
 def _find_wrong_shapes(
     mapper: Mapper, specs: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
+    """Yield a message with all tensors whose converted shape differs from the parameter's."""
     wrong: list[str] = []
     for group in mapper.groups:
         if any(name not in specs for name in group.inputs):
@@ -292,7 +295,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def _choose_samples(size: int) -> list[tuple[int, int]]:
-    """Return the hashed parts' offsets and sizes."""
+    """Return offsets and sizes to hash in a file: all, or SAMPLES evenly spaced pieces with WHOLE bytes together."""
     if size <= WHOLE:
         return [(0, size)]
     part = WHOLE // SAMPLES

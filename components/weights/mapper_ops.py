@@ -87,7 +87,7 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
         joined = torch.cat(list(tensors), dim)
         if [tensor.size(dim) for tensor in tensors] != _compute_piece_sizes(joined, dim, len(names), sizes):
             actual = [tensor.size(dim) for tensor in tensors]
-            raise ValueError(f"dimension {dim} has the sizes {actual}, not {sizes or 'all the same'}")
+            raise ValueError(f"dimension {dim} has sizes {actual}, but needs {sizes or 'equal ones'}")
         return [joined]
 
     def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -121,13 +121,14 @@ def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] 
 
 
 def _squeeze_one(tensor: Tensor, dim: int) -> Tensor:
+    """Remove dimension `dim`. Raises ValueError if its size is not 1."""
     if tensor.size(dim) != 1:
         raise ValueError(f"dimension {dim} has size {tensor.size(dim)}, not 1")
     return tensor.squeeze(dim)
 
 
 def _compute_piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
-    """Return the sizes after splitting a tensor (..., length, ...) into `count` pieces along `dim`."""
+    """Return `sizes`, or `count` equal ones. Raises ValueError if their sum is not the tensor's size along `dim`."""
     length = whole.size(dim)
     piece_sizes = [length // count] * count if sizes is None else list(sizes)
     if sum(piece_sizes) != length:
@@ -184,4 +185,5 @@ def gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def _gather_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gather every DTensor to its full tensor."""
     return [gather_tensor(tensor) for tensor in tensors]

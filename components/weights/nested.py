@@ -18,7 +18,7 @@ Style = Iterable[tuple[str, str]]
 
 
 def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
-    """Return the prefixes in files with these names; () if they have none, or if a model needs such names."""
+    """Return (text prefix, prefix in files) pairs for these names; () if none is nested or a model needs such names."""
     names = list(names)
     for style in STYLES:
         marker = style[0][1]

@@ -97,7 +97,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 def split_by_size(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
-    """Split the names, in order, into as few runs up to `max_shard` bytes as possible; at least one run."""
+    """Split the names, in order, into files with up to `max_shard` bytes; a larger tensor is alone."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -110,4 +110,5 @@ def split_by_size(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[
 
 
 def _select_specs(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
+    """Return the specs for these names."""
     return {name: specs[name] for name in names}

@@ -292,7 +292,7 @@ class DecoderBuilder:
 def name_joined_layers(
     module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
 ) -> None:
-    """Set `joined_name` in a span's linear layers that a family's mapper joins with others."""
+    """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""
     # Experts are many, and no linear layers.
     names = [name for name, _ in module.named_parameters() if ".experts." not in name]
     for group in mapper(names, architecture).groups:
@@ -303,7 +303,7 @@ def name_joined_layers(
 
 
 def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Return a whole model's operations; the model may be on the meta device."""
+    """Count FLOPs in a whole model's forward pass, by parameter and by pair; the model may be on the meta device."""
     shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
     by_parameter = {}
     for name, role in parameter_roles(whole):

@@ -42,7 +42,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 
 
 def size(name: str) -> Bound:
-    """Return a check for a size in a model: from 1 to the greatest."""
+    """Return a check for the size setting `name`: from 1 to its entry in MAX_SIZES."""
     return between(1, MAX_SIZES[name] + 1)
 
 
@@ -98,16 +98,16 @@ class DecoderConfig:
 
     @property
     def logit_multiplier(self) -> float:
-        """The logits' factor."""
+        """The factor by which logits are multiplied."""
         return 1.0
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        """Return the factor for embeddings in a dtype."""
+        """Return the factor by which embeddings are multiplied, rounded as a model in this dtype rounds it."""
         return 1.0
 
     @property
     def score_scale(self) -> float | None:
-        """The attention scores' factor; None: head_dim ** -0.5."""
+        """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
         return None
 
     def has_bias(self, projection: str) -> bool:
@@ -123,11 +123,11 @@ class DecoderConfig:
         return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
 
     def attention_of(self, layer: int) -> MixerSpec:
-        """Return a layer's attention."""
+        """Return the specification for a layer's token mixer: attention, or a gated delta net."""
         return self.grouped_attention_of(layer)
 
     def grouped_attention_of(self, layer: int) -> AttentionSpec:
-        """Return attention with grouped queries for a layer."""
+        """Return the specification for a layer's attention with grouped queries."""
         return AttentionSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
@@ -139,7 +139,7 @@ class DecoderConfig:
         )
 
     def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        """Return a layer's feed-forward network or experts."""
+        """Return the specification for a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
@@ -151,7 +151,7 @@ class DecoderConfig:
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults in a family's own keys; `given` has at least the keys without a default."""
+        """Yield the faults in keys only this family has; `given` has at least the keys without a default."""
         yield from ()
 
 
@@ -186,7 +186,7 @@ class LayerTypesConfig(DecoderConfig):
 
     @classmethod
     def default_types(cls, layers: int, interval: int | None = None) -> tuple[str, ...]:
-        """Return the types of `layers` layers, by the family's interval or another."""
+        """Return types for `layers` layers: every `interval`-th (default: the family's) has full attention."""
         step = interval or cls.full_attention_interval
         return tuple(SLIDING if (layer + 1) % step else FULL for layer in range(layers))
 
@@ -317,7 +317,7 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
 
 
 def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Yield the faults if there are more choices than experts, or more experts than files can contain."""
+    """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
     if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
         why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
         yield InvalidSetting("num_experts", why, "write fewer")

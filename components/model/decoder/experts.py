@@ -20,7 +20,7 @@ from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
 class SharedGate(Linear):
-    """Projection to one number by token, which is too narrow for float8."""
+    """Linear layer with one output; it is never computed in float8, because it is too narrow."""
 
     supports_float8: ClassVar[bool] = False
 
@@ -70,7 +70,7 @@ class SparseMoeBlock(nn.Module):
 
 
 def _find_used_rows(here: Dispatched) -> Tensor:
-    """Return which rows have a token, bool (rows,): rows past the last end are undefined."""
+    """Return which rows contain a token, bool (rows,); rows past the last expert's end are undefined padding."""
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
@@ -105,7 +105,7 @@ class Experts(ExpertParallel, QuantizableLayer):
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Map hidden states (tokens, hidden_size) by the experts `chosen` for each token, int64 (tokens, choices).
+        Apply every token's experts `chosen`, int64 (tokens, choices), to hidden states (tokens, hidden_size).
 
         Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token.
         """
@@ -123,7 +123,7 @@ class Experts(ExpertParallel, QuantizableLayer):
         return here.combine(outputs)
 
     def _apply_gate(self, both: Tensor, scale: Tensor) -> Tensor:
-        """Apply the gate to both (rows, 2 * inner width), with a scale (rows,): (rows, inner width)."""
+        """Return activation(gate) * up * scale, (rows, width), for `both` = gate and up (rows, 2 * width)."""
         if (clamp := self.spec.clamp) is None:
             return self.kernels.swiglu_halves(both, scale)
         return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)

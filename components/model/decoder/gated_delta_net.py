@@ -80,6 +80,6 @@ class GatedDeltaNet(TensorParallel):
 
 
 def _normalise_vectors(x: Tensor) -> Tensor:
-    """Divide vectors (..., width) by their length, in at least float32."""
+    """Divide vectors (..., width) by their L2 norm, in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().sum(-1, keepdim=True) + KEY_EPS).rsqrt()).to(x.dtype)

@@ -45,7 +45,7 @@ class GroupedExpertsConfig(MoeConfig):
 
 @attrs.frozen(kw_only=True, slots=False)
 class SigmoidExpertsConfig(GroupedExpertsConfig):
-    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias balances."""
+    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
     norm_topk_prob: bool = True
     router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
@@ -65,6 +65,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
 
 
 def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
     used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
     if experts % groups or (groups > 1 and experts // groups < 2):
         fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]

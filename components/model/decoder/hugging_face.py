@@ -25,6 +25,7 @@ def decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
 
 
 def _map_parameter(name: str, num_experts: int) -> Mapper:
+    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
     # Experts are stacked in one parameter here, and are separate tensors in published files.
@@ -36,11 +37,13 @@ def _map_parameter(name: str, num_experts: int) -> Mapper:
 
 
 def _split_gate_and_up(experts: Iterable[str]) -> Iterator[Mapper]:
+    """Yield mappers that split every expert's joined matrix into its gate and up projections."""
     for expert in experts:
         yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
 
 
 def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config: the default conversion for families without keys that need one."""
     return config
 
 
@@ -85,7 +88,7 @@ class Family:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that a config sets, by name."""
+        """The names of recipe settings that a `config.json` can set."""
         return [*self.keys, "rope_scaling", "rope_parameters"]
 
 
@@ -175,6 +178,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
+    """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
@@ -220,7 +224,7 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
 
 
 def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield config values that the model does not implement."""
+    """Yield a message for every config value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
@@ -238,11 +242,11 @@ def _find_window_contradiction(architecture: DecoderConfig, config: Mapping[str,
     # Other types, such as linear_attention, are keys of the family's own config.
     if all(kind == other or kind not in ("full_attention", SLIDING) for kind, other in zip(types, kinds, strict=False)):
         return ""
-    return f"says layer_types other than {json.dumps(kinds)}, which its other keys say, and only these can be built"
+    return f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}"
 
 
 def _add_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add missing head sizes as transformers derives them, if the family does."""
+    """Add missing head_dim and num_key_value_heads as transformers derives them, if the family allows it."""
     values = dict(values)
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if family.derives_head_dim and type(heads) is int and type(width) is int and heads > 0:
@@ -252,13 +256,14 @@ def _add_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _find_missing_keys(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
+    """Yield a message with all missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
     if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in values]:
         yield f"lacks {', '.join(missing)}"
 
 
 def _find_invalid_values(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values with a wrong type, or outside their bounds."""
     fields = {field.name: field for field in attrs.fields(family.architecture)}
     for name, value in values.items():
         if value is None and name in family.nullable:

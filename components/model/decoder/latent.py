@@ -66,13 +66,14 @@ class LatentAttention(TensorParallel):
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
 
     def _gather_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """Gather the split tokens of several tensors (tokens, width) in one collective: each (rows, length, width)."""
+        """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
         if self.ranks.size == 1:
             return parts
         gathered = self.ranks.gather_tokens(torch.cat([*parts], -1), shape)
         return torch.split(gathered, [part.shape[-1] for part in parts], -1)
 
     def _rotate(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Rotate channels (rows, length, heads, rope_dim) by token positions, unless the layer has none."""
         if self.spec.rope is None or context.angles is None:
             return x
         cos, sin = context.angles

@@ -17,19 +17,21 @@ from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRan
 
 
 def check_hidden_states(shared: TokenContext, layers: int) -> None:
-    """Raise ValueError for a request for hidden states that a model of `layers` layers can't return."""
+    """Raise ValueError if a model with `layers` layers can't return the hidden states requested in the context."""
     asked = () if shared.hidden_states is None else shared.hidden_states.layers
     if unknown := [number for number in asked if not 0 <= number <= layers]:
         raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
     if shared.mean_weights is not None and (shared.hidden_states is None or shared.hidden_states.documents is None):
         raise ValueError("mean_weights is for means: ask for hidden_states=HiddenStates(layers, documents=1)")
     if asked and shared.part is not None:
-        raise ValueError("ranks along 'context' share rows out, and hidden states are of whole rows")
+        raise ValueError(
+            "hidden states can't be returned with context parallelism, because each rank has only a part of a row"
+        )
 
 
 def compute_document_means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     """
-    Return means over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
+    Return the mean over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
 
     hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `count` on are skipped;
     weights: bool or floating (rows, length); default: 1.
@@ -117,7 +119,7 @@ class Decoder(TensorParallel):
             yield self.architecture.num_hidden_layers, self.norm(hidden)
 
     def _build_layer_contexts(self, shared: TokenContext) -> list[LayerContext]:
-        """Return every layer's context; layers share masks of the same window and angles of the same positions."""
+        """Return every layer's context; equal windows share a mask, equal rotary positions share angles."""
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(

@@ -76,7 +76,7 @@ def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
 
 def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """
-    The sum over tokens of weight * log(sum over experts of exp(logit)) ** 2, which keeps logits small.
+    Return the sum over tokens of weight * log(sum over experts of exp(logit)) ** 2; as a loss it keeps logits small.
 
     `logits`: (..., experts); `weights`: (...). Zoph et al. 2022, "ST-MoE", arXiv 2202.08906, equation
     5.
@@ -124,7 +124,7 @@ class Router(Linear, RowSums):
             nn.init.zeros_(bias)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """None."""
+        """Return {}: every rank has the whole router."""
         return {}
 
     def observe(self, observer: ObserveRouting) -> None:
@@ -166,13 +166,13 @@ class Router(Linear, RowSums):
         return chosen, best if factor == 1.0 else best * factor
 
     def _compute_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """A loss () with the gradient of the rows' load-balancing losses: it is linear in the probabilities."""
+        """Return a scalar with the gradient of the rows' load-balancing losses, but linear in the probabilities."""
         counts = self.row_counts(chosen, weights, self.num_experts)
         grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
         return (self.of_tokens(grad.to(scores.dtype), weights) * self._compute_probabilities(scores)).sum()
 
     def _choose_experts(self, scores: Tensor) -> Tensor:
-        """The best experts by scores (..., experts) and bias: int64 (..., choices)."""
+        """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if (groups := self.routing.n_group) > 1:
@@ -183,14 +183,16 @@ class Router(Linear, RowSums):
         return scores.topk(self.num_experts_per_tok).indices
 
     def _compute_probabilities(self, scores: Tensor) -> Tensor:
-        """Scores for all experts (..., experts) that add up to 1."""
+        """Return the scores (..., experts) divided by their sum, unless a softmax already did so."""
         return scores if self.routing.scoring_func == "softmax" else self._normalise_scores(scores)
 
     def _normalise_scores(self, scores: Tensor) -> Tensor:
+        """Divide scores by their sum over the last dimension."""
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
     def _report_to_observers(self, chosen: Tensor, scores: Tensor) -> None:
+        """Call the observers with tokens by expert and probabilities, in training and outside recomputation."""
         # Evaluations have no gradients; what is computed again was counted before.
         if torch.is_grad_enabled() and not is_recomputing():
             flat = chosen.flatten()

@@ -72,16 +72,19 @@ def choose_architecture(
         key, instead = ("vocab_size", f"vocab_size = {tokens}") if settings["config"] is None else ("config", added)
         raise UserError(f"{key}: {why}; write {instead}, or another tokenizer")
     if tokens is not None and new_tokens >= tokens:
-        raise UserError(f"new_tokens: {new_tokens} leaves none of the tokenizer's {tokens} ids")
+        raise UserError(
+            f"new_tokens: {new_tokens} is not less than the tokenizer's {tokens} ids; write a smaller number"
+        )
     return architecture
 
 
 def _select_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the family's settings that are not None."""
     return {key: settings[key] for key in family.settings if settings[key] is not None}
 
 
 def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """Settings with defaults that depend on others; the architecture has the rest."""
+    """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _select_settings(family, settings)
     if tokens is not None:
         given.setdefault("vocab_size", _round_up(tokens, settings["vocabulary_multiple"]))
@@ -96,14 +99,14 @@ def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | No
 
 
 def _override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
-    """Return a config's architecture, with settings in place of its values."""
+    """Read the config file named in the settings, and override its values by the other settings."""
     given = _select_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
 def _compute_rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
-    """Return the rotated channels in a head; None if the sizes to compute them are missing."""
+    """Return the number of rotated channels in a head; None if the sizes to compute it are missing."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
     head_dim = given.get("head_dim") or (width // heads if width and heads else None)
     defaults = {field.name: field.default for field in attrs.fields(family.architecture)}
@@ -112,6 +115,7 @@ def _compute_rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
 
 
 def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"

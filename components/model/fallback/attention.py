@@ -34,6 +34,7 @@ class RowAttention:
         return self.kernels.attention(q, k, v, self._get_mask(window), options, sinks)
 
     def _get_mask(self, window: int | None) -> Any:
+        """Return the attention mask for a window, computed once per microbatch."""
         if window not in self._masks:
             shared = self.shared
             self._masks[window] = self.kernels.attention_mask(

@@ -30,12 +30,14 @@ def conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
     state = whole.state_dict()
     by_parameter = layout.names_on_disk({name: state[name].to("meta") for name in names})
     if wrong := sorted(by_parameter.keys() ^ set(names)):
-        raise SelfCheckError("weights", f"the conversion of {wrong[0]} has no inverse for one parameter")
+        raise SelfCheckError(
+            "weights", f"transformers' conversion of {wrong[0]} to files can't be inverted parameter by parameter"
+        )
     return parallel(*(layout.mapper(name, by_parameter[name]) for name in names))
 
 
 class _Layout:
-    """transformers' conversions between a model's parameters and the tensors on disk."""
+    """Converter between a model's parameters and its tensors on disk, by transformers' own rules."""
 
     def __init__(self, whole: Any, conversions: Sequence[Any]) -> None:
         from transformers.core_model_loading import WeightConverter
@@ -96,7 +98,7 @@ class _Layout:
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
 
     def _find_parameter(self, name: str) -> tuple[str, str | None]:
-        """Return the parameter of a tensor on disk, and the pattern of its converter, if any."""
+        """Return the parameter for a tensor on disk, and its WeightConverter's pattern; None if only renamed."""
         from transformers.core_model_loading import rename_source_key
 
         parameter, pattern = rename_source_key(name, self.renamings, self.converters)

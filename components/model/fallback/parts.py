@@ -44,16 +44,17 @@ def find_parts(whole: Any) -> Parts:
     names = {part: name for name, part in whole.named_modules()}
     embedding, head = _get_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
-        raise SelfCheckError("layers", "there is no base model with one embedding of tokens")
+        raise SelfCheckError("layers", "the model has no base model with a token embedding")
     base = whole.get_submodule(names[embedding].partition(".")[0])
     if type(head) is not nn.Linear or {names[part] for part in whole.children()} != {names[base], names[head]}:
-        raise SelfCheckError("head", f"{type(whole).__name__} is more than a base model and a linear layer")
+        raise SelfCheckError("head", f"{type(whole).__name__} is not just a base model and a linear head")
     return Parts(
         names[base], names[_find_layers(whole, base)], names[embedding], names[head], head.weight is embedding.weight
     )
 
 
 def _get_embeddings(whole: Any) -> tuple[Any, Any]:
+    """Return transformers' input and output embedding modules; None if the model class has none."""
     try:
         return whole.get_input_embeddings(), whole.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -61,12 +62,15 @@ def _get_embeddings(whole: Any) -> tuple[Any, Any]:
 
 
 def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
+    """Return the ModuleList with num_hidden_layers modules. Raises SelfCheckError if there is none."""
     count = value_of(whole.config, "num_hidden_layers")
     lists = [part for part in base.modules() if isinstance(part, nn.ModuleList)]
     fitting = [part for part in lists if len(part) == count and any(True for _ in part.parameters())]
     if not fitting:
         lengths = sorted({len(part) for part in lists})
-        raise SelfCheckError("layers", f"num_hidden_layers is {count}, and lists of modules have the lengths {lengths}")
+        raise SelfCheckError(
+            "layers", f"no ModuleList has num_hidden_layers = {count} modules; their lengths are {lengths}"
+        )
     return fitting[0]
 
 
@@ -100,16 +104,20 @@ class CallOrder:
         return attrs.evolve(self.parts, before=before, after=after)
 
     def _has_parameters(self, name: str) -> bool:
-        """Return whether a module has parameters; other ones, such as rotary angles, are for every stage."""
+        """Return whether a module has parameters; modules without, such as rotary angles, are part of every stage."""
         return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
 
     def _note_start(self, *_: Any) -> None:
+        """Note that a forward pass begins: modules called from now on come before the layers."""
         self._layers_ended = False
 
     def _note_layer_end(self, *_: Any) -> None:
+        """Note that a layer has run: modules called from now on come after the layers."""
         self._layers_ended = True
 
     def _make_recorder(self, name: str) -> Any:
+        """Return a hook that records whether the module `name` is called before or after the layers."""
+
         def record(*_: Any) -> None:
             (self._after if self._layers_ended else self._before)[name] = None
 

@@ -275,5 +275,5 @@ def test_impossible_means_are_refused() -> None:
     with pytest.raises(ValueError, match="mean_weights is for means"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), mean_weights=tokens), 2)
     part: Any = object()
-    with pytest.raises(ValueError, match="hidden states are of whole rows"):
+    with pytest.raises(ValueError, match="hidden states can't be returned with context parallelism"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)
