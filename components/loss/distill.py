@@ -51,7 +51,9 @@ class Distill(DecoderInputs):
         """Report `beta` without `jsd`, and a `beta` that makes the divergence 0 for all models."""
         beta, kind = node.settings["beta"], node.settings["divergence"]
         if beta is not None and kind != "jsd":
-            yield node.problem("beta", f"{kind!r} has no mixture", 'leave it out, or write divergence = "jsd"')
+            yield node.problem(
+                "beta", f"beta has no effect with divergence = {kind!r}", 'leave it out, or write divergence = "jsd"'
+            )
         elif beta == 0:
             text = "the divergence is 0 for all models without a teacher in the mixture"
             yield node.problem("beta", text, 'write divergence = "forward", which is the limit')

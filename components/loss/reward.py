@@ -31,7 +31,7 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def reset_parameters(self) -> None:
-        """Draw the weights with the standard deviation 1 / sqrt(width + 1)."""
+        """Fill the weights with normal random numbers, with the standard deviation 1 / sqrt(width + 1)."""
         with torch.no_grad():
             self.weight.normal_(std=(len(self.weight) + 1) ** -0.5)
 

@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, size
 from drawloom.components.model.decoder.hugging_face import Family, decoder_mapper
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, delta_nets, read_hybrid
+from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, find_delta_nets, read_hybrid
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.components.model.qwen3_5 import convolution_mapper
 from drawloom.components.model.qwen3_5_moe import HybridMoeBuilder, Qwen35MoeConfig
@@ -25,7 +25,7 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
 def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper to files, in which projections in gated delta nets are joined."""
     names = list(parameters)
-    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
+    joined = parallel(*(mapper for net in find_delta_nets(names) for mapper in _join_projections(net, architecture)))
     return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
 
 

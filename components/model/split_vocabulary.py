@@ -29,7 +29,7 @@ LAYERS = ("embed_tokens", "lm_head")
 
 
 def split_sizes(new_tokens: NewTokens) -> dict[str, int]:
-    """Return every split's number of rows, by name, in token id order."""
+    """Return a setting `new_tokens` as a table: the number of rows by parameter name, in token id order."""
     if isinstance(new_tokens, int):
         return {NEW: new_tokens} if new_tokens else {}
     return new_tokens

@@ -21,8 +21,9 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 
 def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
-    Add adapters to a module on the meta device, and freeze everything they do not train; return the patterns that
-    matched.
+    Add adapters to a module on the meta device, and freeze everything they do not train.
+
+    Returns the adapters' target patterns with a match.
     """
     if not adapters:
         return set()
@@ -63,7 +64,7 @@ def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """Return the adapters' parameter names."""
+    """Return the names of all adapter parameters in a module."""
     return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_names}
 
 
@@ -89,7 +90,7 @@ def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
 
 
 @attrs.frozen
-class MergeError:
+class MergeLoss:
     """Rounding loss in merged weights: squared norms of the adapters' change, and of its part lost by rounding."""
 
     change: float = 0.0
@@ -101,13 +102,13 @@ class MergeError:
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
 
-def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeError:
+def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeLoss:
     """
     Measure the rounding loss of merging adapters into these parameters, in `dtype` or the weights' dtype.
 
     Slices are gathered: a collective over the ranks with slices.
     """
-    error = MergeError()
+    error = MergeLoss()
     for group in mapper.groups:
         if not parameters.keys() >= set(group.inputs):
             continue
@@ -116,5 +117,5 @@ def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: to
         merged = convert(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide_parameters[group.inputs[0]]
-        error = MergeError(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
+        error = MergeLoss(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
     return error

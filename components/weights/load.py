@@ -49,7 +49,7 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
-    """Yield converted tensors, any shape, group by group; at most one group is in memory."""
+    """Read, convert and yield tensors, any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
         # popped, so that a tensor is freed as soon as the consumer drops it
         outputs = _convert_group(group, [source.tensor(name) for name in group.inputs])[::-1]

@@ -45,7 +45,7 @@ def text_name(name: str, style: Style) -> str:
 
 @attrs.frozen(slots=False)
 class TextTensors:
-    """Source in which tensors of a multimodal model's text part have names as in a text model, unless `needed` has."""
+    """Source with a multimodal model's text tensors under a text model's names, unless `needed` has nested names."""
 
     source: TensorSource
     needed: Collection[str]

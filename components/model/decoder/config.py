@@ -297,16 +297,16 @@ class Qwen3MoeConfig(MoeConfig):
             key = "decoder_sparse_step" if step > layers else "mlp_only_layers"
             yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
         else:
-            yield from missing_size(given, [n for n in range(layers) if not has_experts(n, step, dense)])
+            yield from dense_width_faults(given, [n for n in range(layers) if not has_experts(n, step, dense)])
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
-    """Return whether a layer has experts: the last of `sparse_step` layers, unless it is in `dense_layers`."""
+    """Return whether layer `number` has experts: every `sparse_step`-th layer has, except for `dense_layers`."""
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
 def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
-    """Yield invalid combinations of attention sizes."""
+    """Yield the faults if kv_heads does not divide heads, or head_dim is odd."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
         why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
@@ -347,17 +347,17 @@ def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
-            yield f"{key} = {size} does not divide by {ranks}"
+            yield f"{key} = {size} is not divisible by {ranks}"
     if (size := sizes.get("vocab_size")) and size < ranks:
         yield f"vocab_size = {size} is less than {ranks}"
     if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
         experts = sizes["n_shared_experts"] or 1
         if experts * inner % ranks:
-            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} does not divide by {ranks}"
+            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
 
 
-def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
-    """Yield the fault if intermediate_size is missing and some layers have no experts."""
+def dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
+    """Yield the fault if intermediate_size is missing although the layers `dense` have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")

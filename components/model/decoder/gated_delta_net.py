@@ -21,7 +21,7 @@ KEY_EPS = 1e-6
 
 class GatedDeltaNet(TensorParallel):
     """
-    Gated delta rule over the tokens of each document, behind short convolutions.
+    Short convolutions over the tokens in a document, then the gated delta rule.
 
     Queries, keys and values have projections and convolutions of their own, which files join. Tensor-parallel ranks
     partition the key heads, each with its value heads.

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, missing_size, size
+from drawloom.components.model.decoder.config import MoeConfig, dense_width_faults, size
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
@@ -39,7 +39,7 @@ class GroupedExpertsConfig(MoeConfig):
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
-        yield from missing_size(given, range(dense))
+        yield from dense_width_faults(given, range(dense))
         yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
 
 

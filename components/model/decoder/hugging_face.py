@@ -135,8 +135,7 @@ def config_within(
     family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
-    Return a folder's config with a model's `written` config in place of the old text model, or unchanged if it is
-    equal.
+    Replace a folder's text config by a model's `written` config; return it unchanged if it describes the same model.
 
     Raises UserError if the config at `path` can't be read.
     """

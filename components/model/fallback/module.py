@@ -17,7 +17,7 @@ from drawloom.components.weights.adapted import EMBEDDING
 
 
 class KnownBuffers:
-    """Module that keeps the values of its buffers, which transformers computes in constructors."""
+    """Mixin: `reset_parameters` restores the buffers' values, which transformers computes in constructors."""
 
     def reset_parameters(self) -> None:
         """Fill the buffers in place with the values from the constructor."""
@@ -28,7 +28,7 @@ class KnownBuffers:
 
 
 class KeepsDtype:
-    """Norm with outputs of its inputs' dtype, also if the norm's parameters are wider."""
+    """Mixin for norms: outputs have the inputs' dtype, even if the norm's parameters are wider."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Normalise hidden states (..., width), in their dtype."""

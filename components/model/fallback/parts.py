@@ -98,7 +98,7 @@ class CallOrder:
             hook.remove()
 
     def order_parts(self) -> Parts:
-        """Return the parts with the modules before and after the layers; a module called in both positions is left."""
+        """Add the modules before and after the layers to the parts; a module called in both is in neither."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)
         return attrs.evolve(self.parts, before=before, after=after)
