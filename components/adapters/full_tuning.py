@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from drawloom.components.adapters.targets import matching, no_pattern
+from drawloom.components.adapters.targets import find_matching_patterns, find_pattern_fault
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.components.weights.adapted import EMBEDDING
@@ -19,7 +19,7 @@ class FullTuning:
     thaws: ClassVar[bool] = True
 
     targets: list[str] = setting(
-        check=no_pattern,
+        check=find_pattern_fault,
         impact="incompatible",
         doc=(
             'patterns for module or parameter names in transformers, or their ends: "norm", "layers.0", '
@@ -35,7 +35,11 @@ class FullTuning:
         tables = [EMBEDDING] if any(isinstance(layer, LoraTiedHead) for layer in layers.values()) else []
         adapted = tuple(f"{name}." for name in (*layers, *tables))
         for name, parameter in module.named_parameters():
-            targets = {target for prefix in _prefixes(name) for target in matching(prefix, self.targets)}
+            targets = {
+                target
+                for prefix in _list_enclosing_names(name)
+                for target in find_matching_patterns(prefix, self.targets)
+            }
             if targets and name.startswith(adapted):
                 owner = name.rpartition(".")[0]
                 raise UserError(f"adapters: {owner} is named by two adapters; name it in one of them", exit_code=2)
@@ -45,7 +49,7 @@ class FullTuning:
         return matched
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def _list_enclosing_names(name: str) -> Iterator[str]:
     """Yield a parameter's name and the names of all modules around it."""
     while name:
         yield name

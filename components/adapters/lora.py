@@ -6,7 +6,7 @@ from collections.abc import Collection
 from torch import nn
 
 from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraForm, LoraLinear
-from drawloom.components.adapters.targets import matching, no_pattern
+from drawloom.components.adapters.targets import find_matching_patterns, find_pattern_fault
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.model import CausalLM
@@ -15,7 +15,8 @@ from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.graph import UserError, above, between, component, setting
 
 
-def _dropout(value: float) -> str | None:
+def _find_dropout_fault(value: float) -> str | None:
+    """Return why a dropout probability is invalid, or None."""
     return None if 0 <= value < 1 else f"{value} is not from 0 to below 1"
 
 
@@ -29,7 +30,7 @@ class Lora:
     """
 
     targets: list[str] = setting(
-        check=no_pattern,
+        check=find_pattern_fault,
         impact="incompatible",
         doc=(
             'patterns for module names in transformers, or their ends: "q_proj", "layers.[0-3].mlp.*", also parts of '
@@ -51,7 +52,7 @@ class Lora:
         impact="incompatible",
         doc="train the row norms of W + scale * B A separately (DoRA, arXiv 2402.09353)",
     )
-    dropout: float = setting(default=0.0, check=_dropout, doc="dropout probability for A's inputs")
+    dropout: float = setting(default=0.0, check=_find_dropout_fault, doc="dropout probability for A's inputs")
 
     @property
     def form(self) -> LoraForm:
@@ -63,13 +64,21 @@ class Lora:
         """Replace the layers matching a pattern. Raises UserError if a layer is trained already."""
         matched: set[str] = set()
         for name, layer in list(module.named_modules()):
-            targets_by_name = {target_name: matching(target_name, self.targets) for target_name in _names(name, layer)}
+            targets_by_name = {
+                target_name: find_matching_patterns(target_name, self.targets)
+                for target_name in _list_target_names(name, layer)
+            }
             if adapted := [target_name for target_name, targets in targets_by_name.items() if targets]:
                 matched.update(*targets_by_name.values())
                 owner, _, leaf = name.rpartition(".")
-                setattr(module.get_submodule(owner), leaf, self._adapt(name, layer, adapted))
-        if isinstance(module, CausalLM) and module.tied and module.span.head and matching("lm_head", self.targets):
-            matched.update(matching("lm_head", self.targets))
+                setattr(module.get_submodule(owner), leaf, self._adapt_layer(name, layer, adapted))
+        if (
+            isinstance(module, CausalLM)
+            and module.tied
+            and module.span.head
+            and find_matching_patterns("lm_head", self.targets)
+        ):
+            matched.update(find_matching_patterns("lm_head", self.targets))
             module.add_module("lm_head", self._adapt_tied_head(module))
         return matched
 
@@ -81,28 +90,30 @@ class Lora:
         if type(table) is not Embedding or table.weight.requires_grad:
             raise UserError("adapters: lm_head is tied to embed_tokens, which is adapted, too; adapt one of them", 2)
         if self.dora:
-            raise UserError("adapters: lm_head is tied to embed_tokens; adapt it without dora", exit_code=2)
+            raise UserError(
+                "adapters: DoRA does not support lm_head tied to embed_tokens; set dora = false for it", exit_code=2
+            )
         return LoraTiedHead(table, self.form)
 
-    def _adapt(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
+    def _adapt_layer(self, name: str, layer: nn.Module, adapted: list[str]) -> nn.Module:
         """Return the layer with an adapter; `adapted` are the matching names of the layer or its parameters."""
         if any(parameter.requires_grad for parameter in layer.parameters()):
             raise UserError(f"adapters: {name} is named by two adapters; name it in one of them", exit_code=2)
         if isinstance(layer, Linear):
             return LoraLinear(layer, self.form)
         if self.dora:
-            raise UserError(f"adapters: {name}: PEFT has DoRA for linear layers only; adapt it without dora", 2)
+            raise UserError(f"adapters: {name}: PEFT supports DoRA for linear layers only; set dora = false for it", 2)
         if isinstance(layer, Embedding):
             return LoraEmbedding(layer, self.form)
         if self.dropout:
-            raise UserError(f"adapters: {name}: PEFT has no dropout for experts; adapt them without dropout", 2)
+            raise UserError(f"adapters: {name}: PEFT does not support dropout for experts; set dropout = 0 for them", 2)
         assert isinstance(layer, Experts)
         leaves = {adapted_name.rpartition(".")[2] for adapted_name in adapted}
         return LoraExperts(layer, self.form, FUSED if name in adapted else sorted(leaves))
 
 
-def _names(name: str, layer: nn.Module) -> list[str]:
-    """Return the names by which patterns can match a layer; [] for layers unsupported in LoRA."""
+def _list_target_names(name: str, layer: nn.Module) -> list[str]:
+    """Return names for patterns to match: the layer's, its joined layer's, its parameters'; [] if unsupported."""
     if isinstance(layer, Experts):
         return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
     if isinstance(layer, Linear) and layer.joined_name is not None:

@@ -39,7 +39,7 @@ class LoraForm:
     dora: bool = False
 
     def low_rank(self, target: str, fused: bool = False) -> LowRank:
-        """Return a description of a module's factors, or if `fused` a parameter's."""
+        """Describe the factors of the module `target`, or if `fused` of the parameter `target`."""
         return LowRank(target, self.rank, self.scale, self.dropout, self.dora, fused)
 
     def drop(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def factor(*shape: int, like: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
-def initial_std(inputs: int) -> float:
+def compute_initial_std(inputs: int) -> float:
     """Return the standard deviation in PEFT's kaiming_uniform_(a=sqrt(5)): uniform up to 1 / sqrt(inputs)."""
     return 1 / math.sqrt(3 * inputs)
 
@@ -125,7 +125,7 @@ class LoraLinear(Linear, AdaptedLayer):
     def fill_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the frozen layer."""
         with torch.no_grad():
-            fill(f"{name}.lora_A", self.lora_A, initial_std(self.in_features))
+            fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.in_features))
             self.lora_B.zero_()
             if self.form.dora:
                 weight = self.dense_weight(ModelParameter(self.weight).whole())
@@ -138,7 +138,7 @@ class LoraLinear(Linear, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b, *magnitude = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
+            w, a, b, *magnitude = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (b @ a)
             if magnitude:
                 merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
@@ -197,7 +197,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         weight = f"{name}.weight"
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             merged = w + self.form.scale * (a @ b.T)
             return [merged.to(tensors[0].dtype), *([tensors[0]] if base else [])]
 
@@ -266,14 +266,14 @@ class LoraExperts(Experts, AdaptedLayer):
         with torch.no_grad():
             for leaf in self.adapted:
                 first = getattr(self, f"{leaf}_lora_A")
-                fill(f"{name}.{leaf}_lora_A", first, initial_std(first.shape[2]))
+                fill(f"{name}.{leaf}_lora_A", first, compute_initial_std(first.shape[2]))
                 getattr(self, f"{leaf}_lora_B").zero_()
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to W + scale * B A for every expert."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             return [torch.baddbmm(w, b, a, alpha=self.form.scale).to(tensors[0].dtype)]
 
         groups = []
@@ -306,7 +306,7 @@ class LoraExperts(Experts, AdaptedLayer):
         return [self.form.low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
-def wider_dtype(tensor: Tensor) -> torch.dtype:
+def choose_merge_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype to merge a tensor in: at least float32, because changes are small relative to the weight."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

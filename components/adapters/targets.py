@@ -9,12 +9,12 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def matching(name: str, patterns: Iterable[str]) -> list[str]:
+def find_matching_patterns(name: str, patterns: Iterable[str]) -> list[str]:
     """Return the patterns matching a name."""
     return [pattern for pattern in patterns if matches(name, pattern)]
 
 
-def no_pattern(patterns: Iterable[str]) -> str | None:
+def find_pattern_fault(patterns: Iterable[str]) -> str | None:
     """Return why patterns are invalid (there is none, or an empty one), or None if they are valid."""
     listed = list(patterns)
     if not listed:

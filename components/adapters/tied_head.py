@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from drawloom.components.adapters.lora_layers import PEFT, LoraForm, factor, initial_std, wider_dtype
+from drawloom.components.adapters.lora_layers import PEFT, LoraForm, choose_merge_dtype, compute_initial_std, factor
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
@@ -59,14 +59,14 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
     def fill_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the tied head."""
         with torch.no_grad():
-            fill(f"{name}.lora_A", self.lora_A, initial_std(self.lora_A.shape[1]))
+            fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.lora_A.shape[1]))
             self.lora_B.zero_()
 
     def merge_mapper(self, name: str, base: str | None = None) -> Mapper:
         """Map to a separate head, table + scale * B A, and the unchanged table."""
 
         def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(wider_dtype(tensors[0])) for tensor in tensors]
+            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
             return [(w + self.form.scale * (b @ a)).to(tensors[0].dtype), tensors[0]]
 
         table = f"{EMBEDDING}.weight"

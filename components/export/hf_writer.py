@@ -18,7 +18,7 @@ from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.tensor_source import TensorSpec
-from drawloom.components.weights.adapted import HEAD, MergeError, build_adapted_model, merge_error, merge_mapper
+from drawloom.components.weights.adapted import HEAD, MergeLoss, build_adapted_model, measure_merge_loss, merge_mapper
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.save import MAX_SHARD, PlannedFile
 
@@ -78,7 +78,7 @@ def write_folder(
     if origin is not None:
         mapper = origin.rename(mapper)
     if adapters:
-        _log_merge_error(merge_error(merged, parameters_by_name(stages), dtype), group)
+        _log_merge_loss(measure_merge_loss(merged, parameters_by_name(stages), dtype), group)
 
     def finish(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried
@@ -97,10 +97,10 @@ def write_folder(
     write_shares(target, own, group, max_shard, finish)
 
 
-def _log_merge_error(error: MergeError, group: Group) -> None:
+def _log_merge_loss(loss: MergeLoss, group: Group) -> None:
     """Log the rounding loss from merging adapters, over all ranks."""
-    changes, losses = zip(*group.gather_json([error.change, error.lost]), strict=True)
-    total = MergeError(sum(changes), sum(losses))
+    changes, losses = zip(*group.gather_json([loss.change, loss.lost]), strict=True)
+    total = MergeLoss(sum(changes), sum(losses))
     if total.lost and group.rank == 0:
         text = "merged the adapters into the weights: rounding loses %.2g %% of the change"
         log.info(text, 100 * total.relative)

@@ -48,10 +48,12 @@ class Distill(DecoderInputs):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report a share of the mixture without a mixture, and one that makes the divergence 0 for all models."""
+        """Report `beta` without `jsd`, and a `beta` that makes the divergence 0 for all models."""
         beta, kind = node.settings["beta"], node.settings["divergence"]
         if beta is not None and kind != "jsd":
-            yield node.problem("beta", f"{kind!r} has no mixture", 'leave it out, or write divergence = "jsd"')
+            yield node.problem(
+                "beta", f"beta has no effect with divergence = {kind!r}", 'leave it out, or write divergence = "jsd"'
+            )
         elif beta == 0:
             text = "the divergence is 0 for all models without a teacher in the mixture"
             yield node.problem("beta", text, 'write divergence = "forward", which is the limit')
@@ -59,7 +61,7 @@ class Distill(DecoderInputs):
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss sum, the token weight sum, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.teacher_ids is None or batch.teacher_logps is None:
-            raise UserError('the rows have no predictions of a teacher; write teacher = "@teacher" in the packing', 2)
+            raise UserError('the rows contain no teacher predictions; write teacher = "@teacher" in the packing', 2)
         function = partial(coarse_divergence, kind=self.divergence, beta=0.5 if self.beta is None else self.beta)
         divergences = head.map_logits(function, hidden, batch.teacher_ids, batch.teacher_logps)
         divergence = (divergences * batch.weights).sum()
@@ -88,14 +90,14 @@ def coarse_divergence(logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: 
         teacher = teacher[..., :-1]
     teacher = teacher.log_softmax(-1)  # rounded numbers may not add up to 1
     if kind == "forward":
-        return _kl(teacher, student)
+        return _compute_kl(teacher, student)
     if kind == "reverse":
-        return _kl(student, teacher)
+        return _compute_kl(student, teacher)
     shares = torch.tensor([beta, 1 - beta], dtype=logits.dtype, device=logits.device).log()
     mixture = torch.logaddexp(teacher + shares[0], student + shares[1])
-    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+    return beta * _compute_kl(teacher, mixture) + (1 - beta) * _compute_kl(student, mixture)
 
 
-def _kl(one: Tensor, other: Tensor) -> Tensor:
-    """Return KL(one || other) from log-probabilities (tokens, outcomes): (tokens,)."""
+def _compute_kl(one: Tensor, other: Tensor) -> Tensor:
+    """Return KL(one || other), (tokens,), from log-probabilities (tokens, outcomes)."""
     return (one.exp() * (one - other)).sum(-1)

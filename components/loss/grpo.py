@@ -33,9 +33,9 @@ Mean = Literal["rows", "tokens", "constant"]
 @attrs.frozen
 class Variant:
     """
-    A method: a ratio's tokens, its clip's distances from 1, and the mean.
+    GRPO variant: which tokens share a probability ratio, its clip range around 1, and how token losses are averaged.
 
-    With `detached`, the clipped ratio is a factor of the log-probability.
+    With `detached`, the clipped ratio is a constant factor for the log-probability, without a gradient (CISPO).
     """
 
     mean: Mean
@@ -123,7 +123,7 @@ class Grpo(DecoderInputs):
         logps, is_target = target_logps(hidden, head, batch), batch.weights > 0
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
-        ratios = _ratios(differences, counts, method)
+        ratios = _compute_ratios(differences, counts, method)
         low, high = 1 - method.clip_low, 1 + method.clip_high
         advantages, clipped = batch.advantages, ratios.clamp(low, high)
         if method.detached:
@@ -149,8 +149,8 @@ class Grpo(DecoderInputs):
         return (losses * weights).sum(), shares.double().sum(), sums
 
 
-def _ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
-    """Return ratios (rows, length), equal in a row if the method has one by row, from log-probability differences."""
+def _compute_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:
+    """Return probability ratios (rows, length) from log-probability differences: by token, or one for the whole row."""
     if method.ratio == "token":
         return differences.exp()
     logarithms = differences.double().sum(1, keepdim=True)

@@ -66,7 +66,7 @@ class NextToken(DecoderInputs):
 
 
 def _is_likeliest(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return 1.0 where a target int64 (tokens,) has the greatest logit (tokens, vocabulary), as float32 (tokens,)."""
+    """Return 1.0 where the target int64 (tokens,) has the greatest logit (tokens, vocabulary): float32 (tokens,)."""
     return (logits.argmax(-1) == targets).float()
 
 

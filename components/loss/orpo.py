@@ -44,7 +44,7 @@ class Orpo(PairwiseLoss):
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for negative x, accurate near 0 and far from it (Maechler 2012)."""
+    """Return log(1 - exp(x)) for negative x, accurate both near 0 and for very negative x (Maechler 2012)."""
     near = x > -math.log(2)
     # Each branch gets an argument at which its gradient is finite: `where` multiplies the other one's by 0.
     close, far = torch.where(near, x, -1.0), torch.where(near, -1.0, x)

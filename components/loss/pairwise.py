@@ -82,14 +82,14 @@ class PairwiseLoss(DecoderInputs):
         documents, is_answer = batch.document_ids, batch.weights > 0
         if self.scores_prompts:
             every = -head.token_losses(hidden, batch.targets)[0]
-            logps, document_nll = every * is_answer, _document_nll(every, batch)
+            logps, document_nll = every * is_answer, _compute_document_nll(every, batch)
         else:
             logps, document_nll = self.token_logps(hidden, head, batch), None
         # The difference is of documents, because the data contain sums over documents, not log-probabilities of tokens.
         sums = sum_by_pair(logps, documents)
         counts = sum_by_pair(is_answer, documents).clamp_min(1)
         factor = self.beta / counts if self.length_normalized else self.beta
-        rewards = factor * (sums - self._reference_logps(batch))
+        rewards = factor * (sums - self._sum_reference_logps(batch))
         scores = PairScores(rewards, sums, counts, document_nll)
         weights = sum_by_pair(batch.weights, documents).sum(-1)
         total = (self.pair_losses(scores) * weights).sum()
@@ -101,8 +101,8 @@ class PairwiseLoss(DecoderInputs):
         values = {"margin": margin, "accuracy": accuracy, "chosen": chosen, "rejected": rejected}
         return total, weights.sum(), {f"reward_{name}": (value * weights).sum() for name, value in values.items()}
 
-    def _reference_logps(self, batch: TokenBatch) -> Tensor | float:
-        """Return the reference model's log-probabilities by answer, float64 (rows, pairs, 2), or 0 without one."""
+    def _sum_reference_logps(self, batch: TokenBatch) -> Tensor | float:
+        """Sum the reference's log-probabilities by answer: float64 (rows, pairs, 2); 0 for losses without one."""
         return 0.0
 
 
@@ -122,7 +122,7 @@ class ReferencedLoss(PairwiseLoss):
     def with_reference(self, batch: TokenBatch, logps: Tensor) -> TokenBatch:
         return batch.evolve(reference=logps)
 
-    def _reference_logps(self, batch: TokenBatch) -> Tensor:
+    def _sum_reference_logps(self, batch: TokenBatch) -> Tensor:
         if batch.reference is None:
             raise UserError(
                 'loss.reference = "data", but not every line has ref_chosen_logps and ref_rejected_logps; write them '
@@ -142,7 +142,7 @@ def sum_by_pair(values: Tensor, documents: Tensor) -> Tensor:
     return sums.index_add(0, indices.flatten(), values.double().flatten()).view(rows, -1, 2)
 
 
-def _document_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
+def _compute_document_nll(logps: Tensor, batch: TokenBatch) -> Tensor:
     """Return the mean loss over all targets in chosen documents, float64 (rows, pairs); logps are (rows, length)."""
     counts = sum_by_pair(batch.targets != IGNORE_INDEX, batch.document_ids).clamp_min(1)
     return -(sum_by_pair(logps, batch.document_ids) / counts)[..., 0]

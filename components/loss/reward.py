@@ -31,7 +31,7 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def reset_parameters(self) -> None:
-        """Draw the weights with the standard deviation 1 / sqrt(width + 1)."""
+        """Fill the weights with normal random numbers, with the standard deviation 1 / sqrt(width + 1)."""
         with torch.no_grad():
             self.weight.normal_(std=(len(self.weight) + 1) ** -0.5)
 
@@ -61,7 +61,7 @@ class RewardModel(DecoderInputs):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism, whose ranks would each add the gradient of the whole score."""
+        """Report tensor parallelism: every rank would add the whole score's gradient, so the sum would be too large."""
         if (mesh := node.neighbour("mesh")) and mesh.settings.get("tensor", 1) != 1:
             text = f"[{node.name}] computes whole scores, and ranks along 'tensor' share hidden states"
             yield mesh.problem("tensor", text, "write tensor = 1")
@@ -71,7 +71,7 @@ class RewardModel(DecoderInputs):
         """The head's parameters, on the meta device until the stages are materialized."""
         width = self.model.hugging_face_config().get("hidden_size")
         if not isinstance(width, int):
-            raise UserError("loss.reward needs the hidden_size of the model, and its configuration has none", 2)
+            raise UserError("loss.reward needs hidden_size, but the model's config.json has no such key", 2)
         with torch.device("meta"):
             return ScoreHead(width)
 

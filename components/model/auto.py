@@ -42,7 +42,7 @@ from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import fitting_folder
+from drawloom.components.weights.load import open_fitting_folder
 from drawloom.graph import UserError, component, setting, wired
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -102,7 +102,7 @@ class AutoModel:
         """Raise UserError for an invalid config, a folder without weights, or a tokenizer with too many ids."""
         try:
             self._check_path()
-            read_config(_family(self.path).family, self.path)
+            read_config(_find_component(self.path).family, self.path)
             if self.weights and not any(self.path.glob("*.safetensors")):
                 raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
             if self.weights:
@@ -112,6 +112,7 @@ class AutoModel:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
     def _check_path(self) -> None:
+        """Raise UserError if the path is missing, a run folder, or a file although weights are to be loaded."""
         path = self.path
         if not path.exists():
             # Names of models on the hub have two parts.
@@ -121,7 +122,7 @@ class AutoModel:
         if (path / LOCK).is_file():
             raise UserError(f"{path} is a run folder; write its export, {path / 'export'}")
         if self.weights and path.is_file():
-            raise UserError(f"{path} is a file, and weights are in a folder; write {path.parent}")
+            raise UserError(f"{path} is a file, but weights are loaded from a folder; write {path.parent}")
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
@@ -129,32 +130,34 @@ class AutoModel:
             yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from tensor_faults(attrs.asdict(read_config(_family(path).family, path), recurse=False), ranks)
+            yield from tensor_faults(
+                attrs.asdict(read_config(_find_component(path).family, path), recurse=False), ranks
+            )
 
     @classmethod
     def context_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            yield from rope_context_faults(read_config(_family(path).family, path).rope_scaling)
+            yield from rope_context_faults(read_config(_find_component(path).family, path).rope_scaling)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
-            return num_experts(read_config(_family(path).family, path))
+            return num_experts(read_config(_find_component(path).family, path))
         return 0
 
     @classmethod
     def module_of(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
-            return _without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()
+            return _create_builder_without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()
         return None
 
     @cached_property
     def builder(self) -> DecoderBuilder:
         """The component of the folder's family, created on first use, because the tokenizer must be open."""
-        kind = _family(self.path)
+        kind = _find_component(self.path)
         return kind(kernels=self.kernels, tokenizer=self.tokenizer, config=self.path, new_tokens=self.new_tokens)
 
     @property
@@ -203,19 +206,20 @@ class AutoModel:
 
 def _check_weights(path: Path, new_tokens: NewTokens) -> None:
     """Raise UserError if names or shapes of a folder's tensors do not match its config."""
-    builder = _without_kernels(path, new_tokens)
+    builder = _create_builder_without_kernels(path, new_tokens)
     with torch.device("meta"):
         module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
-    fitting_folder(path, module, builder.hugging_face_mapper().inverse())
+    open_fitting_folder(path, module, builder.hugging_face_mapper().inverse())
 
 
-def _without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
+def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
+    """Create the builder for a folder's family; it knows shapes, but its modules can't run a forward pass."""
     kernels: Any = None  # only a forward pass needs kernels
-    return _family(path)(kernels=kernels, config=path, new_tokens=new_tokens)
+    return _find_component(path)(kernels=kernels, config=path, new_tokens=new_tokens)
 
 
-def _family(path: Path) -> type[DecoderBuilder]:
-    """Return the component for a `config.json`. Raises UserError for an unknown family."""
+def _find_component(path: Path) -> type[DecoderBuilder]:
+    """Return the builder class for a `config.json`'s family. Raises UserError for an unknown family."""
     file = config_path(path)
     kind = read_json(file).get("model_type")
     if kind not in FAMILIES:

@@ -76,19 +76,19 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     rope_interleave: bool = True
 
 
-def read_ranks(config: dict[str, Any]) -> dict[str, Any]:
+def read_query_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config with 0 for a query rank that is null, since recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def write_ranks(config: dict[str, Any]) -> dict[str, Any]:
+def write_query_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config with null for a query rank that is 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 
-def _read_types(config: dict[str, Any]) -> dict[str, Any]:
-    """Count the first dense layers in GLM-4.7-Flash's `mlp_layer_types`."""
-    config, types = read_ranks(config), config.get("mlp_layer_types")
+def _read_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
+    config, types = read_query_rank(config), config.get("mlp_layer_types")
     if types is None:
         return config
     dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
@@ -97,10 +97,11 @@ def _read_types(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "first_k_dense_replace": dense}
 
 
-def _write_types(config: dict[str, Any]) -> dict[str, Any]:
+def _write_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert `first_k_dense_replace` to `mlp_layer_types`, as in GLM-4.7-Flash's files."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**write_ranks(config), "mlp_layer_types": types}
+    return {**write_query_rank(config), "mlp_layer_types": types}
 
 
 DEEPSEEK_V3 = Family(
@@ -120,8 +121,8 @@ DEEPSEEK_V3 = Family(
         "routed_scaling_factor": 2.5,
         "num_experts_per_tok": 8,
     },
-    read=read_ranks,
-    write=write_ranks,
+    read=read_query_rank,
+    write=write_query_rank,
     renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
     other_types=("kimi_k2",),
     ignored=("model.layers.{layers}.*",),
@@ -146,8 +147,8 @@ GLM4_MOE_LITE = attrs.evolve(
         "first_k_dense_replace": 1,
     },
     other_types=(),
-    read=_read_types,
-    write=_write_types,
+    read=_read_layer_types,
+    write=_write_layer_types,
 )
 
 

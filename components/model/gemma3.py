@@ -53,7 +53,8 @@ class Gemma3Config(LayerTypesConfig):
         )
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
     config = read_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
     interval, layers = config.pop("sliding_window_pattern", None), config.get("num_hidden_layers")
     if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
@@ -61,7 +62,8 @@ def _read(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _write(config: dict[str, Any]) -> dict[str, Any]:
+def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert rotary positions to rope_parameters by layer type."""
     return write_by_layer_type(config, config["rope_local_base_freq"])
 
 
@@ -91,8 +93,8 @@ GEMMA3 = Family(
     derives_head_dim=False,
     nested_types={"gemma3": "model.language_model."},
     ignored=tuple(f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
-    read=_read,
-    write=_write,
+    read=_read_config,
+    write=_write_config,
 )
 
 

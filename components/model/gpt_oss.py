@@ -76,11 +76,13 @@ def _interleave(name: str, dim: int) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), interleave, deinterleave),))
 
 
-def _mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    return parallel(*map(_mapper_of, names))
+def _map_parameters(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper from parameters to tensors in files."""
+    return parallel(*map(_map_parameter, names))
 
 
-def _mapper_of(name: str) -> Mapper:
+def _map_parameter(name: str) -> Mapper:
+    """Return the mapper for one parameter; expert matrices are transposed and interleaved."""
     if name.endswith(".experts.gate_up_proj"):
         return sequential(_interleave(name, 1), transpose(name, 1, 2))
     if name.endswith(".experts.gate_up_proj_bias"):
@@ -88,7 +90,7 @@ def _mapper_of(name: str) -> Mapper:
     return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else identity(name)
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in transformers' scaling of positions, if a config has none."""
     if config.get("rope_scaling") or config.get("rope_parameters"):
         return config
@@ -96,7 +98,7 @@ def _read(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
 
 
-def _write(config: dict[str, Any]) -> dict[str, Any]:
+def _write_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
 
 
@@ -117,9 +119,9 @@ GPT_OSS = Family(
     hf_defaults={"max_position_embeddings": 131_072, "head_dim": 64, "num_key_value_heads": 8},
     renamed={"num_experts": "num_local_experts"},
     derives_head_dim=False,
-    read=_read,
-    write=_write,
-    mapper=_mapper,
+    read=_read_config,
+    write=_write_config,
+    mapper=_map_parameters,
 )
 
 

@@ -75,7 +75,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return product(x.to(self.weight.dtype), self.weight, bias)
 
     def dense_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight (outputs, inputs) from `weight`, its storage if the layer is quantized."""
+        """Return `weight` (outputs, inputs), dequantized if the layer's weight is stored quantized."""
         weight_format = self.weight_formats.get("weight")
         return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
 
@@ -120,7 +120,7 @@ class RMSNorm(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor, float8: bool = False) -> Tensor:
-        """Normalise x (..., width), in its dtype; with `float8` layers in float8 find the result already rounded."""
+        """Normalise x (..., width), in its dtype; with `float8` also round the result for later float8 layers."""
         return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered, float8)
 
     def parameter_roles(self) -> Mapping[str, Role]:
@@ -139,7 +139,7 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
         if self.ranks.size == 1:
             return super().forward(x, float8)
-        wide = x.to(_wide(x))
+        wide = x.to(_widen_dtype(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
         squares = self.ranks.copy(self.ranks.sum(wide.square().sum(-1, keepdim=True)))
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.to(wide.dtype)).to(x.dtype)
@@ -188,7 +188,7 @@ class Embedding(nn.Embedding, TensorParallel, HeadLayer):
 
 
 class _Chunked:
-    """Base for heads that computes functions of the logits chunk by chunk."""
+    """Base for heads: it computes logits chunk by chunk, so that they need not fit in memory at once."""
 
     vocab_size: int
 
@@ -199,7 +199,7 @@ class _Chunked:
     def map_logits(
         self, function: Callable[..., Tensor], hidden: Tensor, *tensors: Tensor, max_bytes: int = 2**28
     ) -> Tensor:
-        """Apply `function` to the logits of hidden (..., hidden_size) chunk by chunk; one number per token, (...)."""
+        """Apply `function` to logits for hidden (..., hidden_size), `max_bytes` at a time: one number per token."""
         size = max(1, max_bytes // (self.vocab_size * torch.float32.itemsize))
         shape = hidden.shape[:-1]
         flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
@@ -209,6 +209,8 @@ class _Chunked:
         return values.view(*shape, *values.shape[1:])
 
     def _map_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
+        """Apply `function` to one chunk's logits; the backward pass computes the logits again."""
+
         def compute(hidden: Tensor, *parts: Tensor) -> Tensor:
             return function(self.logits(hidden), *parts)
 
@@ -269,14 +271,15 @@ class ChunkedHead(_Chunked):
         return losses if weights is None else losses * weights, both[..., 1]
 
     def mean_logits(self, hidden: Tensor) -> Tensor:
-        return self.map_logits(lambda logits: logits.mean(-1, dtype=_wide(logits)), hidden)
+        return self.map_logits(lambda logits: logits.mean(-1, dtype=_widen_dtype(logits)), hidden)
 
 
 def _target_and_lse(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the target's logit (arbitrary if ignored) and the log-sum-exp: (tokens, 2), at least float32."""
-    wide = logits.to(_wide(logits))
+    wide = logits.to(_widen_dtype(logits))
     return torch.stack([wide.gather(-1, targets.clamp_min(0)[:, None])[:, 0], wide.logsumexp(-1)], -1)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _widen_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the tensor's dtype, or float32 if it is narrower."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -35,16 +35,20 @@ class Olmo3Config(LayerTypesConfig):
         return super().rope_of(layer) if self.window_of(layer) is None else Rope(self.rotary_dim, self.rope_theta)
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Merge the bases for both layer types into one. Raises ValueError if they differ."""
     config = read_by_layer_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
     theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
     if (sliding := config.pop("sliding_theta", theta)) != theta:
-        raise ValueError(f"has rope_theta = {sliding} for sliding and {theta} for full attention, where both are equal")
+        raise ValueError(
+            f"has rope_theta = {sliding} for sliding and {theta} for full attention; only equal ones can be built"
+        )
     return config
 
 
-def _write(config: dict[str, Any]) -> dict[str, Any]:
+def _write_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert rotary positions to rope_parameters by layer type, with one base."""
     return write_by_layer_type(config, config["rope_theta"])
 
 
@@ -55,8 +59,8 @@ OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
-    read=_read,
-    write=_write,
+    read=_read_config,
+    write=_write_config,
 )
 
 

@@ -46,7 +46,7 @@ class Phi3Config(DecoderConfig):
                 yield InvalidSetting((key, "rope_type"), why, 'write "longrope"')
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
     """Rename the scaling `su`, as LongRoPE was called in the first files."""
     rope = config.get("rope_scaling")
     if isinstance(rope, Mapping) and rope.get("type") == "su":
@@ -54,14 +54,14 @@ def _read(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _write(config: dict[str, Any]) -> dict[str, Any]:
+def _write_config(config: dict[str, Any]) -> dict[str, Any]:
     """Repeat the original length at the top of a config, where transformers has a default."""
     original = config.get("rope_parameters", {}).get("original_max_position_embeddings")
     return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
 
 
-def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Join queries, keys and values, and gate and up, which are one tensor each in files."""
+def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper that joins queries, keys and values to one tensor, and gate and up to another, as in files."""
     names = list(parameters)
     joined = []
     width, key_width = (
@@ -88,9 +88,9 @@ PHI3 = Family(
     hf_defaults={"rope_theta": 1e4},
     fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
     nullable=("sliding_window",),
-    read=_read,
-    write=_write,
-    mapper=_mapper,
+    read=_read_config,
+    write=_write_config,
+    mapper=_map_parameters,
 )
 
 

@@ -11,7 +11,7 @@ from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridBuilder,
     HybridConfig,
-    delta_nets,
+    find_delta_nets,
     read_hybrid,
 )
 from drawloom.components.ports.weights import Mapper
@@ -35,11 +35,12 @@ def convolution_mapper(net: str, config: HybridConfig) -> Mapper:
 def qwen3_5_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper to files, in which queries, keys and values of gated delta nets are joined."""
     names = list(parameters)
-    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
+    joined = parallel(*(mapper for net in find_delta_nets(names) for mapper in _join_projections(net, architecture)))
     return parallel(joined, identity(*(name for name in names if name not in set(joined.inputs))))
 
 
 def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
+    """Yield mappers that join a gated delta net's q, k and v projections, and its convolutions, as in files."""
     delta = config.delta
     sizes = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
     parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]

@@ -29,8 +29,8 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
         return attrs.evolve(spec, shared="shared_expert", shared_gate=True) if isinstance(spec, ExpertSpec) else spec
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the width of layers without experts, which files leave out, as there are none."""
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:
         config = {**config, "intermediate_size": choices * width}
@@ -48,7 +48,7 @@ QWEN3_5_MOE = Family(
     derives_head_dim=False,
     nested_types={"qwen3_5_moe": "model."},
     ignored=("mtp.*", "model.visual.*"),
-    read=_read,
+    read=_read_config,
     mapper=qwen3_5_mapper,
 )
 

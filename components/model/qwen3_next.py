@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, size
 from drawloom.components.model.decoder.hugging_face import Family, decoder_mapper
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, delta_nets, read_hybrid
+from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, find_delta_nets, read_hybrid
 from drawloom.components.model.qwen3.moe import MOE
 from drawloom.components.model.qwen3_5 import convolution_mapper
 from drawloom.components.model.qwen3_5_moe import HybridMoeBuilder, Qwen35MoeConfig
@@ -22,14 +22,15 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 
 
-def _mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def _map_parameters(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper to files, in which projections in gated delta nets are joined."""
     names = list(parameters)
-    joined = parallel(*(mapper for net in delta_nets(names) for mapper in _join_projections(net, architecture)))
+    joined = parallel(*(mapper for net in find_delta_nets(names) for mapper in _join_projections(net, architecture)))
     return parallel(joined, decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture))
 
 
 def _join_projections(net: str, config: Any) -> Iterator[Mapper]:
-    """Yield mappers to files' joined projections, in which a key head's rows are together."""
+    """Yield mappers that join a gated delta net's projections as in files: key head by key head."""
     delta = config.delta
     group = delta.value_heads // delta.key_heads
     rows = {"q": delta.key_dim, "k": delta.key_dim, "v": group * delta.value_dim, "z": group * delta.value_dim}
@@ -52,7 +53,7 @@ QWEN3_NEXT = Family(
     derives_head_dim=False,
     ignored=("mtp.*",),
     read=read_hybrid,
-    mapper=_mapper,
+    mapper=_map_parameters,
 )
 
 

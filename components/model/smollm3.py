@@ -13,7 +13,8 @@ from drawloom.components.model.llama import LlamaConfig
 from drawloom.graph import at_least, component, setting
 
 
-def _every_fourth_without(config: Any) -> tuple[int, ...]:
+def _compute_default_rope_layers(config: Any) -> tuple[int, ...]:
+    """Return 0 for every fourth layer, which has no rotary positions, and 1 for the others."""
     return tuple(int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers))
 
 
@@ -31,7 +32,7 @@ class SmolLm3Config(LlamaConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     no_rope_layers: tuple[int, ...] = attrs.field(
-        default=attrs.Factory(_every_fourth_without, takes_self=True),
+        default=attrs.Factory(_compute_default_rope_layers, takes_self=True),
         converter=tuple,
         metadata={"values": LAYER_NUMBERS},
     )
@@ -54,7 +55,8 @@ class SmolLm3Config(LlamaConfig):
             yield InvalidSetting("no_rope_layers", why, f"write {layers} numbers, or leave no_rope_layers out")
 
 
-def _read(config: dict[str, Any]) -> dict[str, Any]:
+def _read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Derive missing no_rope_layers from no_rope_layer_interval."""
     interval, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers")
     if config.get("no_rope_layers") is None and type(layers) is int and type(interval) is int and interval > 0:
         return {**config, "no_rope_layers": [int((layer + 1) % interval != 0) for layer in range(layers)]}
@@ -69,7 +71,7 @@ SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
     hf_defaults={"max_position_embeddings": 32_768, "rope_theta": 2e6, "num_key_value_heads": 4},
     nullable=("sliding_window",),
-    read=_read,
+    read=_read_config,
 )
 
 

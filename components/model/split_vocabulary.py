@@ -29,7 +29,7 @@ LAYERS = ("embed_tokens", "lm_head")
 
 
 def split_sizes(new_tokens: NewTokens) -> dict[str, int]:
-    """Return every split's number of rows, by name, in token id order."""
+    """Return a setting `new_tokens` as a table: the number of rows by parameter name, in token id order."""
     if isinstance(new_tokens, int):
         return {NEW: new_tokens} if new_tokens else {}
     return new_tokens
@@ -102,7 +102,8 @@ class Split:
         return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 
 
-def _add_rows(layer: nn.Module, split: Split, width: int) -> None:
+def _register_new_rows(layer: nn.Module, split: Split, width: int) -> None:
+    """Register an uninitialized parameter (ids, width) for every name in the split."""
     for name, size in split.sizes.items():
         layer.register_parameter(name, nn.Parameter(torch.empty(size, width)))
 
@@ -114,7 +115,7 @@ class PartedEmbedding(Embedding):
         rows, width = base.weight.shape
         super().__init__(rows, width, base.kernels)
         self.weight, self.split = base.weight, split
-        _add_rows(self, split, width)
+        _register_new_rows(self, split, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
@@ -128,7 +129,7 @@ class PartedEmbedding(Embedding):
 
     def head(self) -> Head:
         """Return the head tied to the layer."""
-        return ChunkedHead(partial(_logits, self), self.split.size)
+        return ChunkedHead(partial(_compute_logits, self), self.split.size)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return dict.fromkeys(("weight", *self.split.sizes), TABLE_ROLE)
@@ -141,19 +142,19 @@ class PartedHead(Linear):
         rows, width = base.weight.shape
         super().__init__(width, rows, base.kernels)
         self.weight, self.split = base.weight, split
-        _add_rows(self, split, width)
+        _register_new_rows(self, split, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), of any floating dtype, to logits (..., size) in the weight's dtype."""
-        return _logits(self, x)
+        return _compute_logits(self, x)
 
     def head(self) -> Head:
         """Return the layer as a model's head."""
         return ChunkedHead(self, self.split.size)
 
 
-def _logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
-    """Return the logits (..., size) for hidden (..., hidden_size), in the table's dtype."""
+def _compute_logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
+    """Return logits (..., size), in id order and the table's dtype, for hidden (..., hidden_size)."""
     # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
@@ -161,8 +162,8 @@ def _logits(layer: PartedEmbedding | PartedHead, hidden: Tensor) -> Tensor:
     return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end :]], -1)
 
 
-def part(module: nn.Module, split: Split) -> nn.Module:
-    """Split a module's embeddings and heads in place, and return it. They must have `split.rows` rows."""
+def split_module(module: nn.Module, split: Split) -> nn.Module:
+    """Replace a module's embeddings and heads, with `split.rows` rows, by split ones in place; return the module."""
     for name, layer in list(module.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if type(layer) is Embedding:

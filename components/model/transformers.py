@@ -29,7 +29,7 @@ from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import fitting_folder, persistent_tensors
+from drawloom.components.weights.load import open_fitting_folder, persistent_tensors
 from drawloom.graph import Problem, UserError, component, setting, wired
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -67,11 +67,11 @@ class Transformers:
 
     @classmethod
     def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        yield "model.transformers has no split of its layers"
+        yield "model.transformers can't partition its layers over ranks"
 
     @classmethod
     def context_faults(cls, node: Any) -> Iterator[str]:
-        yield "model.transformers computes with whole rows"
+        yield "model.transformers can't split rows over ranks"
 
     def check_machine(self) -> None:
         """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""
@@ -79,12 +79,13 @@ class Transformers:
             self._check_path()
             _ = self._verdict
             if self.weights:
-                fitting_folder(self.path, self._whole_span(), self.hugging_face_mapper().inverse())
+                open_fitting_folder(self.path, self._build_whole_span(), self.hugging_face_mapper().inverse())
             self._check_tokenizer()
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
 
     def _check_path(self) -> None:
+        """Raise UserError if the path, its config.json, or safetensors files to load are missing."""
         if not self.path.exists():
             raise UserError(f"there is no folder {self.path}; write one with a config.json")
         read_json(config_path(self.path))
@@ -92,6 +93,7 @@ class Transformers:
             raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
 
     def _check_tokenizer(self) -> None:
+        """Raise UserError if the tokenizer has more ids than the model's vocabulary."""
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:
             raise UserError(
                 f"the tokenizer has {self.tokenizer.vocab_size} ids, but the model's vocabulary only "
@@ -104,12 +106,14 @@ class Transformers:
 
     @cached_property
     def _verdict(self) -> Verdict:
+        """The self-check's result. Raises UserError if the model fails."""
         try:
             return self_check(self._config)
         except SelfCheckError as error:
-            raise self._refusal(error.check, error.reason) from error
+            raise self._create_check_error(error.check, error.reason) from error
 
-    def _refusal(self, check: str, reason: str) -> UserError:
+    def _create_check_error(self, check: str, reason: str) -> UserError:
+        """Create the error for a failed self-check."""
         kind = self._config.model_type
         return UserError(
             f"{self.path} has model_type = {kind}, which fails the check {check!r} of model.transformers: {reason}; "
@@ -117,8 +121,8 @@ class Transformers:
         )
 
     @cached_property
-    def _empty(self) -> Any:
-        """The whole model of transformers without memory, which is not changed."""
+    def _empty_model(self) -> Any:
+        """transformers' whole model on the meta device, to look up names and shapes; it must not be changed."""
         return build_without_memory(self._config)
 
     @property
@@ -146,7 +150,7 @@ class Transformers:
     def build(self, span: LayerRange) -> nn.Module:
         reason = self._verdict.no_stages
         if reason and not (span.embedding and span.head):
-            raise self._refusal("stages", f"{reason}, so that it has only one pipeline stage")
+            raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
         module = TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
@@ -164,20 +168,20 @@ class Transformers:
         )
 
     def uncast_parameters(self) -> Sequence[str]:
-        return float32_parameters(self._empty)
+        return float32_parameters(self._empty_model)
 
     def forward_flops(self) -> ForwardFlops:
-        whole = self._whole_span()
+        whole = self._build_whole_span()
         shapes = dict(whole.named_parameters())
         by_parameter = {
-            name: 2.0 * shapes[name].numel() * self._products(name, shapes[name], role)
+            name: 2.0 * shapes[name].numel() * self._count_products(name, shapes[name], role)
             for name, role in parameter_roles(whole)
             if name in shapes
         }
-        return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._flops_per_pair())
+        return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._count_pair_flops())
 
-    def _products(self, name: str, parameter: Tensor, role: Role) -> float:
-        """Return how often a token is multiplied by a parameter of any shape."""
+    def _count_products(self, name: str, parameter: Tensor, role: Role) -> float:
+        """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
         parts = self._verdict.parts
         if name == f"{parts.embedding}.weight":
             return float(parts.tied)
@@ -186,7 +190,8 @@ class Transformers:
             return float(value_of(self._config, *CHOSEN_EXPERTS) or experts) / experts
         return role.products
 
-    def _flops_per_pair(self) -> dict[int | None, float]:
+    def _count_pair_flops(self) -> dict[int | None, float]:
+        """Return FLOPs per query-key pair, summed over layers, by window (None: full attention)."""
         config = self._config
         heads = value_of(config, "num_attention_heads")
         width = value_of(config, "head_dim") or value_of(config, "hidden_size") // heads
@@ -205,13 +210,13 @@ class Transformers:
         return read_json(config_path(self.path)) | {"tie_word_embeddings": self._verdict.parts.tied}
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self._whole_span())]
+        names = [*persistent_tensors(self._build_whole_span())]
         try:
-            return conversion_mapper(self._empty, names)
+            return conversion_mapper(self._empty_model, names)
         except SelfCheckError as error:
-            raise self._refusal(error.check, error.reason) from error
+            raise self._create_check_error(error.check, error.reason) from error
 
-    def _whole_span(self) -> TransformersLM:
-        """Build all layers without memory."""
+    def _build_whole_span(self) -> TransformersLM:
+        """Build drawloom's span with all layers on the meta device."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
         return TransformersLM(build_without_memory(self._config), self._verdict.parts, span, self.kernels)

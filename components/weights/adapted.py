@@ -21,8 +21,9 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 
 def inject(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
-    Add adapters to a module on the meta device, and freeze everything they do not train; return the patterns that
-    matched.
+    Add adapters to a module on the meta device, and freeze everything they do not train.
+
+    Returns the adapters' target patterns with a match.
     """
     if not adapters:
         return set()
@@ -63,7 +64,7 @@ def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """Return the adapters' parameter names."""
+    """Return the names of all adapter parameters in a module."""
     return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_names}
 
 
@@ -80,7 +81,7 @@ def fill_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
 
 def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
     """
-    Map adapted layers' parameters to plain layers' parameters.
+    Return the mapper that merges adapters into plain layers' weights.
 
     An adapter on a tied embedding leaves the head unchanged: the result has a separate head.
     """
@@ -89,8 +90,8 @@ def merge_mapper(whole: nn.Module, tied: bool) -> Mapper:
 
 
 @attrs.frozen
-class MergeError:
-    """Squared norms of the weight changes by adapters, and of the rounding loss after merging."""
+class MergeLoss:
+    """Rounding loss in merged weights: squared norms of the adapters' change, and of its part lost by rounding."""
 
     change: float = 0.0
     lost: float = 0.0
@@ -101,13 +102,13 @@ class MergeError:
         return (self.lost / self.change) ** 0.5 if self.change else 0.0
 
 
-def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeError:
+def measure_merge_loss(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: torch.dtype | None) -> MergeLoss:
     """
     Measure the rounding loss of merging adapters into these parameters, in `dtype` or the weights' dtype.
 
     Slices are gathered: a collective over the ranks with slices.
     """
-    error = MergeError()
+    error = MergeLoss()
     for group in mapper.groups:
         if not parameters.keys() >= set(group.inputs):
             continue
@@ -116,5 +117,5 @@ def merge_error(mapper: Mapper, parameters: dict[str, ModelParameter], dtype: to
         merged = convert(Mapper((group,)), wide_parameters)[group.outputs[0]]
         lost = merged - merged.to(dtype or base.dtype).float()
         change = merged - wide_parameters[group.inputs[0]]
-        error = MergeError(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
+        error = MergeLoss(error.change + float(change.square().sum()), error.lost + float(lost.square().sum()))
     return error

@@ -30,7 +30,7 @@ EXPONENT_BIAS = 127
 @attrs.frozen
 class QuantizedTensor:
     """
-    A tensor of a file in a quantized format: its spec when dequantized, and the names of its parts.
+    Quantized tensor in a folder: its spec when dequantized, and the names of its codes and scales in files.
 
     `read` returns its storage (..., outputs, units). A `transposed` tensor is (..., inputs, outputs) in files.
     """
@@ -43,19 +43,20 @@ class QuantizedTensor:
 
     @property
     def storage_spec(self) -> TensorSpec:
-        shape = self._turn(torch.empty(self.spec.shape, device="meta")).shape
+        shape = self._transpose_if_needed(torch.empty(self.spec.shape, device="meta")).shape
         stored = torch.empty(self.weight_format.storage_shape(tuple(shape)), device="meta")
-        return TensorSpec(tuple(self._turn(stored).shape), BITS)
+        return TensorSpec(tuple(self._transpose_if_needed(stored).shape), BITS)
 
     def storage(self) -> Tensor:
-        """Return the storage as BITS, transposed as the tensor is."""
-        return self._turn(self.read().view(BITS))
+        """Return the quantized storage (codes and scales) as BITS, transposed if the tensor is."""
+        return self._transpose_if_needed(self.read().view(BITS))
 
     def dequantize(self) -> Tensor:
         """Return the values, bfloat16."""
-        return self._turn(self.weight_format.dequantize(self.read()))
+        return self._transpose_if_needed(self.weight_format.dequantize(self.read()))
 
-    def _turn(self, tensor: Tensor) -> Tensor:
+    def _transpose_if_needed(self, tensor: Tensor) -> Tensor:
+        """Swap the last two dimensions if the tensor is transposed in files."""
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 
@@ -98,7 +99,7 @@ Found = Iterator[tuple[str, QuantizedTensor]]
 
 def _find_nf4(source: TensorSource, specs: Specs) -> Found:
     """
-    Yield weights in 4 bits of bitsandbytes.
+    Find bitsandbytes' NF4 weights; yield their names and tensors. Raises UserError for other bitsandbytes formats.
 
     `W` is uint8 (elements / 2, 1); `W.absmax` has the blocks' scales, float32, or uint8 if they are quantized again, in
     blocks of 256; a JSON text in bytes has the shape.
@@ -108,7 +109,7 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
         if not marker:
             continue
         if kind != NF4.name:
-            raise UserError(f"{name} is in {kind} of bitsandbytes, and only nf4 is read; take another folder")
+            raise UserError(f"{name} is in bitsandbytes' format {kind}, but only nf4 is supported; take another folder")
         state = json.loads(bytes(source.tensor(key).tolist()))
         shape = tuple(state["shape"])
         if state["blocksize"] != NF4.block or shape[-1] % NF4.block:
@@ -124,6 +125,7 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
 
 
 def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Tensor:
+    """Read an NF4 weight's codes and scales as its storage. Raises UserError for another code table."""
     codes, scales = source.tensor(name), source.tensor(f"{name}.absmax")
     if not torch.equal(source.tensor(f"{name}.quant_map"), torch.tensor(NF4_VALUES)):
         raise UserError(f"{name}.quant_map has other values than NF4; take another folder")
@@ -137,7 +139,7 @@ def _read_nf4(source: TensorSource, name: str, shape: tuple[int, ...], state: Ma
 
 
 def _find_float8(source: TensorSource, specs: Specs) -> Found:
-    """Yield weights `W` in e4m3 (..., outputs, inputs) with scales `W_scale_inv` for tiles of 128 x 128."""
+    """Find weights `W` in e4m3 (..., outputs, inputs) with scales `W_scale_inv` for 128 x 128 tiles."""
     for name, spec in specs.items():
         scales = name + TILE_SCALES
         if spec.dtype != E4M3 or scales not in specs:

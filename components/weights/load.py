@@ -19,7 +19,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.dequantized import BITS, Dequantized
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
-from drawloom.components.weights.mapper_ops import cut_slice, like
+from drawloom.components.weights.mapper_ops import cut_slice, distribute_like
 from drawloom.components.weights.nested import TextTensors
 from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
@@ -44,15 +44,15 @@ def convert(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor
         for group in mapper.groups
-        for name, tensor in _convert(group, [tensors[name] for name in group.inputs])
+        for name, tensor in _convert_group(group, [tensors[name] for name in group.inputs])
     }
 
 
 def stream(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
-    """Yield converted tensors, any shape, group by group; at most one group is in memory."""
+    """Read, convert and yield tensors, any shape, group by group; at most one group is in memory."""
     for group in mapper.groups:
         # popped, so that a tensor is freed as soon as the consumer drops it
-        outputs = _convert(group, [source.tensor(name) for name in group.inputs])[::-1]
+        outputs = _convert_group(group, [source.tensor(name) for name in group.inputs])[::-1]
         while outputs:
             yield outputs.pop()
 
@@ -63,13 +63,14 @@ def group_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str
     """
     meta = [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in group.inputs]
     try:
-        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert(group, meta)}
+        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert_group(group, meta)}
     except (ValueError, RuntimeError, IndexError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{', '.join(group.outputs)} can't be made of {', '.join(group.inputs)}: {reason}") from error
 
 
-def _convert(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _convert_group(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return a group's converted tensors with their names, without gradients."""
     with torch.no_grad():
         return list(zip(group.outputs, group.convert(tensors), strict=True))
 
@@ -91,10 +92,10 @@ def load_folder(
     if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `without` stay
     unchanged; parameters in `places` are slices.
     """
-    load(fitting_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
+    load(open_fitting_folder(folder, module, mapper, without, places), module, mapper, device, without, places)
 
 
-def fitting_folder(
+def open_fitting_folder(
     folder: Path,
     module: nn.Module,
     mapper: Mapper,
@@ -145,19 +146,19 @@ def load(
     kept = [group for group in needed.groups if _keeps_storage(group, quantized, formats, shapes)]
     kept_outputs = {name for group in kept for name in group.outputs}
     steps = [
-        [_store(name, formats[name], name in kept_outputs, device) for name in formats],
+        [_create_storage_mapper(name, formats[name], name in kept_outputs, device) for name in formats],
         [cut_slice(name, places[name]) for name in needed.outputs if name in places],
-        [like(name, parameters[name]) for name in needed.outputs if name in parameters],
+        [distribute_like(name, parameters[name]) for name in needed.outputs if name in parameters],
     ]
     stored = attrs.evolve(quantized, stored=frozenset(name for group in kept for name in group.inputs))
     conversion = sequential(needed, *(parallel(*step) for step in steps))
     for name, tensor in stream(StackedExperts(stored, needed.inputs), conversion):
         if name in parameters:
-            _fill(module, parameters[name], tensor, torch.device(device))
+            _fill_parameter(module, parameters[name], tensor, torch.device(device))
 
 
 def _whole_shape(name: str, tensor: Tensor, places: Mapping[str, TensorSlice]) -> tuple[int, ...]:
-    """Return the shape of a parameter, without a split over ranks."""
+    """Return a parameter's shape before it was split over ranks."""
     return places[name].shape if name in places else tuple(tensor.shape)
 
 
@@ -168,7 +169,7 @@ def _keeps_storage(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
     """
-    Return whether a group's outputs can have the storage of its inputs.
+    Return whether a group's conversion can be applied to quantized storage instead of dequantized weights.
 
     A conversion that only moves rows, such as a stack of experts, is the same for rows of storage. One that moves
     elements of a row does not lead to the shape of the output's storage.
@@ -185,8 +186,10 @@ def _keeps_storage(
         return False
 
 
-def _store(name: str, weight_format: WeightFormat, is_stored: bool, device: torch.device | str) -> Mapper:
-    """Return the mapper from a weight (..., outputs, inputs), or from the bits of its storage, to its storage."""
+def _create_storage_mapper(
+    name: str, weight_format: WeightFormat, is_stored: bool, device: torch.device | str
+) -> Mapper:
+    """Return the mapper that quantizes a weight (..., outputs, inputs) on `device`, or moves its stored bits there."""
 
     def store(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         moved = tensors[0].to(device)
@@ -203,13 +206,14 @@ def _find_targets(module: nn.Module, mapper: Mapper, without: Collection[str]) -
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) or name in outputs}
 
 
-def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
+def _fill_parameter(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
+    """Copy a tensor into a parameter; on the meta device replace it, and its ties, by a materialized one."""
     if not parameter.is_meta:
         with torch.no_grad():
             parameter.copy_(tensor)
         return
     moved = tensor.to(device, parameter.dtype)
-    real = nn.Parameter(_as_own_storage(moved, moved is not tensor), parameter.requires_grad)
+    real = nn.Parameter(_ensure_own_storage(moved, moved is not tensor), parameter.requires_grad)
     # replaces every reference to the parameter, so that tied parameters stay tied
     for part in module.modules():
         for name, other in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -217,7 +221,7 @@ def _fill(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.de
                 setattr(part, name, real)
 
 
-def _as_own_storage(tensor: Tensor, ours: bool) -> Tensor:
+def _ensure_own_storage(tensor: Tensor, ours: bool) -> Tensor:
     """
     Return a contiguous tensor with its own full storage; a copy if its memory is not `ours`, or if it is a partial
     view.
@@ -229,7 +233,7 @@ def _as_own_storage(tensor: Tensor, ours: bool) -> Tensor:
 
 
 def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield why a source can't fill parameters of these shapes."""
+    """Yield why a source can't fill these parameters: missing, unexpected or wrongly shaped tensors."""
     specs, used = source.specs(), set(mapper.inputs)
     outputs = set(mapper.outputs)
     if nameless := [name for name in shapes if name not in outputs]:
@@ -245,6 +249,7 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
 def _find_wrong_shapes(
     mapper: Mapper, specs: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
+    """Yield a message with all tensors whose converted shape differs from the parameter's."""
     wrong: list[str] = []
     for group in mapper.groups:
         if any(name not in specs for name in group.inputs):
@@ -284,13 +289,13 @@ def folder_fingerprint(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         with open_regular_file(path) as file:
             digest.update(f"{path.name} {file.size}\n".encode())
-            for offset, size in _samples(file.size):
+            for offset, size in _choose_samples(file.size):
                 digest.update(file.read(offset, size))
     return digest.hexdigest()
 
 
-def _samples(size: int) -> list[tuple[int, int]]:
-    """Return the hashed parts' offsets and sizes."""
+def _choose_samples(size: int) -> list[tuple[int, int]]:
+    """Return offsets and sizes to hash in a file: all, or SAMPLES evenly spaced pieces with WHOLE bytes together."""
     if size <= WHOLE:
         return [(0, size)]
     part = WHOLE // SAMPLES

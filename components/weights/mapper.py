@@ -34,11 +34,11 @@ def sequential(*mappers: Mapper) -> Mapper:
     stages = [mapper for mapper in mappers if mapper.groups]
     if not stages:
         return Mapper(())
-    return Mapper(tuple(_chain(parts) for parts in _find_components(_fill_gaps(stages))))
+    return Mapper(tuple(_combine_groups(parts) for parts in _find_components(_fill_gaps(stages))))
 
 
 def shard(mapper: Mapper, count: int, index: int) -> Mapper:
-    """Return one worker's share among `count` workers: every count-th group from `index` on."""
+    """Return the groups for worker `index` among `count` workers: every count-th group from `index` on."""
     return Mapper(mapper.groups[index::count])
 
 
@@ -75,11 +75,12 @@ def _fill_gaps(mappers: Sequence[Mapper]) -> list[Mapper]:
 
 
 def _pass_on(mapper: Mapper, names: Iterable[str]) -> Mapper:
+    """Extend a mapper by tensors it passes on unchanged. Raises ValueError if it already has one."""
     passing = Mapper(tuple(TensorGroup((name,), (name,), same, same) for name in names))
     try:
         return parallel(mapper, passing)
     except ValueError as error:
-        raise ValueError(f"a tensor can't be passed on unchanged: {error}") from error
+        raise ValueError(f"sequential mappers can't pass a tensor on unchanged: {error}") from error
 
 
 def _find_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup]]]:
@@ -97,7 +98,7 @@ def _find_components(stages: Sequence[Mapper]) -> Iterator[list[list[TensorGroup
 
 
 class _Forest:
-    """Disjoint-set forest (union-find) over the numbers from 0 to `count` - 1."""
+    """Union-find: disjoint sets over the numbers from 0 to `count` - 1."""
 
     def __init__(self, count: int) -> None:
         self._parents = list(range(count))
@@ -116,18 +117,18 @@ class _Forest:
         self._parents[high] = low
 
 
-def _chain(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
+def _combine_groups(stages: Sequence[Sequence[TensorGroup]]) -> TensorGroup:
     """Combine connected groups from several stages into one group."""
-    forth = _Chain(tuple(tuple(stage) for stage in stages))
+    forth = _StagedConversion(tuple(tuple(stage) for stage in stages))
     if any(group.revert is None for stage in stages for group in stage):
         return TensorGroup(forth.inputs, forth.outputs, forth)
-    back = _Chain(tuple(tuple(group.inverse() for group in stage) for stage in reversed(stages)))
+    back = _StagedConversion(tuple(tuple(group.inverse() for group in stage) for stage in reversed(stages)))
     return TensorGroup(forth.inputs, forth.outputs, forth, back)
 
 
 @attrs.frozen
-class _Chain:
-    """Conversion in stages with independent groups; an intermediate tensor is freed as soon as it is consumed."""
+class _StagedConversion:
+    """Function that converts tensors stage by stage, group by group; it frees a tensor as soon as it is consumed."""
 
     stages: tuple[tuple[TensorGroup, ...], ...]
 

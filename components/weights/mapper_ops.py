@@ -85,13 +85,13 @@ def concatenate(names: Sequence[str], target: str, dim: int = 0, sizes: Sequence
 
     def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         joined = torch.cat(list(tensors), dim)
-        if [tensor.size(dim) for tensor in tensors] != _piece_sizes(joined, dim, len(names), sizes):
+        if [tensor.size(dim) for tensor in tensors] != _compute_piece_sizes(joined, dim, len(names), sizes):
             actual = [tensor.size(dim) for tensor in tensors]
-            raise ValueError(f"dimension {dim} has the sizes {actual}, not {sizes or 'all the same'}")
+            raise ValueError(f"dimension {dim} has sizes {actual}, but needs {sizes or 'equal ones'}")
         return [joined]
 
     def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return torch.split(tensors[0], _piece_sizes(tensors[0], dim, len(names), sizes), dim)
+        return torch.split(tensors[0], _compute_piece_sizes(tensors[0], dim, len(names), sizes), dim)
 
     return Mapper((TensorGroup(tuple(names), (target,), join, part),))
 
@@ -121,13 +121,14 @@ def chunk(name: str, targets: Sequence[str], dim: int = 0, sizes: Sequence[int] 
 
 
 def _squeeze_one(tensor: Tensor, dim: int) -> Tensor:
+    """Remove dimension `dim`. Raises ValueError if its size is not 1."""
     if tensor.size(dim) != 1:
         raise ValueError(f"dimension {dim} has size {tensor.size(dim)}, not 1")
     return tensor.squeeze(dim)
 
 
-def _piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
-    """Return the sizes after splitting a tensor (..., length, ...) into `count` pieces along `dim`."""
+def _compute_piece_sizes(whole: Tensor, dim: int, count: int, sizes: Sequence[int] | None) -> list[int]:
+    """Return `sizes`, or `count` equal ones. Raises ValueError if their sum is not the tensor's size along `dim`."""
     length = whole.size(dim)
     piece_sizes = [length // count] * count if sizes is None else list(sizes)
     if sum(piece_sizes) != length:
@@ -154,12 +155,12 @@ def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
 
         return [distribute_tensor(tensor, mesh, list(placements), src_data_rank=None) for tensor in tensors]
 
-    return Mapper((TensorGroup((name,), (name,), spread, _whole),))
+    return Mapper((TensorGroup((name,), (name,), spread, _gather_tensors),))
 
 
 def gather(name: str) -> Mapper:
     """All-gather a DTensor to its full tensor, a collective over its mesh; an ordinary tensor is unchanged."""
-    return Mapper((TensorGroup((name,), (name,), _whole),))
+    return Mapper((TensorGroup((name,), (name,), _gather_tensors),))
 
 
 def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
@@ -171,17 +172,18 @@ def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), cast),))
 
 
-def like(name: str, tensor: Tensor) -> Mapper:
+def distribute_like(name: str, tensor: Tensor) -> Mapper:
     """Distribute a full tensor like `tensor` (any shape), if `tensor` is a DTensor."""
     if is_dtensor(tensor):
         return distribute(name, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     return Mapper((TensorGroup((name,), (name,), same, same),))
 
 
-def as_whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor, any shape, a collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _whole(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [as_whole(tensor) for tensor in tensors]
+def _gather_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gather every DTensor to its full tensor."""
+    return [gather_tensor(tensor) for tensor in tensors]

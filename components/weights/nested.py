@@ -18,7 +18,7 @@ Style = Iterable[tuple[str, str]]
 
 
 def find_style(names: Iterable[str], needed: Collection[str] = ()) -> Style:
-    """Return the prefixes in files with these names; () if they have none, or if a model needs such names."""
+    """Return (text prefix, prefix in files) pairs for these names; () if none is nested or a model needs such names."""
     names = list(names)
     for style in STYLES:
         marker = style[0][1]
@@ -45,7 +45,7 @@ def text_name(name: str, style: Style) -> str:
 
 @attrs.frozen(slots=False)
 class TextTensors:
-    """Source in which tensors of a multimodal model's text part have names as in a text model, unless `needed` has."""
+    """Source with a multimodal model's text tensors under a text model's names, unless `needed` has nested names."""
 
     source: TensorSource
     needed: Collection[str]

@@ -62,10 +62,10 @@ def plan_files(shares: Sequence[Mapping[str, TensorSpec]], max_shard: int) -> li
         writers |= dict.fromkeys(specs, writer)
     runs = [(writer, run) for writer, specs in enumerate(shares) if specs for run in split_by_size(specs, max_shard)]
     if len(runs) == 1:
-        return [PlannedFile(SINGLE, writer, _select(shares[writer], run)) for writer, run in runs]
+        return [PlannedFile(SINGLE, writer, _select_specs(shares[writer], run)) for writer, run in runs]
     count = len(runs)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return [PlannedFile(name, w, _select(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
+    return [PlannedFile(name, w, _select_specs(shares[w], run)) for name, (w, run) in zip(names, runs, strict=True)]
 
 
 def check_names(specs: Mapping[str, TensorSpec]) -> None:
@@ -97,7 +97,7 @@ def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
 
 
 def split_by_size(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[str]]:
-    """Split the names, in order, into as few runs up to `max_shard` bytes as possible; at least one run."""
+    """Split the names, in order, into files with up to `max_shard` bytes; a larger tensor is alone."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -109,5 +109,6 @@ def split_by_size(specs: Mapping[str, TensorSpec], max_shard: int) -> list[list[
     return shards
 
 
-def _select(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
+def _select_specs(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> dict[str, TensorSpec]:
+    """Return the specs for these names."""
     return {name: specs[name] for name in names}

@@ -82,7 +82,7 @@ class Attention(TensorParallel):
         return [layers] if all(map(multiplies_in_float8, layers)) else []
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Norm queries (rows, length, heads, head_dim) and keys by head, and rotate them, as the specification says."""
+        """Norm by head and rotate queries and keys (rows, length, heads, head_dim), both only if specified."""
         rope, by_head = self.spec.rope, self.spec.qk_norm == "head"
         if rope is None or context.angles is None:
             return (self.q_norm(q), self.k_norm(k)) if by_head else (q, k)

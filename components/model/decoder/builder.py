@@ -34,7 +34,7 @@ from drawloom.components.model.split_vocabulary import (
     count_new_tokens,
     fault_of_new_tokens,
     join_mapper,
-    part,
+    split_module,
     split_sizes,
 )
 from drawloom.components.ports.corpus import Tokenizer
@@ -202,7 +202,7 @@ class DecoderBuilder:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> str | None:
-        """Return a stronger impact for max_position_embeddings if rotary positions depend on it."""
+        """Return changes_training for max_position_embeddings if rotary positions depend on it, else None."""
         rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
 
@@ -247,7 +247,7 @@ class DecoderBuilder:
     def build(self, span: LayerRange) -> nn.Module:
         module = CausalLM(self.architecture, span, self.kernels)
         name_joined_layers(module, self.family.mapper, self.architecture)
-        return module if self.split is None else part(module, self.split)
+        return module if self.split is None else split_module(module, self.split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return [part for part in module.modules() if isinstance(part, Block)]
@@ -292,7 +292,7 @@ class DecoderBuilder:
 def name_joined_layers(
     module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
 ) -> None:
-    """Set `joined_name` in a span's linear layers that a family's mapper joins with others."""
+    """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""
     # Experts are many, and no linear layers.
     names = [name for name, _ in module.named_parameters() if ".experts." not in name]
     for group in mapper(names, architecture).groups:
@@ -303,7 +303,7 @@ def name_joined_layers(
 
 
 def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Return a whole model's operations; the model may be on the meta device."""
+    """Count FLOPs in a whole model's forward pass, by parameter and by pair; the model may be on the meta device."""
     shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
     by_parameter = {}
     for name, role in parameter_roles(whole):

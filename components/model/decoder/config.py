@@ -42,7 +42,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 
 
 def size(name: str) -> Bound:
-    """Return a check for a size in a model: from 1 to the greatest."""
+    """Return a check for the size setting `name`: from 1 to its entry in MAX_SIZES."""
     return between(1, MAX_SIZES[name] + 1)
 
 
@@ -98,16 +98,16 @@ class DecoderConfig:
 
     @property
     def logit_multiplier(self) -> float:
-        """The logits' factor."""
+        """The factor by which logits are multiplied."""
         return 1.0
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        """Return the factor for embeddings in a dtype."""
+        """Return the factor by which embeddings are multiplied, rounded as a model in this dtype rounds it."""
         return 1.0
 
     @property
     def score_scale(self) -> float | None:
-        """The attention scores' factor; None: head_dim ** -0.5."""
+        """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
         return None
 
     def has_bias(self, projection: str) -> bool:
@@ -123,11 +123,11 @@ class DecoderConfig:
         return Rope(self.rotary_dim, self.rope_theta, scaling_of(self.rope_scaling, self.max_position_embeddings))
 
     def attention_of(self, layer: int) -> MixerSpec:
-        """Return a layer's attention."""
+        """Return the specification for a layer's token mixer: attention, or a gated delta net."""
         return self.grouped_attention_of(layer)
 
     def grouped_attention_of(self, layer: int) -> AttentionSpec:
-        """Return attention with grouped queries for a layer."""
+        """Return the specification for a layer's attention with grouped queries."""
         return AttentionSpec(
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
@@ -139,7 +139,7 @@ class DecoderConfig:
         )
 
     def mlp_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        """Return a layer's feed-forward network or experts."""
+        """Return the specification for a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
@@ -151,7 +151,7 @@ class DecoderConfig:
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults in a family's own keys; `given` has at least the keys without a default."""
+        """Yield the faults in keys only this family has; `given` has at least the keys without a default."""
         yield from ()
 
 
@@ -186,7 +186,7 @@ class LayerTypesConfig(DecoderConfig):
 
     @classmethod
     def default_types(cls, layers: int, interval: int | None = None) -> tuple[str, ...]:
-        """Return the types of `layers` layers, by the family's interval or another."""
+        """Return types for `layers` layers: every `interval`-th (default: the family's) has full attention."""
         step = interval or cls.full_attention_interval
         return tuple(SLIDING if (layer + 1) % step else FULL for layer in range(layers))
 
@@ -297,16 +297,16 @@ class Qwen3MoeConfig(MoeConfig):
             key = "decoder_sparse_step" if step > layers else "mlp_only_layers"
             yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
         else:
-            yield from missing_size(given, [n for n in range(layers) if not has_experts(n, step, dense)])
+            yield from dense_width_faults(given, [n for n in range(layers) if not has_experts(n, step, dense)])
 
 
 def has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
-    """Return whether a layer has experts: the last of `sparse_step` layers, unless it is in `dense_layers`."""
+    """Return whether layer `number` has experts: every `sparse_step`-th layer has, except for `dense_layers`."""
     return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
 def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
-    """Yield invalid combinations of attention sizes."""
+    """Yield the faults if kv_heads does not divide heads, or head_dim is odd."""
     if heads % kv_heads:
         whole = [number for number in range(1, heads + 1) if heads % number == 0]
         why = f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
@@ -317,7 +317,7 @@ def head_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSet
 
 
 def expert_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Yield the faults if there are more choices than experts, or more experts than files can contain."""
+    """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
     if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
         why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
         yield InvalidSetting("num_experts", why, "write fewer")
@@ -347,17 +347,17 @@ def tensor_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
-            yield f"{key} = {size} does not divide by {ranks}"
+            yield f"{key} = {size} is not divisible by {ranks}"
     if (size := sizes.get("vocab_size")) and size < ranks:
         yield f"vocab_size = {size} is less than {ranks}"
     if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
         experts = sizes["n_shared_experts"] or 1
         if experts * inner % ranks:
-            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} does not divide by {ranks}"
+            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
 
 
-def missing_size(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
-    """Yield the fault if intermediate_size is missing and some layers have no experts."""
+def dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
+    """Yield the fault if intermediate_size is missing although the layers `dense` have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")

@@ -20,7 +20,7 @@ from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
 class SharedGate(Linear):
-    """Projection to one number by token, which is too narrow for float8."""
+    """Linear layer with one output; it is never computed in float8, because it is too narrow."""
 
     supports_float8: ClassVar[bool] = False
 
@@ -69,8 +69,8 @@ class SparseMoeBlock(nn.Module):
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
 
-def _is_used(here: Dispatched) -> Tensor:
-    """Return which rows have a token, bool (rows,): rows past the last end are undefined."""
+def _find_used_rows(here: Dispatched) -> Tensor:
+    """Return which rows contain a token, bool (rows,); rows past the last expert's end are undefined padding."""
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
@@ -105,7 +105,7 @@ class Experts(ExpertParallel, QuantizableLayer):
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Map hidden states (tokens, hidden_size) by the experts `chosen` for each token, int64 (tokens, choices).
+        Apply every token's experts `chosen`, int64 (tokens, choices), to hidden states (tokens, hidden_size).
 
         Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token.
         """
@@ -113,26 +113,26 @@ class Experts(ExpertParallel, QuantizableLayer):
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
         both = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
-            both = both + self._biases("gate_up_proj_bias", here)
+            both = both + self._look_up_biases("gate_up_proj_bias", here)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self._gate(both, here.scale)
+        mixed = self._apply_gate(both, here.scale)
         outputs = self.project("down_proj", mixed, here.ends)
         if self.spec.biases:
-            scale = here.scale.where(_is_used(here), 0).unsqueeze(-1)
-            outputs = outputs + (self._biases("down_proj_bias", here) * scale).to(outputs.dtype)
+            scale = here.scale.where(_find_used_rows(here), 0).unsqueeze(-1)
+            outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
         return here.combine(outputs)
 
-    def _gate(self, both: Tensor, scale: Tensor) -> Tensor:
-        """Apply the gate to both (rows, 2 * inner width), with a scale (rows,): (rows, inner width)."""
+    def _apply_gate(self, both: Tensor, scale: Tensor) -> Tensor:
+        """Return activation(gate) * up * scale, (rows, width), for `both` = gate and up (rows, 2 * width)."""
         if (clamp := self.spec.clamp) is None:
             return self.kernels.swiglu_halves(both, scale)
         return self.kernels.oss_swiglu_halves(both, scale, clamp.alpha, clamp.limit)
 
-    def _biases(self, name: str, here: Dispatched) -> Tensor:
+    def _look_up_biases(self, name: str, here: Dispatched) -> Tensor:
         """Return the bias of every row's expert, (rows, outputs), and zeros for unused rows."""
         rows = torch.arange(len(here.rows), device=here.rows.device)
         expert = torch.searchsorted(here.ends.to(rows.dtype), rows, right=True).clamp_(max=len(here.ends) - 1)
-        return self.kernels.embedding(expert, getattr(self, name)).where(_is_used(here).unsqueeze(-1), 0)
+        return self.kernels.embedding(expert, getattr(self, name)).where(_find_used_rows(here).unsqueeze(-1), 0)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""

@@ -21,7 +21,7 @@ KEY_EPS = 1e-6
 
 class GatedDeltaNet(TensorParallel):
     """
-    Gated delta rule over the tokens of each document, behind short convolutions.
+    Short convolutions over the tokens in a document, then the gated delta rule.
 
     Queries, keys and values have projections and convolutions of their own, which files join. Tensor-parallel ranks
     partition the key heads, each with its value heads.
@@ -55,7 +55,7 @@ class GatedDeltaNet(TensorParallel):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         beta = self.in_proj_b(hidden).sigmoid()
         g = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
-        q, k = _unit_vectors(q) * spec.key_dim**-0.5, _unit_vectors(k)
+        q, k = _normalise_vectors(q) * spec.key_dim**-0.5, _normalise_vectors(k)
         mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
         gate = F.silu(self.in_proj_z(hidden).view(mixed.shape).to(wide))
         gated = (self.norm(mixed) * gate).to(mixed.dtype)
@@ -79,7 +79,7 @@ class GatedDeltaNet(TensorParallel):
         }
 
 
-def _unit_vectors(x: Tensor) -> Tensor:
-    """Divide vectors (..., width) by their length, in at least float32."""
+def _normalise_vectors(x: Tensor) -> Tensor:
+    """Divide vectors (..., width) by their L2 norm, in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().sum(-1, keepdim=True) + KEY_EPS).rsqrt()).to(x.dtype)

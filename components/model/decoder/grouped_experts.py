@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, missing_size, size
+from drawloom.components.model.decoder.config import MoeConfig, dense_width_faults, size
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, config_key
@@ -39,13 +39,13 @@ class GroupedExpertsConfig(MoeConfig):
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
-        yield from missing_size(given, range(dense))
+        yield from dense_width_faults(given, range(dense))
         yield from _group_faults(given["num_experts"], given.get("n_group", 1), given)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class SigmoidExpertsConfig(GroupedExpertsConfig):
-    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias balances."""
+    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
     norm_topk_prob: bool = True
     router_aux_loss_coef: float = config_key(COEFFICIENT, 0.0)  # the router's bias balances
@@ -65,6 +65,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
 
 
 def _group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
     used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
     if experts % groups or (groups > 1 and experts // groups < 2):
         fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]

@@ -21,26 +21,29 @@ from drawloom.graph import UserError
 def decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
-    return parallel(*(_mapper_of(name, count) for name in names))
+    return parallel(*(_map_parameter(name, count) for name in names))
 
 
-def _mapper_of(name: str, num_experts: int) -> Mapper:
+def _map_parameter(name: str, num_experts: int) -> Mapper:
+    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
     # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(unstack(name, experts), parallel(*_halves(experts)))
+        return sequential(unstack(name, experts), parallel(*_split_gate_and_up(experts)))
     if name.endswith(".experts.down_proj"):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     return identity(name)
 
 
-def _halves(experts: Iterable[str]) -> Iterator[Mapper]:
+def _split_gate_and_up(experts: Iterable[str]) -> Iterator[Mapper]:
+    """Yield mappers that split every expert's joined matrix into its gate and up projections."""
     for expert in experts:
         yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
 
 
-def _same(config: dict[str, Any]) -> dict[str, Any]:
+def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config: the default conversion for families without keys that need one."""
     return config
 
 
@@ -74,8 +77,8 @@ class Family:
     other_types: tuple[str, ...] = ()
     nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
-    read: Callable[[dict[str, Any]], dict[str, Any]] = _same
-    write: Callable[[dict[str, Any]], dict[str, Any]] = _same
+    read: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
+    write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = decoder_mapper
 
     @property
@@ -85,7 +88,7 @@ class Family:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that a config sets, by name."""
+        """The names of recipe settings that a `config.json` can set."""
         return [*self.keys, "rope_scaling", "rope_parameters"]
 
 
@@ -101,7 +104,7 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> dict[str, Any]:
     """Return the `config.json` for a model; `end` is the id that ends a text, if there is a tokenizer."""
-    numbers = {family.renamed.get(key, key): _plain(getattr(architecture, key)) for key in family.keys}
+    numbers = {family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.keys}
     # transformers' defaults of a family may lie outside of a smaller vocabulary.
     known_end = {"pad_token_id": None} | ({} if end is None else {"eos_token_id": end})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
@@ -112,7 +115,7 @@ def config_of(family: Family, architecture: DecoderConfig, end: int | None) -> d
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
     path = config_path(path)
-    return _architecture(family, text_config(family, read_json(path)), path)
+    return _build_architecture(family, text_config(family, read_json(path)), path)
 
 
 def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,14 +135,13 @@ def config_within(
     family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
-    Return a folder's config with a model's `written` config in place of the old text model, or unchanged if it is
-    equal.
+    Replace a folder's text config by a model's `written` config; return it unchanged if it describes the same model.
 
     Raises UserError if the config at `path` can't be read.
     """
     original = read_json(path)
     old = text_config(family, original)
-    if _architecture(family, old, path) == architecture:
+    if _build_architecture(family, old, path) == architecture:
         return dict(original)
     rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
     if isinstance(old_rope := old.get("rope_parameters"), Mapping):
@@ -174,12 +176,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
+def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
+    """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
     try:
-        config = family.read(_with_partial_factor(config, family.keys))
+        config = family.read(_copy_partial_rotary_factor(config, family.keys))
         base, rope = read_rope(config, "partial_rotary_factor" in family.keys)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; take the config.json of {family.called}") from error
@@ -190,18 +193,22 @@ def _architecture(family: Family, config: Mapping[str, Any], path: Path) -> Deco
         key: None for key in family.nullable if key in config and config[key] is None
     }
     values = {key: config[key] for key in family.keys if key in config}
-    values = _with_head_sizes(family, values)
-    for reason in (*_differences(family, config), *_gaps(family, values), *_wrong_types(family, values)):
+    values = _add_head_sizes(family, values)
+    for reason in (
+        *_find_unsupported_values(family, config),
+        *_find_missing_keys(family, values),
+        *_find_invalid_values(family, values),
+    ):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
     architecture = family.architecture(**{**values, "rope_scaling": rope})
     for fault in architecture_faults(architecture):
         raise UserError(f"config: in {path}, {fault.why}; take the config.json of {family.called}")
-    if reason := _other_windows(architecture, config):
+    if reason := _find_window_contradiction(architecture, config):
         raise UserError(f"config: {path} {reason}; take the config.json of {family.called}")
     return architecture
 
 
-def _with_partial_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def _copy_partial_rotary_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
     rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
@@ -215,8 +222,8 @@ def architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]
     yield from architecture.faults(attrs.asdict(architecture, recurse=False))
 
 
-def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield config values that the model does not implement."""
+def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for every config value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
@@ -226,7 +233,7 @@ def _differences(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
 
 
-def _other_windows(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
+def _find_window_contradiction(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
     """Return why `layer_types` contradicts other keys, or an empty string if it does not."""
     layers = range(architecture.num_hidden_layers)
     kinds = ["full_attention" if architecture.window_of(n) is None else "sliding_attention" for n in layers]
@@ -234,11 +241,11 @@ def _other_windows(architecture: DecoderConfig, config: Mapping[str, Any]) -> st
     # Other types, such as linear_attention, are keys of the family's own config.
     if all(kind == other or kind not in ("full_attention", SLIDING) for kind, other in zip(types, kinds, strict=False)):
         return ""
-    return f"says layer_types other than {json.dumps(kinds)}, which its other keys say, and only these can be built"
+    return f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}"
 
 
-def _with_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add missing head sizes as transformers derives them, if the family does."""
+def _add_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add missing head_dim and num_key_value_heads as transformers derives them, if the family allows it."""
     values = dict(values)
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     if family.derives_head_dim and type(heads) is int and type(width) is int and heads > 0:
@@ -247,14 +254,15 @@ def _with_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any
     return values
 
 
-def _gaps(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
+def _find_missing_keys(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message with all missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
     if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in values]:
         yield f"lacks {', '.join(missing)}"
 
 
-def _wrong_types(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+def _find_invalid_values(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values with a wrong type, or outside their bounds."""
     fields = {field.name: field for field in attrs.fields(family.architecture)}
     for name, value in values.items():
         if value is None and name in family.nullable:
@@ -266,5 +274,5 @@ def _wrong_types(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"says {name} = {json.dumps(value)}, which is not {valid.description}"
 
 
-def _plain(value: Any) -> Any:
+def _convert_tuple_to_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

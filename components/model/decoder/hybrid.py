@@ -72,7 +72,7 @@ class HybridConfig(DecoderConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults in the rotated part, in layers without a type, and in value heads without a key head."""
+        """Yield the faults if the rotated channels are odd, layers lack types, or value heads do not fit key heads."""
         yield from super().faults(given)
         yield from rotary_faults({"partial_rotary_factor": 0.25, **given})
         layers, types = given["num_hidden_layers"], given.get("layer_types")
@@ -101,7 +101,7 @@ HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
 """Defaults of keys in transformers, which differ from ours."""
 
 
-def delta_nets(parameters: Iterable[str]) -> list[str]:
+def find_delta_nets(parameters: Iterable[str]) -> list[str]:
     """Return the paths to the gated delta nets with these parameters."""
     return [name.removesuffix(".A_log") for name in parameters if name.endswith(".linear_attn.A_log")]
 

@@ -75,7 +75,7 @@ class Block(nn.Module):
     def _add_and_norm(
         self, output: Tensor | None, hidden: Tensor, name: str | None, float8: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the next branch, and the residual stream with the output of the branch before."""
+        """Add a branch's output to the residual stream; return the next branch's normed input and the stream."""
         if name is None:
             summed = hidden if output is None else hidden + output
             return summed, summed

@@ -17,19 +17,21 @@ from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRan
 
 
 def check_hidden_states(shared: TokenContext, layers: int) -> None:
-    """Raise ValueError for a request for hidden states that a model of `layers` layers can't return."""
+    """Raise ValueError if a model with `layers` layers can't return the hidden states requested in the context."""
     asked = () if shared.hidden_states is None else shared.hidden_states.layers
     if unknown := [number for number in asked if not 0 <= number <= layers]:
         raise ValueError(f"there are no hidden states of layer {unknown[0]}: the model has layers 0 to {layers}")
     if shared.mean_weights is not None and (shared.hidden_states is None or shared.hidden_states.documents is None):
         raise ValueError("mean_weights is for means: ask for hidden_states=HiddenStates(layers, documents=1)")
     if asked and shared.part is not None:
-        raise ValueError("ranks along 'context' share rows out, and hidden states are of whole rows")
+        raise ValueError(
+            "hidden states can't be returned with context parallelism, because each rank has only a part of a row"
+        )
 
 
-def means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
+def compute_document_means(hidden: Tensor, documents: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     """
-    Return means over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
+    Return the mean over every document's tokens: at least float32 (rows, count, hidden_size), zeros without tokens.
 
     hidden: (rows, length, hidden_size); documents: int64 (rows, length), where ids from `count` on are skipped;
     weights: bool or floating (rows, length); default: 1.
@@ -61,7 +63,7 @@ class Decoder(TensorParallel):
         if span.embedding or (span.head and architecture.tie_word_embeddings):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
         branches = {number: architecture.branches_of(number) for number in range(span.first, span.last)}
-        self.attention = [attention_among(layer) for layer in branches.values()]
+        self.attention = [find_attention(layer) for layer in branches.values()]
         specs = [branch.spec for layer in branches.values() for branch in layer]
         self.is_recurrent = any(isinstance(spec, DeltaSpec) for spec in specs)
         self.layers = nn.ModuleDict(
@@ -88,18 +90,18 @@ class Decoder(TensorParallel):
             inputs, before = inputs if isinstance(inputs, tuple) else (inputs, {})
             kept |= before
         hidden = inputs
-        for number, hidden in self._outputs(inputs, shared):
+        for number, hidden in self._run_layers(inputs, shared):
             if wanted is not None and number in wanted.layers:
                 kept[number] = rows = whole(hidden)
                 if wanted.documents is not None:
-                    kept[number] = means(rows, documents, wanted.documents, shared.mean_weights)
+                    kept[number] = compute_document_means(rows, documents, wanted.documents, shared.mean_weights)
         if self.span.head:
             hidden = whole(hidden)
             if (multiplier := self.architecture.logit_multiplier) != 1.0:
                 hidden = hidden * multiplier  # logits are linear in hidden states
         return hidden if wanted is None else (hidden, kept)
 
-    def _outputs(self, hidden: Tensor, shared: TokenContext) -> Iterator[tuple[int, Tensor]]:
+    def _run_layers(self, hidden: Tensor, shared: TokenContext) -> Iterator[tuple[int, Tensor]]:
         """
         Yield the embedding's output as layer 0, then each layer's, and the last norm's under the last layer's number.
 
@@ -110,14 +112,14 @@ class Decoder(TensorParallel):
             if (multiplier := self.architecture.embedding_multiplier_in(hidden.dtype)) != 1.0:
                 hidden = hidden * multiplier
             yield 0, hidden
-        for (number, layer), context in zip(self.layers.items(), self._contexts(shared), strict=True):
+        for (number, layer), context in zip(self.layers.items(), self._build_layer_contexts(shared), strict=True):
             hidden = layer(hidden, context)
             yield int(number) + 1, hidden
         if self.span.head:
             yield self.architecture.num_hidden_layers, self.norm(hidden)
 
-    def _contexts(self, shared: TokenContext) -> list[LayerContext]:
-        """Return every layer's context; layers share masks of the same window and angles of the same positions."""
+    def _build_layer_contexts(self, shared: TokenContext) -> list[LayerContext]:
+        """Return every layer's context; equal windows share a mask, equal rotary positions share angles."""
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(
@@ -138,7 +140,7 @@ class Decoder(TensorParallel):
         ]
 
 
-def attention_among(branches: Sequence[Branch]) -> MixerSpec | None:
+def find_attention(branches: Sequence[Branch]) -> MixerSpec | None:
     """Return the specification of a layer's attention, or None if the layer has no attention."""
     return next((branch.spec for branch in branches if isinstance(branch.spec, MixerSpec)), None)
 

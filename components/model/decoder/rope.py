@@ -76,7 +76,7 @@ NEEDED = {
 
 @attrs.frozen
 class InvalidSetting:
-    """A setting, or a key in one, with why it is invalid and what to write instead."""
+    """Invalid setting: its key, the reason, and the remedy."""
 
     key: str | tuple[str, ...]
     why: str
@@ -147,13 +147,13 @@ class RopeScaling:
     )
 
     def options(self) -> dict[str, Any]:
-        """Return the keys with a value, besides `rope_type`."""
+        """Return the keys with a value, without `rope_type` and `rope_theta`."""
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
 
 
 def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
-    """The kernels' form of a scaling, for a model with this max_position_embeddings."""
+    """Convert a scaling to the kernels' form, for a model with this max_position_embeddings."""
     if rope is None:
         return None
     given = rope.options()
@@ -165,18 +165,21 @@ def scaling_of(rope: RopeScaling | None, max_positions: int) -> Scaling:
         return LongRopeScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor)
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
-        ratio = _sharpening(given["factor"], numerator) / _sharpening(given["factor"], denominator)
+        ratio = _compute_yarn_attention_factor(given["factor"], numerator) / _compute_yarn_attention_factor(
+            given["factor"], denominator
+        )
         given.setdefault("attention_factor", ratio)
     made = {"dynamic": DynamicScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}[rope.rope_type]
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
 
 
 def long_attention_factor(factor: float, original_length: int) -> float:
-    """Return LongRoPE's factor for cosines and sines in texts `factor` times as long as the original ones."""
+    """Return LongRoPE's factor for cosines and sines in a context `factor` times as long as the original one."""
     return math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
 
 
-def _sharpening(factor: float, mscale: float) -> float:
+def _compute_yarn_attention_factor(factor: float, mscale: float) -> float:
+    """Return YaRN's attention factor, 0.1 * mscale * log(factor) + 1; 1 for factors up to 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -184,11 +187,11 @@ def score_multiplier(rope: RopeScaling | None) -> float:
     """Return latent attention's factor for scores, by which DeepSeek-V3 corrects YaRN for channels not rotated."""
     if rope is None or rope.mscale_all_dim is None or rope.factor is None:
         return 1.0
-    return _sharpening(rope.factor, rope.mscale_all_dim) ** 2
+    return _compute_yarn_attention_factor(rope.factor, rope.mscale_all_dim) ** 2
 
 
 def rope_faults(rope: RopeScaling, rotary_dim: int | None, key: str = "rope_scaling") -> Iterator[InvalidSetting]:
-    """Invalid combinations of the settings under `key`, for heads with `rotary_dim` rotated channels, if known."""
+    """Yield invalid combinations in the settings under `key`, for heads with `rotary_dim` rotated channels if known."""
     given, used = rope.options(), USED[rope.rope_type]
     for name in given.keys() - set(used):
         *firsts, last = (kind for kind, names in USED.items() if name in names)
@@ -221,7 +224,7 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def rope_context_faults(rope: RopeScaling | None) -> Iterator[str]:
-    """Yield why a scaling needs whole rows, as the end of a sentence."""
+    """Yield a reason if the scaling forbids context parallelism: it depends on the length of whole rows."""
     if rope is not None and rope.rope_type in BY_LENGTH:
         yield f"{rope.rope_type} positions depend on the length of whole rows"
 
@@ -242,8 +245,8 @@ def rope_parameters_of(rope: RopeScaling | None, base: float, head_dim: int) -> 
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
 
 
-def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in the form of `rope_theta` and `rope_scaling`, whichever form they were given in."""
+def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with `rope_theta` and `rope_scaling` in place of `rope_parameters`."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = given.get("rope_parameters", given.get("rope_scaling"))
     if rope is None:
@@ -253,8 +256,8 @@ def take_apart(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest | theta | scaling
 
 
-def form_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
+def duplicate_setting_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the faults for settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
             why = f"{key} is set beside rope_parameters, which sets it as well"
@@ -269,19 +272,19 @@ def read_rope(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError("has rope_scaling that is no object")
+        raise ValueError("has a rope_scaling that is not an object")
     for part in (rope, config):
         if not can_be_partial and part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
             raise ValueError(
-                "rotates a part of each head only (partial_rotary_factor), where only the whole can be built"
+                "has a partial_rotary_factor other than 1, but models of this family rotate whole heads only"
             )
     base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _scaling(rope, config)
+    return base, _read_scaling(rope, config)
 
 
 def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> dict[str, Any]:
     """
-    Replace rope_parameters by layer type by full attention's; put sliding attention's base under `sliding`.
+    Replace rope_parameters for several layer types by full attention's; put sliding attention's base under `sliding`.
 
     `base` is its default. Raises ValueError if sliding attention scales its positions.
     """
@@ -290,7 +293,7 @@ def read_by_layer_type(config: Mapping[str, Any], sliding: str, base: float) -> 
         return dict(config)
     local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
     if not isinstance(local, Mapping) or not isinstance(full, Mapping):
-        raise ValueError("has rope_parameters that are not an object by layer type")
+        raise ValueError("has rope_parameters without an object per layer type")
     if local.get("rope_type", "default") != "default":
         raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
     return {**config, "rope_parameters": full, sliding: local.get("rope_theta", base)}
@@ -303,7 +306,8 @@ def write_by_layer_type(config: Mapping[str, Any], base: float) -> dict[str, Any
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+    """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
     if kind not in HUGGING_FACE:
@@ -315,7 +319,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
         if type(factor) in (int, float) and type(original) is int:
             given.setdefault("attention_factor", long_attention_factor(factor, original))
     if strange := [key for key in given if key not in used]:
-        raise ValueError(f"says {strange[0]} of rotary positions of kind {kind!r}, which can't be built")
+        raise ValueError(f"has {strange[0]}, which is not supported with rotary positions of type {kind!r}")
     if kind == "default":
         return None
     if (length := "original_max_position_embeddings") in used:
@@ -325,18 +329,18 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
 
 
 def _build_scaling(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
-    """Return a scaling after checking the values' types."""
+    """Build a scaling from a config's keys. Raises ValueError for a wrong type or value, or a missing factor."""
     for field in attrs.fields(RopeScaling):
         value = given.get(field.name)
         # Types are compared exactly, because isinstance would take a bool for an int.
         wanted = {"truncate": (bool,), "original_max_position_embeddings": (int,)}.get(field.name, (int, float))
         values = value if field.name in ("short_factor", "long_factor") and isinstance(value, list) else [value]
         if value is not None and not all(type(number) in wanted for number in values):
-            raise ValueError(f"says {field.name} = {value!r} of rotary positions, which is not {wanted[-1].__name__}")
+            raise ValueError(f"says {field.name} = {value!r} for rotary positions, which is not {wanted[-1].__name__}")
     if "factor" not in given and "factor" in USED[kind]:
         raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
     try:
         return RopeScaling(rope_type=kind, **given)
     except ValueError as error:
         name, _, why = str(error).partition(": ")
-        raise ValueError(f"says {name} of rotary positions, and {why}") from error
+        raise ValueError(f"has an invalid {name} for rotary positions: {why}") from error

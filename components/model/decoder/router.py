@@ -76,7 +76,7 @@ def aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
 
 def router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """
-    The sum over tokens of weight * log(sum over experts of exp(logit)) ** 2, which keeps logits small.
+    Return the sum over tokens of weight * log(sum over experts of exp(logit)) ** 2; as a loss it keeps logits small.
 
     `logits`: (..., experts); `weights`: (...). Zoph et al. 2022, "ST-MoE", arXiv 2202.08906, equation
     5.
@@ -124,7 +124,7 @@ class Router(Linear, RowSums):
             nn.init.zeros_(bias)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
-        """None."""
+        """Return {}: every rank has the whole router."""
         return {}
 
     def observe(self, observer: ObserveRouting) -> None:
@@ -154,25 +154,25 @@ class Router(Linear, RowSums):
             logits = attach_loss(logits, router_z_loss(logits, self.token_weights(weights) * self.z_loss_coef))
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
-        chosen = self._choose(scores.detach())
+        chosen = self._choose_experts(scores.detach())
         if weights is not None and self.aux_loss_coef:
-            scores = attach_loss(scores, self._aux_loss(scores, chosen, weights))
+            scores = attach_loss(scores, self._compute_aux_loss(scores, chosen, weights))
         if weights is not None and self._observers:
-            self._tell(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
+            self._report_to_observers(self.own_tokens(chosen, weights), self.own_tokens(scores, weights))
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
-            best = self._normalise(best)
+            best = self._normalise_scores(best)
         factor = self.routing.routed_scaling_factor
         return chosen, best if factor == 1.0 else best * factor
 
-    def _aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """A loss () with the gradient of the rows' load-balancing losses: it is linear in the probabilities."""
+    def _compute_aux_loss(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return a scalar with the gradient of the rows' load-balancing losses, but linear in the probabilities."""
         counts = self.row_counts(chosen, weights, self.num_experts)
         grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
-        return (self.of_tokens(grad.to(scores.dtype), weights) * self._probabilities(scores)).sum()
+        return (self.of_tokens(grad.to(scores.dtype), weights) * self._compute_probabilities(scores)).sum()
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """The best experts by scores (..., experts) and bias: int64 (..., choices)."""
+    def _choose_experts(self, scores: Tensor) -> Tensor:
+        """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if (groups := self.routing.n_group) > 1:
@@ -182,18 +182,20 @@ class Router(Linear, RowSums):
             scores = grouped.masked_fill(other.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.num_experts_per_tok).indices
 
-    def _probabilities(self, scores: Tensor) -> Tensor:
-        """Scores for all experts (..., experts) that add up to 1."""
-        return scores if self.routing.scoring_func == "softmax" else self._normalise(scores)
+    def _compute_probabilities(self, scores: Tensor) -> Tensor:
+        """Return the scores (..., experts) divided by their sum, unless a softmax already did so."""
+        return scores if self.routing.scoring_func == "softmax" else self._normalise_scores(scores)
 
-    def _normalise(self, scores: Tensor) -> Tensor:
+    def _normalise_scores(self, scores: Tensor) -> Tensor:
+        """Divide scores by their sum over the last dimension."""
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
-    def _tell(self, chosen: Tensor, scores: Tensor) -> None:
+    def _report_to_observers(self, chosen: Tensor, scores: Tensor) -> None:
+        """Call the observers with tokens by expert and probabilities, in training and outside recomputation."""
         # Evaluations have no gradients; what is computed again was counted before.
         if torch.is_grad_enabled() and not is_recomputing():
             flat = chosen.flatten()
             tokens = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
             for observer in self._observers:
-                observer(tokens, self._probabilities(scores.detach()))
+                observer(tokens, self._compute_probabilities(scores.detach()))

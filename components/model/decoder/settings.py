@@ -7,7 +7,12 @@ import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, head_faults
 from drawloom.components.model.decoder.hugging_face import Family, architecture_faults, read_config
-from drawloom.components.model.decoder.rope import InvalidSetting, form_faults, rope_faults, take_apart
+from drawloom.components.model.decoder.rope import (
+    InvalidSetting,
+    duplicate_setting_faults,
+    rope_faults,
+    separate_theta_and_scaling,
+)
 from drawloom.graph import UserError
 
 EXAMPLES = {
@@ -25,7 +30,7 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _select_settings(family, settings)
     if settings["config"] is not None:
-        yield from form_faults(given)
+        yield from duplicate_setting_faults(given)
         return  # a config, which another machine may have, sets everything else
     for key in family.needed:
         if key not in given:
@@ -37,10 +42,10 @@ def faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> 
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
     if "hidden_size" in given and "num_attention_heads" in given:
         yield from _attention_faults(given)
-    yield from form_faults(given)
+    yield from duplicate_setting_faults(given)
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
-            yield from rope_faults(given[key], _rotary_dim(family, given), key)
+            yield from rope_faults(given[key], _compute_rotary_dim(family, given), key)
     if given.keys() >= set(family.needed):
         yield from family.architecture.faults(given)
 
@@ -56,7 +61,7 @@ def choose_architecture(
     for fault in faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
-        architecture = _over_config(family, settings)
+        architecture = _override_config(family, settings)
         for fault in architecture_faults(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
@@ -67,16 +72,19 @@ def choose_architecture(
         key, instead = ("vocab_size", f"vocab_size = {tokens}") if settings["config"] is None else ("config", added)
         raise UserError(f"{key}: {why}; write {instead}, or another tokenizer")
     if tokens is not None and new_tokens >= tokens:
-        raise UserError(f"new_tokens: {new_tokens} leaves none of the tokenizer's {tokens} ids")
+        raise UserError(
+            f"new_tokens: {new_tokens} is not less than the tokenizer's {tokens} ids; write a smaller number"
+        )
     return architecture
 
 
 def _select_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the family's settings that are not None."""
     return {key: settings[key] for key in family.settings if settings[key] is not None}
 
 
 def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """Settings with defaults that depend on others; the architecture has the rest."""
+    """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _select_settings(family, settings)
     if tokens is not None:
         given.setdefault("vocab_size", _round_up(tokens, settings["vocabulary_multiple"]))
@@ -86,19 +94,19 @@ def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | No
     return {
         "num_key_value_heads": given["num_attention_heads"],
         "head_dim": given["hidden_size"] // given["num_attention_heads"],
-        **take_apart(given),
+        **separate_theta_and_scaling(given),
     }
 
 
-def _over_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
-    """Return a config's architecture, with settings in place of its values."""
+def _override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+    """Read the config file named in the settings, and override its values by the other settings."""
     given = _select_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
-    return attrs.evolve(read_config(family, settings["config"]), **scaling | take_apart(given))
+    return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
-def _rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
-    """Return the rotated channels in a head; None if the sizes to compute them are missing."""
+def _compute_rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
+    """Return the number of rotated channels in a head; None if the sizes to compute it are missing."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
     head_dim = given.get("head_dim") or (width // heads if width and heads else None)
     defaults = {field.name: field.default for field in attrs.fields(family.architecture)}
@@ -107,6 +115,7 @@ def _rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
 
 
 def _attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
         why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"

@@ -28,7 +28,7 @@ class MixerSpec:
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs for a query and a key: a product with the key, and one with the value."""
+        """FLOPs for one query-key pair in all heads: the query times the key, and the weight times the value."""
         raise NotImplementedError
 
 

@@ -35,19 +35,19 @@ BY_TYPE = {bool: BOOL, int: SIZE, float: POSITIVE}
 
 
 def names(*words: str) -> KeyValues:
-    """Return the values that are lists of these words."""
+    """Return a check for lists in which every element is one of these words."""
     text = f"a list of {' and '.join(words)}"
     return KeyValues(text, lambda value: type(value) is list and all(word in words for word in value))
 
 
 def config_key(values: KeyValues, default: Any = attrs.NOTHING) -> Any:
-    """Return a field of a config with these values; lists become tuples."""
+    """Return an attrs field for a config key with a check; a list becomes a tuple if the default is a tuple."""
     converter = tuple if isinstance(default, tuple) else None
     return attrs.field(default=default, metadata={"values": values}, converter=converter)
 
 
 def values_of(field: "attrs.Attribute[Any]") -> KeyValues:
-    """Return the valid values of a config's field: its own, or those of its type."""
+    """Return the check for a config field: its own from `config_key`, or the default check for its type."""
     if own := field.metadata.get("values"):
         return own  # type: ignore[no-any-return]
     kind: Any = field.type

@@ -34,7 +34,7 @@ MAX_PARAMETERS = 2**25
 
 
 class PlainKernels:
-    """The operations of a self-check, in plain torch."""
+    """Kernels for a self-check, in plain torch, so that they also support float64."""
 
     linear = staticmethod(linear_eager)
     embedding = staticmethod(embedding_eager)
@@ -67,9 +67,9 @@ def self_check(config: Any) -> Verdict:
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        reference = _build(config).double()
-        constants = _constants(reference)
-        _randomize(reference)
+        reference = _build_reference(config).double()
+        constants = _find_constants(reference)
+        _perturb_parameters(reference)
         with torch.no_grad():
             comparison = Comparison(reference)
             hidden = comparison.compare_hidden_states()
@@ -78,7 +78,7 @@ def self_check(config: Any) -> Verdict:
             return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
 
 
-def _build(config: Any) -> Any:
+def _build_reference(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
     try:
         small = shrink(config)
@@ -91,8 +91,10 @@ def _build(config: Any) -> Any:
         raise
     except Exception as error:  # transformers checks values in many ways
         if isinstance(error, KeyError) and error.args == (NAME,):
-            raise SelfCheckError("keyword", "the model has attention of its own") from error
-        raise SelfCheckError("build", _describe(error)) from error
+            raise SelfCheckError(
+                "keyword", "the model does not compute attention by transformers' attention functions"
+            ) from error
+        raise SelfCheckError("build", _describe_error(error)) from error
 
 
 class Comparison:
@@ -105,29 +107,29 @@ class Comparison:
         self.tokens = torch.randint(1, value_of(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
         with CallOrder(reference, self.parts) as calls:
-            self.alone = [attempt("build", partial(self._outputs, row)) for row in rows]
+            self.alone = [run_check("build", partial(self._run_reference, row)) for row in rows]
         self.parts = calls.order_parts()
 
-    def _outputs(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
         base = self.reference.get_submodule(self.parts.base)
         states = base(input_ids=row[None], use_cache=False).last_hidden_state
         return states, self.reference(input_ids=row[None], use_cache=False).logits
 
     def compare_hidden_states(self) -> Tensor:
-        """Return hidden states of packed documents, (1, length, hidden_size), after comparing them."""
-        whole = self._span(0, self.count)
-        shared = pack()
+        """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
+        whole = self._build_span(0, self.count)
+        shared = pack_documents()
         documents = RowAttention(whole.kernels, shared)
-        hidden = attempt("keyword", lambda: whole.run(self.tokens[None], shared, documents))
+        hidden = run_check("keyword", lambda: whole.run(self.tokens[None], shared, documents))
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
-        _assert_close("packing", hidden, expected, "documents in a row differ")
+        _assert_close("packing", hidden, expected, "hidden states of packed documents differ from separate documents'")
         return hidden
 
     def compare_logits(self) -> None:
-        """Compare logits; if they are more than a product, `parts` say that transformers computes them."""
+        """Compare a plain linear head's logits; if they differ, unset `plain_head` and compare transformers' head."""
         try:
             self._compare_logits()
         except SelfCheckError:
@@ -135,36 +137,37 @@ class Comparison:
             self._compare_logits()
 
     def _compare_logits(self) -> None:
-        whole, shared = self._span(0, self.count), pack()
+        """Raise SelfCheckError if logits for the packed row differ from transformers' for single documents."""
+        whole, shared = self._build_span(0, self.count), pack_documents()
         compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
         expected = torch.cat([logits for _, logits in self.alone], 1)
-        _assert_close("head", attempt("head", compute), expected, "logits differ")
+        _assert_close("head", run_check("head", compute), expected, "logits differ")
 
     def compare_weights(self) -> None:
-        """Convert parameters to tensors on disk and back, which must not change them."""
-        tensors = persistent_tensors(self._span(0, self.count))
+        """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
+        tensors = persistent_tensors(self._build_span(0, self.count))
         mapper = conversion_mapper(self.reference, [*tensors])
-        again = attempt("weights", lambda: convert(mapper.inverse(), convert(mapper, tensors)))
+        again = run_check("weights", lambda: convert(mapper.inverse(), convert(mapper, tensors)))
         if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
-            raise SelfCheckError("weights", f"{wrong[0]} is not what was written to disk")
+            raise SelfCheckError("weights", f"{wrong[0]} changes when it is converted to files and back")
 
     def find_stage_fault(self, hidden: Tensor) -> str:
-        """Return why two stages do not compute these hidden states, (1, length, hidden_size), or ""."""
+        """Return why two pipeline stages do not compute `hidden`, (1, length, hidden_size); "" if they do."""
         half = self.count // 2
-        first, second = self._span(0, half), self._span(half, self.count)
+        first, second = self._build_span(0, half), self._build_span(half, self.count)
         names = {name for name, _ in first.named_parameters()} - {f"{self.parts.embedding}.weight"}
         if common := sorted(names & {name for name, _ in second.named_parameters()}):
             return f"{common[0]} is outside of layers"
-        shared = pack()
+        shared = pack_documents()
         try:
             between = first.run(self.tokens[None], shared, RowAttention(first.kernels, shared))
             outputs = second.run(between, shared, RowAttention(second.kernels, shared))
             _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
         except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else _describe(error)
+            return error.reason if isinstance(error, SelfCheckError) else _describe_error(error)
         return ""
 
-    def _span(self, first: int, last: int) -> TransformersLM:
+    def _build_span(self, first: int, last: int) -> TransformersLM:
         """Return a span of a copy of the shrunken model, with drawloom's attention and layers."""
         whole = copy.deepcopy(self.reference)
         whole.config._attn_implementation = NAME  # the copy's modules share the copy's config
@@ -173,37 +176,38 @@ class Comparison:
         return TransformersLM(whole, self.parts, span, kernels).eval()
 
 
-def pack() -> TokenContext:
-    """Return a row of documents of LENGTHS tokens."""
+def pack_documents() -> TokenContext:
+    """Return the context for one row that packs documents with LENGTHS tokens."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     return TokenContext(positions[None], numbers[None])
 
 
-def attempt(check: str, compute: Callable[[], T]) -> T:
-    """Return the result of a computation. Raises SelfCheckError with the check's name if it fails."""
+def run_check(check: str, compute: Callable[[], T]) -> T:
+    """Return `compute()`; turn any exception into a SelfCheckError with the check's name."""
     try:
         return compute()
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _describe(error)) from error
+        raise SelfCheckError(check, _describe_error(error)) from error
 
 
-def _describe(error: Exception) -> str:
-    """Return an error's first line, or its second one after a colon."""
+def _describe_error(error: Exception) -> str:
+    """Return the first line in an error's text that does not end in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)
 
 
 def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> None:
+    """Raise SelfCheckError if the largest difference exceeds TOLERANCE times the largest expected value."""
     difference = float((actual - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
         raise SelfCheckError(check, f"{why} by {difference:.1e} of the largest value")
 
 
-def _constants(reference: nn.Module) -> dict[str, float]:
-    """Return constants at which transformers starts parameters, by name without the layer's number."""
+def _find_constants(reference: nn.Module) -> dict[str, float]:
+    """Return the initial value for every parameter whose elements are all equal, by name without the layer's number."""
     constants = {}
     for name, parameter in reference.named_parameters():
         first = float(parameter.detach().flatten()[0])
@@ -212,7 +216,8 @@ def _constants(reference: nn.Module) -> dict[str, float]:
     return constants
 
 
-def _randomize(reference: nn.Module) -> None:
+def _perturb_parameters(reference: nn.Module) -> None:
+    """Add normal noise, so that constant parameters such as norms and biases influence the outputs."""
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -30,12 +30,14 @@ def conversion_mapper(whole: Any, names: Collection[str]) -> Mapper:
     state = whole.state_dict()
     by_parameter = layout.names_on_disk({name: state[name].to("meta") for name in names})
     if wrong := sorted(by_parameter.keys() ^ set(names)):
-        raise SelfCheckError("weights", f"the conversion of {wrong[0]} has no inverse for one parameter")
+        raise SelfCheckError(
+            "weights", f"transformers' conversion of {wrong[0]} to files can't be inverted parameter by parameter"
+        )
     return parallel(*(layout.mapper(name, by_parameter[name]) for name in names))
 
 
 class _Layout:
-    """transformers' conversions between a model's parameters and the tensors on disk."""
+    """Converter between a model's parameters and its tensors on disk, by transformers' own rules."""
 
     def __init__(self, whole: Any, conversions: Sequence[Any]) -> None:
         from transformers.core_model_loading import WeightConverter
@@ -51,12 +53,12 @@ class _Layout:
 
         by_parameter: dict[str, list[str]] = {}
         for name in sorted(self.to_disk(tensors), key=dot_natural_key):
-            by_parameter.setdefault(self._source(name)[0], []).append(name)
+            by_parameter.setdefault(self._find_parameter(name)[0], []).append(name)
         return by_parameter
 
     def mapper(self, parameter: str, names: Sequence[str]) -> Mapper:
         """Return the mapper from a parameter to its tensors on disk."""
-        _, pattern = self._source(names[0])
+        _, pattern = self._find_parameter(names[0])
         if pattern is None:
             return rename({parameter: names[0]})
 
@@ -86,7 +88,7 @@ class _Layout:
         """Convert a parameter's tensors on disk, of any shape, to the parameter."""
         converter: Any = None
         for name, tensor in tensors.items():
-            _, pattern = self._source(name)
+            _, pattern = self._find_parameter(name)
             if converter is None:
                 converter = copy.deepcopy(next(part for part in self.converters if pattern in part.source_patterns))
             converter.add_tensor(parameter, name, pattern, tensor)
@@ -95,8 +97,8 @@ class _Layout:
         value = converted[parameter]
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
 
-    def _source(self, name: str) -> tuple[str, str | None]:
-        """Return the parameter of a tensor on disk, and the pattern of its converter, if any."""
+    def _find_parameter(self, name: str) -> tuple[str, str | None]:
+        """Return the parameter for a tensor on disk, and its WeightConverter's pattern; None if only renamed."""
         from transformers.core_model_loading import rename_source_key
 
         parameter, pattern = rename_source_key(name, self.renamings, self.converters)

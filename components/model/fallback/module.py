@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import RowAttention
-from drawloom.components.model.fallback.parts import Parts, PassThrough, placeholder
+from drawloom.components.model.fallback.parts import Parts, PassThrough, create_placeholder
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.model import Finish, Head, Kernels, LayerRange, TokenContext
@@ -17,7 +17,7 @@ from drawloom.components.weights.adapted import EMBEDDING
 
 
 class KnownBuffers:
-    """Module that keeps the values of its buffers, which transformers computes in constructors."""
+    """Mixin: `reset_parameters` restores the buffers' values, which transformers computes in constructors."""
 
     def reset_parameters(self) -> None:
         """Fill the buffers in place with the values from the constructor."""
@@ -28,7 +28,7 @@ class KnownBuffers:
 
 
 class KeepsDtype:
-    """Norm with outputs of its inputs' dtype, also if the norm's parameters are wider."""
+    """Mixin for norms: outputs have the inputs' dtype, even if the norm's parameters are wider."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Normalise hidden states (..., width), in their dtype."""
@@ -38,7 +38,7 @@ class KeepsDtype:
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """LayerNorm that computes in the widest dtype of its parameters and inputs; torch refuses different ones."""
+    """LayerNorm for inputs and parameters with different dtypes: it computes in the widest one."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise an input (..., width), in its dtype."""
@@ -64,22 +64,24 @@ class TransformersLM(nn.Module):
         self._drop_other_modules()
         use_kernels(self, kernels)
         if parts.tied and parts.embedding != EMBEDDING and (span.embedding or span.head):
-            self._keep_from_adapters(self.get_submodule(parts.embedding))
+            self._hide_from_adapters(self.get_submodule(parts.embedding))
         # Outside of the registered modules, because it has no parameters.
         self.__dict__["outer"] = None if parts.plain_head else OuterModel(whole, parts)
 
     def _drop_other_modules(self) -> None:
+        """Replace layers and modules outside the span by placeholders without parameters."""
         layers = self._layers
         for number, layer in enumerate(layers):
             if not self.span.first <= number < self.span.last:
                 layers[number] = PassThrough(layer)
         parts, span = self.parts, self.span
         for name in (() if span.embedding else parts.before) + (() if span.head else parts.after):
-            self.set_submodule(name, placeholder(self.get_submodule(name)))
+            self.set_submodule(name, create_placeholder(self.get_submodule(name)))
         if not (span.embedding or (span.head and parts.tied)):
             self.set_submodule(parts.embedding, PassThrough(self.get_submodule(parts.embedding)))
 
-    def _keep_from_adapters(self, table: nn.Module) -> None:
+    def _hide_from_adapters(self, table: nn.Module) -> None:
+        """Turn a tied embedding into a TiedTable, so that LoRA skips it."""
         if type(table) is Embedding:
             table.__class__ = TiedTable
 
@@ -118,11 +120,11 @@ class TransformersLM(nn.Module):
 
 
 class TiedTable(Embedding):
-    """Embedding that is also the head, under a name that exports of adapters do not know; LoRA skips it."""
+    """Embedding tied to the head, under a name unknown to adapter exports, so LoRA skips it."""
 
 
 class OuterModel:
-    """Function from hidden states to logits of a transformers model: its forward pass outside of the base model."""
+    """Computation from hidden states to logits in a transformers model: everything outside its base model."""
 
     def __init__(self, whole: Any, parts: Parts) -> None:
         self.whole = whole
@@ -131,10 +133,10 @@ class OuterModel:
         whole.set_submodule(parts.head, self.product)
 
     def head(self, linear: Head) -> Head:
-        """Return the model's head, given the head that is a product with the weight alone."""
-        return ChunkedHead(partial(self._logits, linear.logits), self.whole.config.vocab_size)
+        """Return the model's head, which computes its matrix product by `linear` and the rest by transformers."""
+        return ChunkedHead(partial(self._compute_logits, linear.logits), self.whole.config.vocab_size)
 
-    def _logits(self, multiply: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    def _compute_logits(self, multiply: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) of hidden states (..., hidden_size)."""
         self.product.multiply = multiply
         logits: Tensor = self.whole(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
@@ -142,7 +144,7 @@ class OuterModel:
 
 
 class _HiddenStates(nn.Module):
-    """Base model whose last hidden states are its inputs."""
+    """Stand-in for the base model: it returns its inputs as last hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         """Return hidden states (1, tokens, hidden_size) in transformers' form."""
@@ -152,7 +154,7 @@ class _HiddenStates(nn.Module):
 
 
 class _Product(nn.Module):
-    """Linear layer whose product is computed elsewhere."""
+    """Stand-in for the head's linear layer: it calls `multiply`."""
 
     multiply: Callable[[Tensor], Tensor]
 
@@ -162,7 +164,7 @@ class _Product(nn.Module):
 
 
 def use_kernels(module: nn.Module, kernels: Kernels) -> None:
-    """Turn linear layers and embeddings into drawloom's in place, with the same parameters, and keep buffers."""
+    """Turn linear layers, embeddings and norms into drawloom's in place, with their parameters; save buffer values."""
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = Linear
@@ -172,24 +174,26 @@ def use_kernels(module: nn.Module, kernels: Kernels) -> None:
         elif type(part) is nn.LayerNorm:
             part.__class__ = WideLayerNorm
         elif type(part).__name__.endswith("Norm"):
-            part.__class__ = _derive(KeepsDtype, part)
-        if values := {name: _on_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
+            part.__class__ = _prepend_base_class(KeepsDtype, part)
+        if values := {name: _copy_to_cpu(buffer) for name, buffer in part.named_buffers(recurse=False)}:
             part.__dict__["values_of_buffers"] = values
-            part.__class__ = _derive(KnownBuffers, part)
+            part.__class__ = _prepend_base_class(KnownBuffers, part)
 
 
-def _derive(mixin: type, part: nn.Module) -> Any:
-    """Return a class above a module's class, of the same name."""
+def _prepend_base_class(mixin: type, part: nn.Module) -> Any:
+    """Return a class with the module's class name that derives from `mixin` first, then from the module's class."""
     kind: Any = type(part)
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def _use_embedding(part: nn.Embedding, kernels: Kernels) -> None:
+    """Turn an embedding into drawloom's in place; subclasses keep their own forward pass around it."""
     kind: Any = type(part)
     # Subclasses scale vectors; the next class in their order is drawloom's, which looks the vectors up.
     part.__class__ = Embedding if kind is nn.Embedding else type(kind.__name__, (kind, Embedding), {})
     vars(part).update(kernels=kernels, ranks=ALONE)
 
 
-def _on_cpu(buffer: Tensor) -> Tensor:
+def _copy_to_cpu(buffer: Tensor) -> Tensor:
+    """Copy a buffer to the CPU; zeros for a buffer on the meta device."""
     return buffer.detach().to("cpu", copy=True) if not buffer.is_meta else torch.zeros(buffer.shape, dtype=buffer.dtype)

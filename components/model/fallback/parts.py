@@ -42,18 +42,19 @@ def name_without_layer(name: str) -> str:
 def find_parts(whole: Any) -> Parts:
     """Find the parts of a causal LM. Raises SelfCheckError for a model that isn't built of them."""
     names = {part: name for name, part in whole.named_modules()}
-    embedding, head = _embeddings(whole)
+    embedding, head = _get_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
-        raise SelfCheckError("layers", "there is no base model with one embedding of tokens")
+        raise SelfCheckError("layers", "the model has no base model with a token embedding")
     base = whole.get_submodule(names[embedding].partition(".")[0])
     if type(head) is not nn.Linear or {names[part] for part in whole.children()} != {names[base], names[head]}:
-        raise SelfCheckError("head", f"{type(whole).__name__} is more than a base model and a linear layer")
+        raise SelfCheckError("head", f"{type(whole).__name__} is not just a base model and a linear head")
     return Parts(
         names[base], names[_find_layers(whole, base)], names[embedding], names[head], head.weight is embedding.weight
     )
 
 
-def _embeddings(whole: Any) -> tuple[Any, Any]:
+def _get_embeddings(whole: Any) -> tuple[Any, Any]:
+    """Return transformers' input and output embedding modules; None if the model class has none."""
     try:
         return whole.get_input_embeddings(), whole.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -61,12 +62,15 @@ def _embeddings(whole: Any) -> tuple[Any, Any]:
 
 
 def _find_layers(whole: Any, base: nn.Module) -> nn.ModuleList:
+    """Return the ModuleList with num_hidden_layers modules. Raises SelfCheckError if there is none."""
     count = value_of(whole.config, "num_hidden_layers")
     lists = [part for part in base.modules() if isinstance(part, nn.ModuleList)]
     fitting = [part for part in lists if len(part) == count and any(True for _ in part.parameters())]
     if not fitting:
         lengths = sorted({len(part) for part in lists})
-        raise SelfCheckError("layers", f"num_hidden_layers is {count}, and lists of modules have the lengths {lengths}")
+        raise SelfCheckError(
+            "layers", f"no ModuleList has num_hidden_layers = {count} modules; their lengths are {lengths}"
+        )
     return fitting[0]
 
 
@@ -80,10 +84,10 @@ class CallOrder:
         self._after: dict[str, None] = {}
         layers: Any = whole.get_submodule(parts.layers)
         owner = whole.get_submodule(parts.layers.rpartition(".")[0])
-        self._hooks = [owner.register_forward_pre_hook(self._start)]
-        self._hooks += [layer.register_forward_hook(self._end_layers) for layer in layers]
-        for name, part in outside_of_layers(whole, parts):
-            self._hooks.append(part.register_forward_pre_hook(self._record(name)))
+        self._hooks = [owner.register_forward_pre_hook(self._note_start)]
+        self._hooks += [layer.register_forward_hook(self._note_layer_end) for layer in layers]
+        for name, part in find_modules_outside_layers(whole, parts):
+            self._hooks.append(part.register_forward_pre_hook(self._make_recorder(name)))
         self._parameters = {name for name, _ in whole.named_parameters()}
 
     def __enter__(self) -> Self:
@@ -94,29 +98,33 @@ class CallOrder:
             hook.remove()
 
     def order_parts(self) -> Parts:
-        """Return the parts with the modules before and after the layers; a module called in both positions is left."""
+        """Add the modules before and after the layers to the parts; a module called in both is in neither."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)
         return attrs.evolve(self.parts, before=before, after=after)
 
     def _has_parameters(self, name: str) -> bool:
-        """Return whether a module has parameters; other ones, such as rotary angles, are for every stage."""
+        """Return whether a module has parameters; modules without, such as rotary angles, are part of every stage."""
         return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
 
-    def _start(self, *_: Any) -> None:
+    def _note_start(self, *_: Any) -> None:
+        """Note that a forward pass begins: modules called from now on come before the layers."""
         self._layers_ended = False
 
-    def _end_layers(self, *_: Any) -> None:
+    def _note_layer_end(self, *_: Any) -> None:
+        """Note that a layer has run: modules called from now on come after the layers."""
         self._layers_ended = True
 
-    def _record(self, name: str) -> Any:
+    def _make_recorder(self, name: str) -> Any:
+        """Return a hook that records whether the module `name` is called before or after the layers."""
+
         def record(*_: Any) -> None:
             (self._after if self._layers_ended else self._before)[name] = None
 
         return record
 
 
-def outside_of_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
+def find_modules_outside_layers(whole: nn.Module, parts: Parts) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules of the base model, by name, without the layers and the embedding of tokens."""
     modules = []
     owner = parts.layers.rpartition(".")[0]
@@ -152,6 +160,6 @@ class NoVectors(PassThrough):
         return torch.zeros(())
 
 
-def placeholder(replaced: nn.Module) -> nn.Module:
-    """Return the placeholder of a module other than the embedding of tokens."""
+def create_placeholder(replaced: nn.Module) -> nn.Module:
+    """Create the placeholder for a module that the span leaves out, except for the token embedding."""
     return (NoVectors if isinstance(replaced, nn.Embedding) else PassThrough)(replaced)

@@ -67,6 +67,7 @@ def shrink_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_value(key: str, value: Any) -> Any:
+    """Return a small value for a size, and any other value unchanged."""
     if key.endswith("_token_id"):
         return 0 if key == "pad_token_id" and value else [1] if isinstance(value, list) else value and 1
     if isinstance(value, dict) and any(size in value for size in SIZES):
@@ -81,13 +82,14 @@ def _shrink_value(key: str, value: Any) -> Any:
 
 
 def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
+    """Return fewer key-value heads in the same way: one for all queries, one for every query, or grouped."""
     if kv_heads in (1, heads):
         return 1 if kv_heads == 1 else small_heads
     return max(1, small_heads // 2)
 
 
 def _shrink_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of layers, and the lists with an element for each layer."""
+    """Return a small number of layers, and lists and tables by layer cut to it."""
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int):
         return {}

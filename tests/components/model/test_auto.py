@@ -128,7 +128,7 @@ def test_a_run_folder_or_a_file_is_not_an_export(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     for given, text, instead in (
         (tmp_path, "is a run folder", tmp_path / "export"),
-        (tmp_path / "config.json", "is a file, and weights are in a folder", tmp_path),
+        (tmp_path / "config.json", "is a file, but weights are loaded from a folder", tmp_path),
     ):
         [problem] = [line for line in lacking(f"vars.base={given}") if "[model]" in line]
         assert text in problem and str(instead) in problem and "weights = false" not in problem

@@ -74,7 +74,7 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
         {"model": {"use": "model.auto", "path": str(tmp_path), "weights": False}, "mesh": {"tensor": 2}}
     )
     messages = problems(recipe)
-    assert any("num_key_value_heads = 1 does not divide by 2" in text for text in messages), messages
+    assert any("num_key_value_heads = 1 is not divisible by 2" in text for text in messages), messages
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_nf4_of_bitsandbytes_is_read_and_kept(nested: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"quant_type": "fp4"}, "a.weight is in fp4 of bitsandbytes, and only nf4 is read"),
+        ({"quant_type": "fp4"}, "a.weight is in bitsandbytes' format fp4, but only nf4 is supported"),
         ({"blocksize": 128}, "rows of 128 elements in blocks of 128, and only rows of whole blocks of 64"),
         ({"shape": [128, 96]}, "rows of 96 elements in blocks of 64, and only rows of whole blocks of 64"),
     ],

@@ -141,7 +141,7 @@ def test_collisions_of_parallel_mappers_are_refused(first: Mapper, second: Mappe
 )
 def test_collisions_in_a_chain_are_refused(first: Mapper, second: Mapper) -> None:
     """A tensor can't pass where its name is taken or given."""
-    with pytest.raises(ValueError, match="can't be passed on"):
+    with pytest.raises(ValueError, match="can't pass a tensor on"):
         sequential(first, second)
 
 

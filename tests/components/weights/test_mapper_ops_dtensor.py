@@ -15,7 +15,7 @@ from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.storage.tensor_source import InMemory
 from drawloom.components.weights.load import convert, group_specs, load_folder
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import distribute, gather, identity, like, stack
+from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather, identity, stack
 from support.processes import run_ranks
 
 WHOLE = torch.arange(15.0).view(5, 3)
@@ -96,4 +96,4 @@ def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str)
 def test_whole_tensors_stay_whole() -> None:
     """Ordinary tensors are unchanged by gather and like, without a process group."""
     assert convert(gather("a"), {"a": WHOLE})["a"] is WHOLE
-    assert convert(like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE
+    assert convert(distribute_like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

@@ -228,7 +228,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"attention_bias": True}, "attention_bias = true, where only false"),
     "sliding window": ({"use_sliding_window": True}, "use_sliding_window = true, where only false"),
     "sight of what follows": ({"is_causal": False}, "is_causal = false, where only true"),
-    "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "says layer_types other than"),
+    "layer types": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "has layer_types that contradict its other keys",
+    ),
     "missing sizes": ({"hidden_size": None, "head_dim": None}, "lacks hidden_size, head_dim"),
     "no rotary base": ({"rope_theta": None}, "lacks rope_theta"),
     "scaled in another way": (
@@ -240,23 +243,29 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "'ntk', where only default, linear, dynamic, yarn, llama3, longrope can be built",
     ),
     "scaled in no way": ({"rope_scaling": {"rope_type": ["yarn"]}}, "scales rotary positions by ['yarn']"),
-    "no object": ({"rope_scaling": [4.0]}, "has rope_scaling that is no object"),
+    "no object": ({"rope_scaling": [4.0]}, "has a rope_scaling that is not an object"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "lacks the factor by which rotary positions are scaled"),
-    "a factor below 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "says factor of rotary positions, and"),
-    "text for a factor": ({"rope_scaling": {"type": "linear", "factor": "2"}}, "says factor = '2' of rotary positions"),
+    "a factor below 1": (
+        {"rope_scaling": {"type": "linear", "factor": 0.5}},
+        "has an invalid factor for rotary positions",
+    ),
+    "text for a factor": (
+        {"rope_scaling": {"type": "linear", "factor": "2"}},
+        "says factor = '2' for rotary positions",
+    ),
     "a key of others": (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 2.0}},
-        "says beta_fast of rotary positions of kind 'linear'",
+        "has beta_fast, which is not supported with rotary positions of type 'linear'",
     ),
     "a key that changes all": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}},
-        "says mrope_section of rotary positions of kind 'default'",
+        "has mrope_section, which is not supported with rotary positions of type 'default'",
     ),
     "a part of each head": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "rotates a part of each head only",
+        "has a partial_rotary_factor other than 1",
     ),
-    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "rotates a part of each head only"),
+    "a part of each head, at the top": ({"partial_rotary_factor": 0.5}, "has a partial_rotary_factor other than 1"),
     "bounds that cross": (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
         "rope_scaling.beta_fast = 32 is not above beta_slow = 64",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.model import check_hidden_states, means
+from drawloom.components.model.decoder.model import check_hidden_states, compute_document_means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import HiddenStates, LayerRange, TokenContext
 from drawloom.kernels.attention import AttentionImplementation
@@ -230,7 +230,7 @@ def test_a_mean_covers_the_tokens_of_a_document() -> None:
     """Means are float32, by row and document; documents beyond the count are ignored, and an empty one has zeros."""
     hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     documents = torch.tensor([[0, 0, 1, 2], [0, 0, 0, 0]])
-    actual = means(hidden, documents, 2)
+    actual = compute_document_means(hidden, documents, 2)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual[0], torch.stack([hidden[0, :2].float().mean(0), hidden[0, 2].float()]))
     torch.testing.assert_close(actual[1], torch.stack([hidden[1].float().mean(0), torch.zeros(3)]))
@@ -244,14 +244,14 @@ def test_means_respect_masks_and_weights() -> None:
     hidden = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     documents = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]])
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
-    actual = means(hidden, documents, 2, mask)
+    actual = compute_document_means(hidden, documents, 2, mask)
     torch.testing.assert_close(actual[0], torch.stack([hidden[0, [0, 2]].mean(0), hidden[0, 3]]))
     torch.testing.assert_close(actual[1], torch.stack([hidden[1, :2].mean(0), torch.zeros_like(hidden[0, 0])]))
     torch.autograd.backward(actual.sum())
     assert hidden.grad is not None and hidden.grad.isfinite().all()
     assert torch.equal(hidden.grad.any(-1), mask)
     weights = torch.tensor([[2.0, 0.0, 1.0, 0.25], [0.5, 0.5, 1.0, 0.0]])
-    actual = means(hidden, documents, 2, weights)
+    actual = compute_document_means(hidden, documents, 2, weights)
     torch.testing.assert_close(actual[0], torch.stack([hidden[0, [0, 0, 2]].mean(0), hidden[0, 3]]))
 
 
@@ -275,5 +275,5 @@ def test_impossible_means_are_refused() -> None:
     with pytest.raises(ValueError, match="mean_weights is for means"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), mean_weights=tokens), 2)
     part: Any = object()
-    with pytest.raises(ValueError, match="hidden states are of whole rows"):
+    with pytest.raises(ValueError, match="hidden states can't be returned with context parallelism"):
         check_hidden_states(context(tokens, hidden_states=HiddenStates((1,)), part=part), 2)
