@@ -23,7 +23,7 @@ class KeyValueCache:
 
     @property
     def layers(self) -> int:
-        """Number of layers, and recurrent operations, in the cache; 0 if the model does not use a cache."""
+        """Number of layers and recurrent operations with cached tensors; 0 if the model does not use a cache."""
         return len(self._layers) + len(self._states)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class KeyValueCache:
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit into a cache of {self.capacity}")
+            raise ValueError(f"{end} tokens do not fit into a cache for {self.capacity} tokens")
         if self._next == len(self._layers):
             new = [x.new_empty(x.shape[0], self.capacity, *x.shape[2:]) for x in (k, v)]
             self._layers.append((new[0], new[1]))

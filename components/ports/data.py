@@ -124,7 +124,7 @@ def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tenso
 
 @runtime_checkable
 class ReadsLeaves(Protocol):
-    """A component class that reads batch leaves by name."""
+    """A component class that reads fields of a batch, its leaves, by name."""
 
     batch_leaves: ClassVar[tuple[str, ...]]
 
@@ -139,7 +139,7 @@ class WritesBatches(Protocol):
 
 
 def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
-    """Yield the reachable nodes with a batch class, and their batch classes."""
+    """Yield the nodes, among a node and its dependencies, that declare a batch class, and these classes."""
     for reached in node.reachable():
         component = reached.component
         if isinstance(component, WritesBatches) and component.batch_type is not None:
@@ -209,7 +209,7 @@ def is_unpaired(component: object) -> bool:
 
 @runtime_checkable
 class RowsOfTokens(Protocol):
-    """Rows with token documents."""
+    """Rows made from token documents."""
 
     @property
     def tokens(self) -> TokenCorpus:

@@ -169,7 +169,7 @@ class Router(Linear, RowSums):
         """A loss () with the gradient of the rows' load-balancing losses: it is linear in the probabilities."""
         counts = self.row_counts(chosen, weights, self.num_experts)
         grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
-        return (self.of_tokens(grad.to(scores.dtype), weights) * self._probabilities(scores)).sum()
+        return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._probabilities(scores)).sum()
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The best experts by scores (..., experts) and bias: int64 (..., choices)."""
