@@ -141,6 +141,6 @@ class ComputeDevice:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def _allow_shared_gpu(self) -> None:
-        """Set libraries' variables so that ranks may share a GPU, and keep the old values for `close`."""
+        """Set variables by which libraries let ranks share a GPU, and keep the old values for `close`."""
         self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
         os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARED_GPU_VARIABLES.items()}

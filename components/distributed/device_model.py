@@ -72,7 +72,7 @@ class DeviceModel:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device is a GPU, so that GPU kernels run on it."""
+        """Whether the device is a GPU, on which GPU kernels run."""
         return self.name != "cpu"
 
     def product_rate(self, dtype: torch.dtype) -> float:

@@ -32,7 +32,7 @@ RANKS = between(1, MAX_RANKS + 1)
 
 
 def _check_replicas(value: Any) -> str | None:
-    """Return a fault for a replica count that is neither "auto" nor a valid rank count, else None."""
+    """Return a fault for a replica count other than "auto" or a valid rank count, else None."""
     return None if value == "auto" else RANKS(value)
 
 

@@ -178,7 +178,7 @@ def find_format_conflicts(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicts between the linear layers' format and the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
-        text = f"layers compute in {compute!r}, and products in float8 round bfloat16"
+        text = f"layers compute in {compute!r}, and products in float8 accept only bfloat16"
         yield "linear", text, "write compute = 'bfloat16', or remove linear"
     if linear_in_compute and linear == "compute":
         text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"

@@ -23,7 +23,7 @@ REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 class Done:
-    """An operation that was already completed when it was started."""
+    """An operation without work left: completed from the start."""
 
     def is_completed(self) -> bool:
         """Return True."""

@@ -133,11 +133,11 @@ class TorchProcesses:
         return self._on_failure == "continue"
 
     def hand_over(self) -> Survivors | None:
-        """Return the ranks that continue after a loss, for the reopened node; None without an agreement."""
+        """Return the ranks agreed on after a loss, for the reopened node; None without an agreement."""
         return self._survivors
 
     def take_over(self, values: Survivors) -> None:
-        """Keep the ranks that continue; `open` joins them instead of all ranks."""
+        """Keep the continuing ranks; `open` joins them instead of all ranks."""
         self._survivors = values
 
     def on_failure(self, error: BaseException) -> BaseException | None:
@@ -205,7 +205,7 @@ class TorchProcesses:
             log.error("%s", text)
 
     def _torch_timeout(self, seconds: float) -> timedelta:
-        """Return torch's timeout: `seconds`, and with NCCL a margin, so that our own diagnosis comes first."""
+        """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
         # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
         # lets the timeouts listener end the run first, with a diagnosis.
         limit = timedelta(seconds=seconds)
@@ -236,9 +236,9 @@ class TorchProcesses:
 
     def _agree_on_survivors(self) -> ReopenError | ReportedError | None:
         """
-        Agree with the other live ranks on the ranks that continue.
+        Agree with the other live ranks on who continues after a loss.
 
-        Return the error to raise: ReopenError on ranks that continue, ReportedError on others; None to end the run.
+        Return the error to raise: ReopenError on continuing ranks, ReportedError on others; None to end the run.
         """
         end, monitor = time.monotonic() + self.timeout, self._monitor
         try:
@@ -268,7 +268,7 @@ class TorchProcesses:
         return ReopenError(f"{text} if `drawloom run` started them")
 
     def _join_process_group(self) -> None:
-        """Make torch's default process group, after a loss with the ranks that continue."""
+        """Make torch's default process group, after a loss with the continuing ranks only."""
         bound = self.device.device if self.device.backend == "nccl" else None
         meeting = {}
         if self._survivors is not None:

@@ -211,11 +211,11 @@ class RankMonitor:
             self.is_lost = True
 
     def _publish_status(self) -> None:
-        """Write this rank's status to the store, for ranks that diagnose a hang."""
+        """Write this rank's status to the store, for another rank's diagnosis."""
         self.store.set(str(self.rank), json.dumps(attrs.asdict(self._build_status())))
 
     def _build_status(self) -> RankStatus:
-        """Return this rank's location and the collectives that block its threads."""
+        """Return this rank's location and its threads' blocking collectives."""
         blocked = dict(self._blocked)
         return RankStatus(self.location, blocked.pop(self._main, ""), next(iter(blocked.values()), ""))
 

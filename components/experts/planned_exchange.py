@@ -61,7 +61,7 @@ class _Exchange(Function):
 
 
 def _record_all_to_all(tokens: Tensor, copies: float, ranks: int) -> Tensor:
-    """Record an all-to-all that sends every token to `copies` ranks; return a new meta tensor (tokens, width)."""
+    """Record an all-to-all with `copies` destination ranks per token; return a new meta tensor (tokens, width)."""
     rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
     collective(rows, rows.shape, "all_to_all", "expert", ranks)
     return torch.empty_like(tokens)

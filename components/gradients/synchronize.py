@@ -82,7 +82,7 @@ class Synchronize:
 
 
 def _skip_reason(state: StepState) -> str:
-    """Return why the update is skipped: no trained token, or a loss or norm that is not finite; else ""."""
+    """Return why the update is skipped: no trained token, a non-finite loss, or a non-finite norm; else ""."""
     loss, norm = state.number("loss"), state.number("grad_norm")
     if state.number("loss_weight") <= 0:
         return "there was no token to learn from"

@@ -125,7 +125,7 @@ class ReplicatedModule:
             self._send_gradients(self._blocks[index])
 
     def _send_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the parameters' gradients that are not yet sent to the pending sums."""
+        """Add the parameters' unsent gradients to the pending sums."""
         for parameter in parameters:
             if parameter in self._unsent:
                 del self._unsent[parameter]

@@ -109,7 +109,7 @@ def fault_of_widths(shape: tuple[int, ...]) -> str:
 
 
 def exclude(name: str) -> str:
-    """Return the remedy for a layer that can't use float8: a pattern that keeps it in the compute dtype."""
+    """Return the remedy for a layer unable to use float8: a pattern to keep it in the compute dtype."""
     pattern = f"*.{name.rpartition('.')[2]}"
     return f'write linear_in_compute = ["{pattern}"], or linear = "compute"'
 

@@ -41,7 +41,7 @@ class _Float8Messages:
     """
     Messages with a unit's slices: this rank's, uint8 (bytes,), and all ranks', (ranks, bytes).
 
-    `widths` are row widths by parameter: 0 for parameters that are not sent in float8.
+    `widths` are row widths by parameter, 0 for parameters outside float8 layers.
     """
 
     own: Tensor
@@ -62,8 +62,8 @@ class StandIn(Tensor):
     """
     A tensor without memory, passed to torch in place of an FSDP2 buffer (n,), so nothing is copied into a buffer.
 
-    It lists the tensors that torch would copy, and keeps them alive as long as torch keeps the buffer. Any other
-    operation is an error.
+    It lists the tensors to copy, and keeps them alive as long as torch keeps the buffer. Any other operation is an
+    error.
     """
 
     listed: _ListedTensors

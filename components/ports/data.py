@@ -80,7 +80,7 @@ class TokenBatch(Batch):
 
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
-        """Return a batch on the meta device, without a reference, and with 64 tokens of a teacher by position."""
+        """Return a batch on the meta device, without a reference, and with 64 teacher tokens per position."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
         ids = torch.empty(rows, length, 64, dtype=torch.int64, device="meta")
         logps = torch.empty(rows, length, 65, device="meta")
@@ -139,7 +139,7 @@ class WritesBatches(Protocol):
 
 
 def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
-    """Yield the nodes, among a node and its dependencies, that declare a batch class, and these classes."""
+    """Yield the nodes with a declared batch class, among a node and its dependencies, and these classes."""
     for reached in node.reachable():
         component = reached.component
         if isinstance(component, WritesBatches) and component.batch_type is not None:

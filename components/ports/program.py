@@ -166,7 +166,7 @@ def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
 
 
 def _parts(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
-    """Return an item's actions, with True for an action that overlaps the previous one."""
+    """Return an item's actions, with True if the action overlaps the previous one."""
     if isinstance(item, Action):
         return [(item, False)]
     return [(part, number > 0) for number, part in enumerate(item.parts)]

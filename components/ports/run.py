@@ -466,7 +466,7 @@ class Durable(Protocol):
     """Writer for logs that must be on disk before a later checkpoint is committed."""
 
     def flush(self) -> None:
-        """Return when everything written so far is on disk. May be called from any thread."""
+        """Wait until everything written so far is on disk. May be called from any thread."""
         ...
 
 
@@ -492,7 +492,7 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied, for the save in progress and for `hold`, so that it may change."""
+        """Wait until the state is copied, for the save in progress and for `hold`; then it may change."""
         ...
 
     def hold(self, step: Step) -> None:

@@ -63,7 +63,7 @@ class Shards(Protocol):
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
-        """Return parameter groups that no autograd hook reduces, in the order in which all ranks reduce them."""
+        """Return parameter groups reduced by no autograd hook, in the order in which all ranks reduce them."""
         ...
 
     def reduce(self) -> None:

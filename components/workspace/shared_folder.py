@@ -89,7 +89,9 @@ def _try_read(folder: Path, rank: int, generation: str | None) -> Packed | None:
     if record is None and generation is None:
         return None
     if record is None or generation not in (None, record["generation"]):
-        raise NotVisibleError(f"{path} does not show what rank {rank} wrote; do all ranks see the same folder there?")
+        raise NotVisibleError(
+            f"{path} does not contain the record written by rank {rank}; do all ranks see the same folder there?"
+        )
     name = _tensors_name(rank, record["generation"])
     return Packed(record["config"], _read_tensors(folder / name, Content(**record["tensors"])))
 
@@ -152,6 +154,6 @@ def _tensors_name(rank: int, generation: str) -> str:
 
 
 def _was_file_removed(error: UserError) -> bool:
-    """Return whether an error's cause is a file that another process removed."""
+    """Return whether an error was caused by a file's removal by another process."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in REMOVED_ERRNOS
