@@ -35,7 +35,7 @@ class KeyValueCache:
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit into a cache for {self.capacity} tokens")
+            raise ValueError(f"{end} tokens do not fit into a cache of {self.capacity}")
         if self._next == len(self._layers):
             new = [x.new_empty(x.shape[0], self.capacity, *x.shape[2:]) for x in (k, v)]
             self._layers.append((new[0], new[1]))

@@ -175,7 +175,7 @@ def _parts(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
 def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
     """Return an action's stage, op index and microbatch, and the flag. Raises ValueError for a message."""
     if action.op not in OPS:
-        raise ValueError(f"{action} is a message action; a program contains only compute ops: {', '.join(OPS)}")
+        raise ValueError(f"{action} is a message; a program holds the compute ops {', '.join(OPS)} alone")
     return action.stage, OPS.index(action.op), action.microbatch, joined
 
 

@@ -80,7 +80,7 @@ def test_a_text_has_the_same_logits_with_and_without_a_cache(family: Any, one_ra
 def test_a_full_cache_takes_no_more() -> None:
     """More tokens than its capacity are an error, and not lost."""
     cache = KeyValueCache(2)
-    with pytest.raises(ValueError, match="3 tokens do not fit into a cache for 2 tokens"):
+    with pytest.raises(ValueError, match="3 tokens do not fit into a cache of 2"):
         cache.extend(torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 4))
 
 
