@@ -28,22 +28,23 @@ class Connections:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Record the sockets opened in the body. Another thread's new sockets are recorded, too."""
-        before = _sockets().keys()
+        before = _list_sockets().keys()
         try:
             yield
         finally:
-            self._inodes |= _sockets().keys() - before
+            self._inodes |= _list_sockets().keys() - before
 
     def break_all(self) -> int:
         """Shut down every open recorded connection, and return their number."""
         count = 0
-        for inode, descriptor in _sockets().items():
+        for inode, descriptor in _list_sockets().items():
             if inode in self._inodes:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
-                    count += self._shut_down(descriptor)
+                    count += self._shut_down_socket(descriptor)
         return count
 
-    def _shut_down(self, descriptor: int) -> bool:
+    def _shut_down_socket(self, descriptor: int) -> bool:
+        """Shut down a TCP connection other than the store's; return whether this was done."""
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
@@ -53,7 +54,7 @@ class Connections:
         return True
 
 
-def _sockets() -> dict[int, int]:
+def _list_sockets() -> dict[int, int]:
     """Return this process's sockets: descriptors by inode, which no later socket gets while this one is open."""
     descriptors: dict[int, int] = {}
     with suppress(OSError):

@@ -38,7 +38,7 @@ def threads_of_process(processes: int) -> int:
 
 def let_waiting_threads_sleep(environment: MutableMapping[str, str], load: float) -> None:
     """
-    Let waiting threads sleep soon if other programs keep a core busy, by setting a variable; results don't change.
+    If other programs keep a core busy, let waiting threads sleep soon by setting GOMP_SPINCOUNT; results don't change.
 
     Spinning threads take cores from the threads they wait for. Measured for a model of 1 MB on two cores with a load of
     10: one thread 15 passes/s, two threads 1.3, and 12 with few spins. On idle cores spinning is faster.

@@ -77,6 +77,7 @@ class ComputeDevice:
 
     @property
     def _shares_gpu(self) -> bool:
+        """Whether this machine has GPUs, but fewer than processes, and the recipe lets them share."""
         return self.share and 0 < torch.cuda.device_count() < read_launch().local_world_size
 
     @property
@@ -140,5 +141,6 @@ class ComputeDevice:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def _allow_shared_gpu(self) -> None:
+        """Set variables by which libraries let ranks share a GPU, and keep the old values for `close`."""
         self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
         os.environ |= {name: value.format(rank=read_launch().rank) for name, value in SHARED_GPU_VARIABLES.items()}

@@ -67,12 +67,12 @@ class DeviceModel:
     reached: Reached = Reached()
 
     def without_host(self) -> "DeviceModel":
-        """Return the same device for operations in a CUDA graph."""
+        """Return the same device without the host's time per operation, as in a CUDA graph."""
         return attrs.evolve(self, reached=attrs.evolve(self.reached, host=0.0))
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the kernels for GPUs run on it."""
+        """Whether the device is a GPU, on which GPU kernels run."""
         return self.name != "cpu"
 
     def product_rate(self, dtype: torch.dtype) -> float:
@@ -84,11 +84,11 @@ class DeviceModel:
 
 @cache
 def rows() -> list[dict[str, Any]]:
-    """Return the table's rows."""
-    return list(_read(TABLE)["device"])
+    """Return the rows in the table of devices, `devices.toml`."""
+    return list(_read_toml(TABLE)["device"])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text("utf-8"))
 
 
@@ -96,12 +96,12 @@ def device_model(named: str) -> DeviceModel:
     """Return a device by its key in the table or its TOML file. Raises UserError if there is no such device."""
     keyed = {row["key"]: row for row in rows() if "key" in row}
     if named in keyed:
-        return _model(keyed[named], named)
+        return _build_model(keyed[named], named)
     path = Path(named)
     if not path.exists():
         raise UserError(f"--device {named}: there is no such device or TOML file; {did_you_mean(named, keyed)}", 2)
     try:
-        return _model(_read(path), path.stem)
+        return _build_model(_read_toml(path), path.stem)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         needed = f"{', '.join(NEEDED)}, and the peak of at least one of {', '.join(DTYPES)}"
@@ -112,11 +112,12 @@ def model_of_gpu(name: str) -> DeviceModel | None:
     """Return the device with a name from torch; None if the table has no such device with data for plans."""
     for row in rows():
         if fnmatchcase(name, row["name"]) and "memory" in row:
-            return _model(row, row["key"])
+            return _build_model(row, row["key"])
     return None
 
 
-def _model(row: Mapping[str, Any], name: str) -> DeviceModel:
+def _build_model(row: Mapping[str, Any], name: str) -> DeviceModel:
+    """Build a device from its row in a table. Raises ValueError for a missing, unknown or impossible figure."""
     figures = {key: row[key] for key in row.keys() - {"name", "key", "source"}}
     _check_figures(figures, {*NEEDED, *DTYPES, "per_host", "host_link", "reached"})
     if missing := [key for key in NEEDED if key not in row] or ["bfloat16"] * row.keys().isdisjoint(DTYPES):
@@ -160,7 +161,7 @@ def _check_figures(row: Mapping[str, Any], known: set[str], prefix: str = "") ->
 
 
 def products_in(dtype: torch.dtype) -> str:
-    """Return the table's key for products in a dtype."""
+    """Return the table's key, such as "bfloat16" or "tf32", for the peak FLOP/s of products in a dtype."""
     if dtype in (torch.bfloat16, torch.float16):
         return "bfloat16"
     if dtype.itemsize == 1:

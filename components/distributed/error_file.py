@@ -12,7 +12,11 @@ from contextlib import suppress
 
 
 def write_error_file(path: str, text: str, is_cause: bool) -> None:
-    """Write this worker's error file for torchrun to `path`, unless it is "", dated after the causing rank's file."""
+    """
+    Write this worker's error file, which torchrun reads, to `path`; "" writes none.
+
+    The file's time is later on ranks other than the cause, because torchrun reports the earliest failure.
+    """
     seconds = time.time()
     # torchrun treats the earliest failure as the cause; its timestamps are whole seconds
     timestamp = math.floor(seconds) if is_cause else math.ceil(seconds) + 1

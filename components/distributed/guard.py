@@ -47,7 +47,7 @@ class Guard:
         with suppress(OSError):
             if os.fork() == 0:
                 os.close(writing)
-                _watch(parent, memory, reading)
+                _enforce_limit(parent, memory, reading)
             self._memory = memory
             faulthandler.register(DUMP_SIGNAL, all_threads=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -69,7 +69,7 @@ guard = Guard()
 """The guard of this process."""
 
 
-def _watch(parent: int, memory: mmap.mmap, reading: int) -> None:
+def _enforce_limit(parent: int, memory: mmap.mmap, reading: int) -> None:
     """
     Poll the time limit in `memory`, and kill the parent when the time is up. Runs in the guard process.
 
@@ -91,12 +91,12 @@ def _watch(parent: int, memory: mmap.mmap, reading: int) -> None:
         elif remaining != UNLIMITED and not _is_stopped(parent):
             remaining = max(0.0, remaining - passed)
         if remaining == 0.0 and newest == version:
-            _end(parent, memory[HEADER.size : HEADER.size + length])
+            _kill_parent(parent, memory[HEADER.size : HEADER.size + length])
     os._exit(0)
 
 
-def _end(parent: int, text: bytes) -> None:
-    """Print the message and the parent's thread stacks, and kill the parent."""
+def _kill_parent(parent: int, text: bytes) -> None:
+    """Print the message, make the parent print its threads' stacks, kill it, and end the guard process."""
     with suppress(OSError):
         os.write(2, text + b"\n")
     with suppress(ProcessLookupError):

@@ -32,21 +32,26 @@ def is_waited_for(rank: int, answers: Mapping[int, RankStatus]) -> bool:
 
 
 def diagnosis(answers: Mapping[int, RankStatus], size: int) -> str:
-    """Return a message with the silent ranks, else the ranks outside collectives, else every rank's collective."""
+    """Name the ranks without an answer; without any, the ranks outside collectives; else every rank's collective."""
     if silent := [rank for rank in range(size) if rank not in answers]:
-        return f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+        return f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
     busy = {rank: answer for rank, answer in answers.items() if not answer.blocked_in}
     busy = {rank: answer for rank, answer in busy.items() if not answer.thread_blocked_in} or busy
     if 0 < len(busy) < size:
-        return "; ".join(f"rank {rank}{_at(answer)} {NOT_BLOCKED}" for rank, answer in sorted(busy.items()))
+        return "; ".join(
+            f"rank {rank}{_format_location(answer)} {NOT_BLOCKED}" for rank, answer in sorted(busy.items())
+        )
     return "; ".join(
-        f"rank {rank}{_at(answer)} {answer.blocked_in or NOT_BLOCKED}" for rank, answer in sorted(answers.items())
+        f"rank {rank}{_format_location(answer)} {answer.blocked_in or NOT_BLOCKED}"
+        for rank, answer in sorted(answers.items())
     )
 
 
-def _at(answer: RankStatus) -> str:
+def _format_location(answer: RankStatus) -> str:
+    """Return a rank's step and phase in parentheses, or "" if unknown."""
     return f" ({answer.location})" if answer.location else ""
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
+    """Return `rank 3`, or `ranks 1, 3` if there are several."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -32,6 +32,7 @@ RANKS = between(1, MAX_RANKS + 1)
 
 
 def _check_replicas(value: Any) -> str | None:
+    """Return a fault for a replica count other than "auto" or a valid rank count, else None."""
     return None if value == "auto" else RANKS(value)
 
 
@@ -66,7 +67,7 @@ class RankMesh(MeshView):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems independent of the process count."""
+        """Yield problems in the settings for any process count: too many ranks, or an impossible `expert`."""
         sizes = {name: size for name in DIMENSIONS if isinstance(size := node.settings[name], int)}
         if (ranks := prod(sizes.values())) > MAX_RANKS:
             widest = max(sizes, key=lambda name: sizes[name])
@@ -92,11 +93,11 @@ class RankMesh(MeshView):
             self.processes.replicas = self.layout.sets(*REPLICA) if expert == 1 else [range(self.layout.world_size)]
 
     def hand_over(self) -> bool:
-        """Return True: ranks are lost."""
+        """Return True, so the reopened mesh expects fewer replicas than its settings: ranks are lost."""
         return True
 
     def take_over(self, values: bool) -> None:
-        """Use as many replicas as there are ranks for."""
+        """Choose the replica count by the remaining ranks, instead of by the settings."""
         self._has_lost_replicas = values
 
     @property

@@ -67,7 +67,7 @@ class Layout:
 
     def indices(self, rank: int) -> PerDimension:
         """Return a rank's index by dimension."""
-        dense, experts = (_unravel(rank, sizes) for sizes in (self.sizes, self.expert_sizes))
+        dense, experts = (_unravel_rank(rank, sizes) for sizes in (self.sizes, self.expert_sizes))
         return PerDimension(**experts | dense)
 
 
@@ -143,7 +143,8 @@ class MeshView:
         return self.layout.indices(self.rank)
 
 
-def _unravel(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+def _unravel_rank(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a rank's index along every dimension; the last dimension's index changes fastest."""
     indices = np.unravel_index(rank, [*sizes.values()])
     return dict(zip(sizes, map(int, indices), strict=True))
 
@@ -194,4 +195,5 @@ def expert_fault(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | Non
 
 
 def _format_sizes(sizes: Mapping[str, int]) -> str:
+    """Return sizes such as `pipeline 2 × tensor 4`, for messages."""
     return " × ".join(f"{name} {size}" for name, size in sizes.items())

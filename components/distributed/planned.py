@@ -88,7 +88,7 @@ class PlannedMesh(MeshView):
         return None
 
     def at(self, pipeline: int) -> "PlannedMesh":
-        """Return the view from a pipeline stage's first rank."""
+        """Return the same mesh, seen from the first rank with index `pipeline` along the pipeline."""
         return attrs.evolve(self, rank=pipeline * (self.layout.world_size // self.sizes.pipeline))
 
 

@@ -19,13 +19,15 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def _check_wide(name: str) -> str | None:
+def _check_reduce_dtype(name: str) -> str | None:
+    """Return a fault for a dtype too narrow for sums over ranks, else None."""
     if name in ("float32", "float64"):
         return None
     return f"sums over ranks in {name} lose small gradients; write 'float32' or 'float64'"
 
 
 def _refuse_float16(name: str | None) -> str | None:
+    """Return a fault for float16, else None."""
     # In its small range gradients underflow, and there is no loss scaler.
     return "gradients underflow in float16; write 'bfloat16'" if name == "float16" else None
 
@@ -60,7 +62,7 @@ class DtypePolicy:
         doc="gradient dtype, also for gradient accumulation; default: the parameter dtype",
     )
     _reduce: Name = setting(
-        default="float32", alias="reduce", check=_check_wide, doc="smallest dtype for sums over ranks"
+        default="float32", alias="reduce", check=_check_reduce_dtype, doc="smallest dtype for sums over ranks"
     )
     uncast: tuple[str, ...] = setting(
         default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
@@ -176,7 +178,7 @@ def find_format_conflicts(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield conflicts between the linear layers' format and the compute dtype: the key, the fault, and the remedy."""
     if linear == "float8" and compute != "bfloat16":
-        text = f"layers compute in {compute!r}, and products in float8 round bfloat16"
+        text = f"layers compute in {compute!r}, and products in float8 accept only bfloat16"
         yield "linear", text, "write compute = 'bfloat16', or remove linear"
     if linear_in_compute and linear == "compute":
         text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"

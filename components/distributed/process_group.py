@@ -23,7 +23,7 @@ REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 class Done:
-    """A completed collective."""
+    """An operation without work left: completed from the start."""
 
     def is_completed(self) -> bool:
         """Return True."""
@@ -108,14 +108,14 @@ class TorchGroup:
         return len(self.ranks)
 
     def sum(self, tensor: Tensor) -> None:
-        self._reduce(tensor, dist.ReduceOp.SUM)
+        self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def start_sum(self, tensor: Tensor) -> Pending:
         with self._peer_errors("an all-reduce"):
             return TorchWork(self, "an all-reduce", dist.all_reduce(tensor, group=self._handle, async_op=True))
 
     def max(self, tensor: Tensor) -> None:
-        self._reduce(tensor, dist.ReduceOp.MAX)
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -170,10 +170,12 @@ class TorchGroup:
         return self._handle
 
     def _peer_errors(self, operation: str) -> AbstractContextManager[None]:
+        """Mark this rank as blocked in `operation`, and convert torch's errors to a UserError."""
         return peer_errors(self._monitor, operation, self.name, self.ranks)
 
     @torch.no_grad()
-    def _reduce(self, tensor: Tensor, operation: Any) -> None:
+    def _all_reduce(self, tensor: Tensor, operation: Any) -> None:
+        """All-reduce a tensor in place, through a copy if it has gaps or is on another device."""
         # a tensor on another device, or with gaps, is reduced as a copy and written back
         reduced = tensor.detach().to(self.device).contiguous()
         with self._peer_errors("an all-reduce"):
@@ -181,6 +183,7 @@ class TorchGroup:
         self._write_back(reduced, tensor)
 
     def _write_back(self, changed: Tensor, tensor: Tensor) -> None:
+        """Copy the result into the original tensor, unless they share memory."""
         if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
             tensor.copy_(changed)
 
@@ -209,7 +212,7 @@ def peer_errors(monitor: RankMonitor, operation: str, name: str, ranks: Sequence
             yield
         except RuntimeError as error:
             collective = f"{operation} in group {name} (ranks {', '.join(map(str, ranks))})"
-            raise _peer_error(error, collective, monitor) from error
+            raise _build_user_error(error, collective, monitor) from error
 
 
 def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
@@ -218,10 +221,11 @@ def with_diagnosis(error: Exception, monitor: RankMonitor) -> Exception:
     `error`.
     """
     is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-    return _peer_error(error, "a collective", monitor) if is_collective else error
+    return _build_user_error(error, "a collective", monitor) if is_collective else error
 
 
-def _peer_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
+def _build_user_error(error: Exception, operation: str, monitor: RankMonitor) -> UserError:
+    """Return a UserError with the ranks to blame, or a guess, and torch's message."""
     cause = monitor.diagnose() or "most likely another process stopped"
     message = str(error).strip().splitlines()[0]
     return UserError(f"{operation} failed on rank {dist.get_rank()}: {cause}; see its log. torch says: {message}")

@@ -113,7 +113,7 @@ class TorchProcesses:
                 "torch.distributed.destroy_process_group() first"
             )
         if not self._launch.alone:
-            self._join()
+            self._join_process_group()
         self._monitor = self._start_monitor()
 
     def close(self) -> None:
@@ -133,11 +133,11 @@ class TorchProcesses:
         return self._on_failure == "continue"
 
     def hand_over(self) -> Survivors | None:
-        """Return the ranks that continue."""
+        """Return the ranks agreed on after a loss, for the reopened node; None without an agreement."""
         return self._survivors
 
     def take_over(self, values: Survivors) -> None:
-        """Join the ranks that continue when the node is opened."""
+        """Keep the continuing ranks; `open` joins them instead of all ranks."""
         self._survivors = values
 
     def on_failure(self, error: BaseException) -> BaseException | None:
@@ -150,7 +150,7 @@ class TorchProcesses:
             return None
         if self._monitor.store is not None:
             error = with_diagnosis(error, self._monitor)  # gives the monitor time to notice a killed rank
-            if self._monitor.lost_ranks and (outcome := self._survive()):
+            if self._monitor.lost_ranks and (outcome := self._agree_on_survivors()):
                 return outcome
             failure = self._monitor.report_exception(error)
             sys.excepthook = _print_unless_reported  # a script that catches nothing would repeat it on each rank
@@ -205,7 +205,7 @@ class TorchProcesses:
             log.error("%s", text)
 
     def _torch_timeout(self, seconds: float) -> timedelta:
-        """Return the timeout for torch."""
+        """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
         # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
         # lets the timeouts listener end the run first, with a diagnosis.
         limit = timedelta(seconds=seconds)
@@ -234,8 +234,12 @@ class TorchProcesses:
             monitor.start()
         return monitor
 
-    def _survive(self) -> ReopenError | ReportedError | None:
-        """Agree with the other live ranks on who continues, and return the error to raise; None to end the run."""
+    def _agree_on_survivors(self) -> ReopenError | ReportedError | None:
+        """
+        Agree with the other live ranks on who continues after a loss.
+
+        Return the error to raise: ReopenError on continuing ranks, ReportedError on others; None to end the run.
+        """
         end, monitor = time.monotonic() + self.timeout, self._monitor
         try:
             members = agree_on_survivors(
@@ -263,7 +267,8 @@ class TorchProcesses:
         self._survivors.renumber(self.rank)
         return ReopenError(f"{text} if `drawloom run` started them")
 
-    def _join(self) -> None:
+    def _join_process_group(self) -> None:
+        """Make torch's default process group, after a loss with the continuing ranks only."""
         bound = self.device.device if self.device.backend == "nccl" else None
         meeting = {}
         if self._survivors is not None:
@@ -274,7 +279,7 @@ class TorchProcesses:
                 dist.init_process_group(self.device.backend, timeout=self._limit, device_id=bound, **meeting)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses
             raise UserError(
-                f"rank {self.rank} did not find the other {self.world_size - 1} within {self.timeout:g} s; is "
+                f"rank {self.rank} did not reach all {self.world_size} ranks within {self.timeout:g} s; is "
                 f"MASTER_ADDR the same on all, and reachable? torch says: {str(error).strip().splitlines()[0]}"
             ) from error
         self._joined = True
@@ -301,10 +306,11 @@ class TorchProcesses:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
         key = f"{name} {sender}->{receiver}"
         if key not in self._communicators:
-            self._communicators[key] = self._connect(key, (sender, receiver))
+            self._communicators[key] = self._connect_ranks(key, (sender, receiver))
         return self._communicators[key]
 
-    def _connect(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
+    def _connect_ranks(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
+        """Connect a one-way communicator by one transfer between its two ranks, and return it."""
         if self._tensor_device.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
@@ -335,6 +341,7 @@ class TorchProcesses:
         return backend
 
     def _close_communicators(self) -> None:
+        """Shut down all point-to-point communicators."""
         communicators, self._communicators = self._communicators, {}
         # destroy_process_group does not know these backends; gloo's backends close when they are freed
         for communicator in communicators.values() if self.device.backend == "nccl" else ():

@@ -35,7 +35,7 @@ def run_on_all(group: Group, work: Callable[[], T], share: Callable[[T], Any] = 
         shared = share(value)
     except Exception as error:
         failure, shared = error, None
-    outcomes = group.gather_json({"shared": shared, "failure": failure and _describe(failure, group)})
+    outcomes = group.gather_json({"shared": shared, "failure": failure and _describe_error(failure, group)})
     for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
             # a bug keeps its type and its traceback on the rank where it happened
@@ -51,7 +51,7 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     return shared[0]
 
 
-def _describe(error: Exception, group: Group) -> dict[str, Any]:
+def _describe_error(error: Exception, group: Group) -> dict[str, Any]:
     """
     Return an error as the arguments of RankError; the message of any error but a UserError is prefixed with its rank.
     """

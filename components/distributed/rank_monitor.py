@@ -79,7 +79,7 @@ class RankMonitor:
     def start(self) -> None:
         """Watch the peers' processes, and start to answer requests."""
         self.watch_peers()
-        self._thread = threading.Thread(target=self._poll, name="rank-monitor", daemon=True)
+        self._thread = threading.Thread(target=self._poll_store, name="rank-monitor", daemon=True)
         self._thread.start()
 
     def watch_peers(self) -> None:
@@ -89,7 +89,7 @@ class RankMonitor:
                 self._watched[os.pidfd_open(process)] = rank
 
     def close(self) -> None:
-        """Stop answering requests and watching processes, and cancel the killing of this process."""
+        """Stop answering requests and watching processes; a failure no longer kills this process."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(ANSWER_TIMEOUT)
@@ -115,7 +115,8 @@ class RankMonitor:
         if self.store is None:
             return ""
         answers: dict[int, RankStatus] = {}
-        asking = threading.Thread(target=self._ask, args=(answers,), daemon=True)  # the store may hang as well
+        # In a thread, because the store may hang as well.
+        asking = threading.Thread(target=self._collect_statuses, args=(answers,), daemon=True)
         asking.start()
         asking.join(ANSWER_TIMEOUT + TICK)
         if self.failure is not None:
@@ -142,7 +143,7 @@ class RankMonitor:
             is_first = self.failure is None
             claimed = self.failure or call_with_timeout(STORE_TIMEOUT, lambda: claim(self.store, own_failure))
             failure = claimed or own_failure
-            self._record(failure)
+            self._record_failure(failure)
         if log.hasHandlers():
             log.error("%s", f"{trace}{text}", extra={"printed": True})
         if is_first and failure == own_failure:
@@ -155,17 +156,17 @@ class RankMonitor:
             # the rank that raised it has the traceback
             self._wait_for_failure(STORE_TIMEOUT)
         if isinstance(error, UserError):
-            return self.report(self._message(error), error.exit_code)
-        return self.report(self._message(error), trace="".join(traceback.format_exception(error)))
+            return self.report(self._format_error(error), error.exit_code)
+        return self.report(self._format_error(error), trace="".join(traceback.format_exception(error)))
 
     def check_failures(self) -> None:
         """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
         if self.failure is None and self.store.check(["failure"]):
             failure = Failure(**json.loads(self.store.get("failure")))
             with self._lock:
-                self._record(failure)
+                self._record_failure(failure)
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
-        dead = [] if self.failure else self._dead_peers()
+        dead = [] if self.failure else self._find_dead_peers()
         if self.on_loss is not None:
             self._record_losses({*dead})
         elif dead:
@@ -180,24 +181,25 @@ class RankMonitor:
         if self.failure and time.monotonic() > self._deadline:
             self.exit(self.failure.exit_code)
 
-    def _poll(self) -> None:
+    def _poll_store(self) -> None:
+        """Answer requests and check for failures until `close`; runs in the monitor's thread."""
         while not self._closing.wait(TICK):
             self.exit_if_overdue()
             try:
                 if not self.is_lost and self.store.check(["requested"]):
-                    self._answer()
+                    self._publish_status()
                 if not self.is_lost:
                     self.check_failures()
             except RuntimeError:
                 self.is_lost = True
 
-    def _ask(self, answers: dict[int, RankStatus]) -> None:
-        """Request all ranks' status, and collect answers until they are complete or time is up."""
+    def _collect_statuses(self, answers: dict[int, RankStatus]) -> None:
+        """Request all ranks' status, and add it to `answers` until they are complete or time is up."""
         try:
             # published at once: this process may end before the next poll of its own thread
-            self._answer()
+            self._publish_status()
             self.store.set("requested", b"1")
-            answers[self.rank] = self._status()
+            answers[self.rank] = self._build_status()
             end = time.monotonic() + ANSWER_TIMEOUT
             while len(answers) < self.size and time.monotonic() < end and not (self.failure or self.lost_ranks):
                 for rank in range(self.size):
@@ -208,20 +210,23 @@ class RankMonitor:
             log.info("can't ask the other ranks: %s", error)
             self.is_lost = True
 
-    def _answer(self) -> None:
-        self.store.set(str(self.rank), json.dumps(attrs.asdict(self._status())))
+    def _publish_status(self) -> None:
+        """Write this rank's status to the store, for another rank's diagnosis."""
+        self.store.set(str(self.rank), json.dumps(attrs.asdict(self._build_status())))
 
-    def _status(self) -> RankStatus:
+    def _build_status(self) -> RankStatus:
+        """Return this rank's location and its threads' blocking collectives."""
         blocked = dict(self._blocked)
         return RankStatus(self.location, blocked.pop(self._main, ""), next(iter(blocked.values()), ""))
 
-    def _record(self, failure: Failure) -> None:
+    def _record_failure(self, failure: Failure) -> None:
+        """Keep the first failure, start the grace period, and write the error file."""
         if self.failure is None:
             self.failure, self._deadline = failure, time.monotonic() + GRACE
             write_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
 
-    def _dead_peers(self) -> list[int]:
-        """Return this machine's ranks that have ended without announcing it."""
+    def _find_dead_peers(self) -> list[int]:
+        """Return this machine's ranks whose processes ended without announcing it."""
         poll = select.poll()
         for descriptor in self._watched:
             poll.register(descriptor, select.POLLIN)
@@ -229,6 +234,7 @@ class RankMonitor:
         return [rank for rank in ranks if not self.store.check([f"exiting/{rank}"])]
 
     def _describe_loss(self, rank: int) -> str:
+        """Return the message for a lost rank: its process was killed, or it crashed."""
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} is gone: it was killed, or it crashed"
 
@@ -244,11 +250,12 @@ class RankMonitor:
                 self.on_loss()
 
     def _wait_for_failure(self, seconds: float) -> None:
+        """Wait until a failure is known, at most `seconds`."""
         end = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _message(self, error: Exception) -> str:
+    def _format_error(self, error: Exception) -> str:
         """Return `rank, location: error`, without the rank if all ranks raised the error together."""
         rank = "" if isinstance(error, RankError) else f"rank {self.rank}"
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

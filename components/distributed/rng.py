@@ -78,8 +78,8 @@ def fill_normal(
     strides = [math.prod(shape[dim + 1 :]) for dim in range(part.ndim)]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     with torch.no_grad():
-        for chunk, start in _chunks(part, strides, first):
-            bits = splitmix64(key, _indices(chunk, strides, start))
+        for chunk, start in _split_into_chunks(part, strides, first):
+            bits = splitmix64(key, _compute_indices(chunk, strides, start))
             chunk.copy_(standard_normal(bits).mul_(std).float())
 
 
@@ -107,16 +107,16 @@ def standard_normal(bits: Tensor) -> Tensor:
     """
     centred = (bits.flatten() >> 11).double().add_(0.5).mul_(2.0**-53)  # exact
     rest = CENTRE_END**2 - centred * centred
-    normal = _ratio(rest, CENTRE).mul_(centred)
+    normal = _evaluate_ratio(rest, CENTRE).mul_(centred)
     tail = (rest < 0).nonzero().squeeze(1)  # about one in seven; their values from the first ratio are replaced
     probability = 0.5 - centred[tail].abs()  # exact
     distance = _log(probability).neg_().sqrt_().sub_(TAIL_CENTRE)
-    normal[tail] = _ratio(distance, TAIL).copysign_(centred[tail])
+    normal[tail] = _evaluate_ratio(distance, TAIL).copysign_(centred[tail])
     return normal.view(bits.shape)
 
 
-def _chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield slices with at most a chunk's elements, and their first elements' indices."""
+def _split_into_chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield slices small enough for temporary memory, and the whole tensor's index of their first elements."""
     max_elements = CPU_CHUNK if part.device.type == "cpu" else GPU_CHUNK
     if part.numel() <= max_elements:
         yield part, first
@@ -125,11 +125,11 @@ def _chunks(part: Tensor, strides: Sequence[int], first: int) -> Iterator[tuple[
     step = max(1, max_elements * part.shape[dim] // part.numel())
     for start in range(0, part.shape[dim], step):
         chunk = part.narrow(dim, start, min(step, part.shape[dim] - start))
-        yield from _chunks(chunk, strides, first + start * strides[dim])
+        yield from _split_into_chunks(chunk, strides, first + start * strides[dim])
 
 
-def _indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
-    """Return row-major indices in the whole tensor for a slice's elements: int64, with its shape."""
+def _compute_indices(chunk: Tensor, strides: Sequence[int], first: int) -> Tensor:
+    """Return every element's row-major index in the whole tensor: int64, with the chunk's shape."""
     index = torch.full((), first, dtype=torch.int64, device=chunk.device)
     for size, stride in zip(chunk.shape, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(size, device=chunk.device).mul_(stride)
@@ -146,15 +146,16 @@ def _log(x: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(x)
     middle = math.sqrt(0.5)
     s = (mantissa - middle).div_(mantissa + middle)
-    return _polynomial(s * s, ATANH).mul_(s).add_((exponent.double() - 0.5).mul_(math.log(2)))
+    return _evaluate_polynomial(s * s, ATANH).mul_(s).add_((exponent.double() - 0.5).mul_(math.log(2)))
 
 
-def _ratio(x: Tensor, coefficients: tuple[Sequence[float], Sequence[float]]) -> Tensor:
+def _evaluate_ratio(x: Tensor, coefficients: tuple[Sequence[float], Sequence[float]]) -> Tensor:
+    """Return one polynomial divided by another, given the coefficients of both."""
     numerator, denominator = coefficients
-    return _polynomial(x, numerator).div_(_polynomial(x, denominator))
+    return _evaluate_polynomial(x, numerator).div_(_evaluate_polynomial(x, denominator))
 
 
-def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+def _evaluate_polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Return the sum of coefficients[n] * x^n."""
     total = x * coefficients[-1]
     for coefficient in coefficients[-2:0:-1]:

@@ -25,7 +25,7 @@ class Survivors:
     meeting: str
 
     def renumber(self, rank: int) -> None:
-        """Describe the new launch in the environment, as torchrun would have; LOCAL_RANK keeps its device."""
+        """Set the new RANK and WORLD_SIZE in the environment, as torchrun would; LOCAL_RANK keeps its device."""
         os.environ["RANK"] = str(self.ranks.index(rank))
         os.environ["WORLD_SIZE"] = str(len(self.ranks))
 

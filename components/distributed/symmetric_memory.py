@@ -72,7 +72,7 @@ def host_memory(size: int, group: Group) -> HostMemory:
 
     Raises UserError if the ranks are not on one host, or the disk is full.
     """
-    path = Path(group.gather_json(_new_file(size * group.size) if group.rank == 0 else "")[0])
+    path = Path(group.gather_json(_create_file(size * group.size) if group.rank == 0 else "")[0])
     sees_file = group.gather_json(path.exists() and path.stat().st_size == size * group.size)
     if not all(sees_file):
         raise UserError(
@@ -86,7 +86,8 @@ def host_memory(size: int, group: Group) -> HostMemory:
     return HostMemory(torch.split(whole, size), group)
 
 
-def _new_file(size: int) -> str:
+def _create_file(size: int) -> str:
+    """Create a temporary file and return its path; the file is empty if the disk has no room for `size` bytes."""
     descriptor, path = tempfile.mkstemp(prefix="drawloom-memory-")
     try:
         # Allocate space now, because a full disk would later kill the processes by a signal.

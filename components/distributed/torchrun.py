@@ -45,6 +45,7 @@ class Launch:
 
     @property
     def alone(self) -> bool:
+        """Whether this is the launch's only process."""
         return self.world_size == 1
 
 
@@ -64,14 +65,14 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             "all of them, or unset them all to run a single process",
             exit_code=2,
         )
-    numbers = {name: _number(name, environment[name]) for name in VARIABLES[:4]}
+    numbers = {name: _parse_number(name, environment[name]) for name in VARIABLES[:4]}
     _check_below(numbers, "RANK", "WORLD_SIZE")
     _check_below(numbers, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    port = _number("MASTER_PORT", environment["MASTER_PORT"])
+    port = _parse_number("MASTER_PORT", environment["MASTER_PORT"])
     rank, world_size, local_rank, local_world_size = numbers.values()
     # Launchers other than torchrun don't set these, and start equally many processes on each machine.
     nodes = {"GROUP_RANK": str(rank // local_world_size), "GROUP_WORLD_SIZE": str(-(-world_size // local_world_size))}
-    node_rank, node_count = (_number(name, environment.get(name, text)) for name, text in nodes.items())
+    node_rank, node_count = (_parse_number(name, environment.get(name, text)) for name, text in nodes.items())
     return Launch(
         rank=rank,
         world_size=world_size,
@@ -87,13 +88,15 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     )
 
 
-def _number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
+    """Return a variable's number. Raises UserError for other text."""
     if not (text.isascii() and text.isdigit()):
         raise UserError(f"the environment sets {name}={text!r}, not a number; start with torchrun, which sets it", 2)
     return int(text)
 
 
 def _check_below(numbers: dict[str, int], number: str, bound: str) -> None:
+    """Raise UserError unless a variable's number is below another's."""
     if numbers[number] >= numbers[bound]:
         raise UserError(
             f"the environment sets {number}={numbers[number]}, which is not below {bound}={numbers[bound]}; "
@@ -115,12 +118,16 @@ def rank_console() -> Console:
     except UserError:  # raised again, and printed, when the run opens its processes
         return Console()
     if launch.rank > 0:
-        warnings.showwarning = _ignore  # a run replaces it, once open, by one that logs
-    return Console(launch.rank == 0, partial(_is_first, launch))
+        warnings.showwarning = _print_nothing  # a run replaces it, once open, by one that logs
+    return Console(launch.rank == 0, partial(_claim_first_failure, launch))
 
 
-def _is_first(launch: Launch, text: str) -> bool:
-    """Return whether this rank is the first to fail; True if there is no store."""
+def _claim_first_failure(launch: Launch, text: str) -> bool:
+    """
+    Claim the launch's first failure in the store, and write the error file.
+
+    Return whether this rank is the first to fail; True if there is no store.
+    """
     if launch.alone or not launch.agent_store:
         return True
 
@@ -136,7 +143,7 @@ def _is_first(launch: Launch, text: str) -> bool:
     return first.reporter == launch.rank
 
 
-def _ignore(*_arguments: Any, **_named: Any) -> None:
+def _print_nothing(*_arguments: Any, **_named: Any) -> None:
     """Print nothing; for `warnings.showwarning`."""
 
 

@@ -50,10 +50,10 @@ class DeviceTransfers:
         return memory
 
     def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
-        return self._copy("fetch", copies, after)
+        return self._issue_copies("fetch", copies, after)
 
     def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
-        return self._copy("store", copies, after)
+        return self._issue_copies("store", copies, after)
 
     def mark(self) -> Ticket:
         return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
@@ -74,7 +74,8 @@ class DeviceTransfers:
         self._registered.clear()
         self._streams.clear()
 
-    def _copy(self, direction: str, copies: Copies, after: Sequence[Ticket]) -> Ticket:
+    def _issue_copies(self, direction: str, copies: Copies, after: Sequence[Ticket]) -> Ticket:
+        """Issue copies on the stream for a direction, after the tickets, and return the last copy's ticket."""
         if self.device.type == "cpu":
             for target, source in copies:
                 target.copy_(source)

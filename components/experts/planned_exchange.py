@@ -34,13 +34,13 @@ def plan_dispatch(
     Every rank has `experts` experts. The plan assumes balanced experts, so a rank receives as many rows as its own
     tokens have choices.
     """
-    copies = _copies(chosen.shape[-1], ranks)
+    copies = _count_destinations(chosen.shape[-1], ranks)
     sent = _Exchange.apply(hidden, copies, ranks)  # type: ignore[no-untyped-call]
     local = LocalExperts(kernels=kernels).dispatch(sent, chosen, probabilities, experts)
     return local._replace(combine=lambda rows: _Exchange.apply(local.combine(rows), copies, ranks))  # type: ignore[no-untyped-call]
 
 
-def _copies(choices: int, ranks: int) -> float:
+def _count_destinations(choices: int, ranks: int) -> float:
     """Return a token's average number of destination ranks, if its choices are uniform over ranks."""
     return ranks * (1 - (1 - 1 / ranks) ** choices)
 
@@ -61,6 +61,7 @@ class _Exchange(Function):
 
 
 def _record_all_to_all(tokens: Tensor, copies: float, ranks: int) -> Tensor:
+    """Record an all-to-all with `copies` destination ranks per token; return a new meta tensor (tokens, width)."""
     rows = tokens.new_empty(round(copies * len(tokens)), *tokens.shape[1:])
     collective(rows, rows.shape, "all_to_all", "expert", ranks)
     return torch.empty_like(tokens)

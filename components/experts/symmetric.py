@@ -75,17 +75,17 @@ class SymmetricExperts:
             self._exchanges[stream] = SharedSlots(group, self.kernels, self.max_tokens)
         exchange = self._exchanges[stream]
         is_training = torch.is_grad_enabled()
-        slots = exchange.training_slots(hidden) if is_training else _max_tokens(len(hidden), group, hidden.device)
+        slots = exchange.training_slots(hidden) if is_training else _max_over_ranks(len(hidden), group, hidden.device)
         tokens, scalars, choices = exchange.publish(slots, hidden.detach(), probabilities.detach(), chosen)
         local = self.kernels.moe_peers.choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
         routes, overflow = exchange.limit(all_routes, self.capacity if is_training else None)
         slot_routes = SlotRoutes(exchange, chosen, local_experts, routes)
-        rows, scale = _Rows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
+        rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
         if overflow is not None:
             # NaN if rows were dropped, so that the step is skipped even if it ends before the host knows.
             scale = scale + overflow
-        return Dispatched(rows, scale, routes[2], lambda results: _Sums.apply(slot_routes, results))  # type: ignore[no-untyped-call]
+        return Dispatched(rows, scale, routes[2], lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
 
 
 class SharedSlots:
@@ -112,11 +112,11 @@ class SharedSlots:
 
         Raises UserError if hidden (tokens, width) has more tokens.
         """
-        self._training_slots = self._training_slots or _max_tokens(len(hidden), self.group, hidden.device)
+        self._training_slots = self._training_slots or _max_over_ranks(len(hidden), self.group, hidden.device)
         if len(hidden) > self._training_slots:
             raise UserError(
                 f"experts.symmetric: rank {self.group.rank} of {self.group.size} has {len(hidden)} tokens, and memory "
-                f"for {self._training_slots}; set max_tokens = {len(hidden)} or more on the dispatcher"
+                f"for {self._training_slots} tokens; set max_tokens = {len(hidden)} or more on the dispatcher"
             )
         return self._training_slots
 
@@ -145,12 +145,12 @@ class SharedSlots:
             # Training cannot write to tensors of inference mode, and an evaluation may be the first to need the views.
             with torch.inference_mode(False):
                 memory = self._memory_for(slots, columns)
-                self._views[key] = _views(memory.parts, self._half, rows, columns)
+                self._views[key] = _slice_memory(memory.parts, self._half, rows, columns)
         return self._views[key]
 
     def _memory_for(self, slots: int, columns: list[tuple[int, torch.dtype]]) -> SymmetricMemory:
         """Return memory with room, in both halves, for the columns in all ranks' slots."""
-        needed = sum(_align(self.group.size * slots * width * dtype.itemsize) for width, dtype in columns)
+        needed = sum(_round_up(self.group.size * slots * width * dtype.itemsize) for width, dtype in columns)
         if self._memory is None or 2 * needed > len(self._memory.parts[0]):
             self._outgrown += [self._memory] if self._memory else []
             self._memory = self.group.symmetric_memory(2 * needed)
@@ -164,7 +164,7 @@ class SharedSlots:
 
     def limit(self, routes: Routes, capacity: float | None) -> tuple[Routes, Tensor | None]:
         """
-        Cut routes to the row count, or with a capacity to its row count.
+        Cut routes to the rows in use, counted while the host waits, or, with a capacity, to the rows it makes room for.
 
         With a capacity, also return a tensor (1,) on the device: NaN if rows were dropped, else 0. Raises UserError if
         an earlier layer dropped rows.
@@ -186,11 +186,12 @@ class SharedSlots:
         return limited
 
     def _check_rows(self, rows: int, room: int, even: int) -> None:
+        """Raise UserError if an earlier layer had more rows than room; balanced experts have `even` rows."""
         if rows > room:
             needed = math.ceil(10 * rows / even) / 10
             raise UserError(
-                f"experts.symmetric: {rows} rows came to the experts of rank {self.group.rank} of {self.group.size}, "
-                f"and capacity makes room for {room}; set capacity = {needed}, or leave it out"
+                f"experts.symmetric: rank {self.group.rank} of {self.group.size} received {rows} rows for its experts, "
+                f"and capacity makes room for {room} rows; set capacity = {needed}, or leave it out"
             )
 
 
@@ -225,12 +226,12 @@ class SlotRoutes:
 
     @property
     def slots(self) -> int:
-        """The slot count per rank."""
+        """The number of token slots per rank."""
         return len(self.routes[0]) // self.exchange.group.size
 
 
-class _Rows(Function):
-    """Copy from tokens to their experts' rows; the backward pass sums the rows' gradients by token."""
+class _GatherRows(Function):
+    """Copy from tokens in all ranks' memory to expert rows; the backward pass sums the rows' gradients by token."""
 
     @staticmethod
     def forward(
@@ -246,8 +247,8 @@ class _Rows(Function):
         return None, None, None, *ctx.routes.sums(grad, grad_scale)
 
 
-class _Sums(Function):
-    """Sum over the experts' results by token; the backward pass copies the tokens' gradients to rows."""
+class _SumByToken(Function):
+    """Sum over the experts' results by token; the backward pass copies the tokens' gradients to expert rows."""
 
     @staticmethod
     def forward(ctx: Any, routes: SlotRoutes, results: Tensor) -> Tensor:
@@ -262,23 +263,24 @@ class _Sums(Function):
         return None, ctx.routes.rows(tokens, None)[0]
 
 
-def _max_tokens(tokens: int, group: Group, device: torch.device) -> int:
-    """Return the maximum token count over ranks, at least 1."""
+def _max_over_ranks(tokens: int, group: Group, device: torch.device) -> int:
+    """Return the maximum token count over ranks, at least 1; a collective."""
     maximum = torch.tensor([max(tokens, 1)], device=device)
     group.max(maximum)
     return int(maximum)
 
 
-def _align(size: int) -> int:
+def _round_up(size: int) -> int:
+    """Round a size in bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _views(parts: Sequence[Tensor], half: int, rows: int, columns: list[tuple[int, torch.dtype]]) -> list[Peers]:
-    """Return tensors (rows, width), one per column and consecutive in one half on every rank."""
+def _slice_memory(parts: Sequence[Tensor], half: int, rows: int, columns: list[tuple[int, torch.dtype]]) -> list[Peers]:
+    """Return tensors (rows, width) on every rank, one per column, laid out in succession in one half of the memory."""
     first, views = half * (len(parts[0]) // 2), list[Peers]()
     for width, dtype in columns:
         size = rows * width * dtype.itemsize
         tensors = [part[first : first + size].view(dtype).view(rows, width) for part in parts]
         views.append((tensors, torch.tensor([tensor.data_ptr() for tensor in tensors]).to(parts[0].device)))
-        first += _align(size)
+        first += _round_up(size)
     return views

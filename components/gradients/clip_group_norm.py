@@ -36,19 +36,21 @@ class ClipGroupNorm:
 
     def run_phase(self, step: Step) -> None:
         """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""
-        factor = self.max_norm / (self._norm() + 1e-6)
+        factor = self.max_norm / (self._compute_norm() + 1e-6)
         group = [
             part.grad
             for name, part in self.parameters.named_parameters()
-            if self._is_in(name) and part.grad is not None
+            if self._matches_target(name) and part.grad is not None
         ]
         scale(group, factor.clamp_max(1.0))
 
-    def _norm(self) -> Tensor:
-        """Return the norm over all ranks, float64 ()."""
-        gradients = [gradient_of(part) for name, part in self.parameters.owned_parameters() if self._is_in(name)]
+    def _compute_norm(self) -> Tensor:
+        """Return the group's norm over all ranks, float64 ()."""
+        gradients = [
+            gradient_of(part) for name, part in self.parameters.owned_parameters() if self._matches_target(name)
+        ]
         if not self._checked:
-            self._check(len(gradients))
+            self._check_patterns(len(gradients))
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank may have an empty slice
         p = float(self.norm_type)
         norms = torch.stack([*torch._foreach_norm(filled, p, dtype=torch.float64)]) if filled else self._zeros(1)
@@ -56,16 +58,18 @@ class ClipGroupNorm:
             return self.reduce.largest(norms.amax())
         return self.reduce.total(norms.pow(p).sum()).pow(1 / p)
 
-    def _check(self, count: int) -> None:
+    def _check_patterns(self, count: int) -> None:
         """Raise UserError if the patterns match no parameter on any rank."""
         total = self.reduce.total(self._zeros(1) + count)
         if not total.item():
             name = next((name for name, _ in self.parameters.named_parameters()), "")
-            raise UserError(f"clipping: no trained parameter matches {self.targets}; one is called {name!r}", 2)
+            raise UserError(
+                f"clipping: no trained parameter matches {self.targets}; write patterns of names such as {name!r}", 2
+            )
         self._checked = True
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device.device)
 
-    def _is_in(self, name: str) -> bool:
+    def _matches_target(self, name: str) -> bool:
         return any(fnmatchcase(name, target) for target in self.targets)

@@ -30,8 +30,8 @@ def exact_norm(gradients: Sequence[Tensor], reduce: Reduce, device: torch.device
     return torch.tensor(root, dtype=torch.float64, device=device)
 
 
-def _norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the gradient norms, float64 (gradients,)."""
+def _compute_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return every gradient's 2-norm, float64 (gradients,)."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.stack([*torch._foreach_norm(list(gradients), 2, dtype=torch.float64)])
@@ -41,19 +41,20 @@ def _exact_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     Return the sum of non-finite squares, then the digits for the sum of squares: float64 (1 + DIGITS,) on the CPU.
     """
-    squares: list[float] = _norms(gradients, device).square().tolist()
+    squares: list[float] = _compute_norms(gradients, device).square().tolist()
     # Infinities and NaN have no digits; their sum is the norm.
     nonfinite = [square for square in squares if not math.isfinite(square)]
     return torch.tensor([sum(nonfinite), *_split_into_digits(() if nonfinite else squares)], dtype=torch.float64)
 
 
 def _exact_root(digits: Tensor) -> float:
+    """Return the root of the sum of squares in `_exact_sum`'s result; infinity or NaN if a gradient has one."""
     total: list[float] = digits.tolist()
     return math.sqrt(_join_digits(total[1:])) if math.isfinite(total[0]) else total[0]
 
 
 def _split_into_digits(numbers: Iterable[float]) -> list[float]:
-    """Return the exact sum's digits for nonnegative numbers, the lowest first."""
+    """Return the exact sum of nonnegative numbers as digits, DIGIT_BITS bits each, the lowest first."""
     total = sum(map(_to_integer, numbers))
     return [float(total >> DIGIT_BITS * index & 2**DIGIT_BITS - 1) for index in range(DIGITS)]
 

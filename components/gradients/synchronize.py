@@ -47,7 +47,7 @@ class Synchronize:
         `loss` is the mean loss per token in nats, `grad_norm` the 2-norm over all gradients, `loss_weight` the tokens'
         total weight, and `tokens` the token count. The step is skipped if the loss or the norm is not finite.
         """
-        total, weight, tokens = self._sums(step.state).unbind()
+        total, weight, tokens = self._sum_over_ranks(step.state).unbind()
         self.parameters.sum_gradients()
         gradients = {name: gradient_of(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
@@ -69,7 +69,7 @@ class Synchronize:
         # The reason refers only to the state: a step in a reference cycle would wait for the garbage collector.
         step.skip_if(~(loss.isfinite() & norm.isfinite()), partial(_skip_reason, step.state))
 
-    def _sums(self, state: StepState) -> Tensor:
+    def _sum_over_ranks(self, state: StepState) -> Tensor:
         """Return total losses, weights and tokens over all ranks: float64 (3,)."""
         sums = sum_losses(state)
         self.mesh.pipeline_group.sum(sums)
@@ -82,6 +82,7 @@ class Synchronize:
 
 
 def _skip_reason(state: StepState) -> str:
+    """Return why the update is skipped: no trained token, a non-finite loss, or a non-finite norm; else ""."""
     loss, norm = state.number("loss"), state.number("grad_norm")
     if state.number("loss_weight") <= 0:
         return "there was no token to learn from"

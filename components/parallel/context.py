@@ -39,11 +39,11 @@ class ContextPart:
         """
         Return this rank's part of rows with `length` tokens. Raises UserError if the rows can't be divided evenly.
         """
-        positions = [_token_positions(length, group.size, rank) for rank in range(group.size)]
+        positions = [_find_token_positions(length, group.size, rank) for rank in range(group.size)]
         return cls(positions[group.rank], torch.cat(positions).argsort(), group)
 
     def cut(self, batch: AnyBatch) -> AnyBatch:
-        """Return this rank's tokens in a batch."""
+        """Return the batch with only this rank's tokens."""
         return batch.take_tokens(self.places)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ class ContextPart:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        return _pieces(self.group.size, self.group.rank, len(self.places))
+        return _number_pieces(self.group.size, self.group.rank, len(self.places))
 
     def gather_pieces(self, own: Tensor) -> Tensor:
         gathered: Tensor = _Gather.apply(own, self.group)  # type: ignore[no-untyped-call]
         size, tokens = self.group.size, len(self.places)
-        pieces = [piece for rank in range(size) for piece in _pieces(size, rank, tokens)]
+        pieces = [piece for rank in range(size) for piece in _number_pieces(size, rank, tokens)]
         # Without an index on the device, whose copy would wait.
         return torch.stack([gathered[:, pieces.index(piece)] for piece in range(len(pieces))], 1)
 
@@ -71,7 +71,7 @@ class ContextDimension(Dimension):
     can_capture: ClassVar[bool] = False
 
     def split(self, module: nn.Module) -> dict[str, RankSlice]:
-        """Tell modules with sums over rows which ranks have other tokens of the same rows."""
+        """Set this rank's context group on modules with sums over whole rows; no parameter is split."""
         set_context_group(module, self.mesh.context_group)
         return {}
 
@@ -96,12 +96,22 @@ class _Gather(torch.autograd.Function):
         return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
 
 
-def _pieces(size: int, rank: int, tokens: int) -> tuple[int, ...]:
-    """Return the numbers of a rank's pieces of a row, if it has `tokens` tokens: two if they are an even number."""
+def _number_pieces(size: int, rank: int, tokens: int) -> tuple[int, ...]:
+    """
+    Return the indices of a rank's pieces, among all ranks' equal pieces along a row.
+
+    With an even token count a rank has two pieces, one from the row's start and one from its end; else one.
+    """
     return (rank,) if tokens % 2 else (rank, 2 * size - 1 - rank)
 
 
-def _token_positions(length: int, size: int, rank: int) -> Tensor:
+def _find_token_positions(length: int, size: int, rank: int) -> Tensor:
+    """
+    Return a rank's token positions in a row: int64 (tokens,).
+
+    Two pieces, one from the row's start and one from its end, balance causal attention over ranks. Raises UserError if
+    the rows can't be divided evenly.
+    """
     if length % size:
         raise UserError(
             f"rows of {length} tokens can't be partitioned over mesh.context = {size} ranks; "

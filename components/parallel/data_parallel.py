@@ -35,7 +35,7 @@ class DataParallel:
 
     @property
     def _shards_experts(self) -> bool:
-        """Whether several ranks in one model copy have the same experts."""
+        """Whether FSDP shards experts: several ranks in one model copy have the same experts."""
         return bool(self.experts) and self.mesh.sizes.expert_shard > 1
 
     def _torch_mesh(self, replicas: str, *shards: str) -> Any:

@@ -30,6 +30,9 @@ class DataReplicateDimension(Dimension):
     name: ClassVar[str] = "data_replicate"
 
     def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
+        """
+        If one copy of the experts spans several replicas, return the dense parameters on all but the first of these.
+        """
         # Several replicas together have one copy of the experts if `expert` is larger than a replica.
         replicas_per_copy = self.mesh.sizes.data_replicate // self.mesh.replicas.size
         if self.mesh.indices.data_replicate % replicas_per_copy:
@@ -67,7 +70,7 @@ class ReplicatedModule:
         unshared = {param for param in self._trained if name_counts[param] == 1}
         for index, block in enumerate(blocks):
             self._blocks.append([param for param in block.parameters() if param in unshared])
-            block.register_forward_pre_hook(partial(self._watch, index))
+            block.register_forward_pre_hook(partial(self._hook_input_gradient, index))
 
     def unshard(self) -> None:
         """Do nothing: all parameters are on this rank."""
@@ -78,7 +81,7 @@ class ReplicatedModule:
     def reduce_next(self, final: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
         if not final:
-            raise ValueError("replicas have nothing to reduce before the last microbatch")
+            raise ValueError("DDP replicas reduce gradients only after the last microbatch; call with final=True")
         self._reduces, self._unsent = True, dict.fromkeys(self._trained)
 
     def end_reduction(self) -> None:
@@ -86,22 +89,27 @@ class ReplicatedModule:
 
     def parts(self) -> list[ReducedPart]:
         """Return the blocks, last to first, for a pass with weight gradients alone, which calls no input hooks."""
-        return [ReducedPart(set(map(id, block)), partial(self._send, block)) for block in reversed(self._blocks)]
+        return [
+            ReducedPart(set(map(id, block)), partial(self._send_gradients, block)) for block in reversed(self._blocks)
+        ]
 
     def reduce(self) -> None:
         """Send all remaining gradients."""
-        self._send(list(self._unsent))
+        self._send_gradients(list(self._unsent))
         self.sums.flush()
 
     def finish(self) -> None:
-        """Wait for the step's sums, which replace the gradients."""
+        """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce()
         self._reduces = False
         self.sums.finish()
 
-    def _watch(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Register a hook for a block's input gradient; the hook sends the block's weight gradients."""
+    def _hook_input_gradient(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """
+        Before a block's forward pass, hook its input: once the input's gradient exists, the block's weight gradients
+        are sent.
+        """
         if not torch.is_grad_enabled():
             return
         # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
@@ -109,13 +117,15 @@ class ReplicatedModule:
         # the first block of a stage, or a block after frozen blocks, is sent at the end of the step.
         tensors = (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
         if (hidden := next(tensors, None)) is not None:
-            hidden.register_hook(partial(self._send_block, index))  # type: ignore[no-untyped-call]
+            hidden.register_hook(partial(self._send_block_gradients, index))  # type: ignore[no-untyped-call]
 
-    def _send_block(self, index: int, _grad: Tensor) -> None:
+    def _send_block_gradients(self, index: int, _grad: Tensor) -> None:
+        """Send a block's gradients, if this backward pass is the step's last."""
         if self._reduces:
-            self._send(self._blocks[index])
+            self._send_gradients(self._blocks[index])
 
-    def _send(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _send_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the parameters' unsent gradients to the pending sums."""
         for parameter in parameters:
             if parameter in self._unsent:
                 del self._unsent[parameter]

@@ -64,7 +64,7 @@ class DataShardDimension(Dimension):
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
     def names_owned_elsewhere(self, parameters: SharedParameters) -> Set[str]:
-        """Return the whole parameters, such as the loss's, except on the first rank."""
+        """Return the unsharded parameters, such as the loss's, without experts; none on the first rank, their owner."""
         if not self.mesh.shard_group.rank:
             return frozenset()
         return parameters.trained.keys() - parameters.sharded - parameters.experts
@@ -120,7 +120,7 @@ class ShardedModule:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         inner: list[list[Any]] = [
-            [block, *(_experts_in(block) if expert_mesh is not None else [])] for block in blocks(module)
+            [block, *(_find_experts(block) if expert_mesh is not None else [])] for block in blocks(module)
         ]
         heads = heads_of(module)
         # A parameter belongs to the innermost unit around it, which must be sharded first.
@@ -177,7 +177,7 @@ class ShardedModule:
     def begin(self) -> None:
         """Begin a step: drop parameters gathered from old slices, and reduce no gradients before `reduce_next`."""
         self.reshard()
-        self._reduce_in_backward(False)
+        self._set_reduction(False)
 
     def unshard(self) -> None:
         """Start to gather the whole stage in order; a part of the forward pass waits for its own parameters."""
@@ -199,19 +199,19 @@ class ShardedModule:
         The reduced gradients are added to the slices' gradients. Unless they are `final`, they are not summed over
         replicas, and the stage's gathered parameters stay.
         """
-        self._reduce_in_backward(True, final)
+        self._set_reduction(True, final)
 
     def end_reduction(self) -> None:
         """Accumulate gradients on this rank again, in case another pass follows in the step."""
         if self.by_microbatch:
-            self._reduce_in_backward(False)
+            self._set_reduction(False)
 
     def parts(self) -> list[ReducedPart]:
         """Return the units, for a pass with weight gradients alone, which runs no torch hooks."""
         # Heads first, because they are large; the root last, because the embedding's gradient is last.
         ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
         return [
-            ReducedPart({id(param.unsharded_param) for param in _fsdp_params(unit)}, partial(_reduce, unit))
+            ReducedPart({id(param.unsharded_param) for param in _fsdp_params(unit)}, partial(_reduce_unit, unit))
             for unit in ordered
         ]
 
@@ -221,8 +221,8 @@ class ShardedModule:
 
     def gather_bytes(self) -> int:
         """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
-        block_bytes = [sum(map(_whole_bytes, units)) for units in self.blocks]
-        other_bytes = sum(map(_whole_bytes, (self.root, *self.heads)))
+        block_bytes = [sum(map(_count_gathered_bytes, units)) for units in self.blocks]
+        other_bytes = sum(map(_count_gathered_bytes, (self.root, *self.heads)))
         return other_bytes + (2 * max(block_bytes, default=0) if self.by_block else sum(block_bytes))
 
     def iterate_shards(self) -> Iterator[tuple[str, Any]]:
@@ -231,7 +231,10 @@ class ShardedModule:
             if is_dtensor(parameter):
                 yield name, parameter
 
-    def _reduce_in_backward(self, now: bool, final: bool = True) -> None:
+    def _set_reduction(self, now: bool, final: bool = True) -> None:
+        """
+        Set whether the next backward passes reduce gradients (`now`), and also finish the step's reduction (`final`).
+        """
         self.root.set_is_last_backward(now and final)
         for unit in self.units:  # without `recurse`, which walks through all modules
             unit.set_requires_gradient_sync(now, recurse=False)
@@ -273,7 +276,11 @@ class ShardedStore:
         return cls(modules, masters, slices, whole, pairs)
 
     def cast(self, only_if_changed: bool = False) -> None:
-        """Begin a step: drop gathered parameters; with `only_if_changed`, only if a slice may have changed."""
+        """
+        Begin a step: cast the unsharded parameters, and drop gathered ones, which would be old.
+
+        With `only_if_changed`, only if a parameter may have changed.
+        """
         self._whole.cast(only_if_changed)
         versions = [master._version for master, _ in self._pairs]
         if not (only_if_changed and versions == self._gathered_at):
@@ -363,7 +370,8 @@ def heads_of(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.children() if isinstance(part, HeadLayer)]
 
 
-def _experts_in(block: nn.Module) -> list[nn.Module]:
+def _find_experts(block: nn.Module) -> list[nn.Module]:
+    """Return the modules with experts inside a block."""
     return [part for part in block.modules() if isinstance(part, ExpertParallel)]
 
 
@@ -375,7 +383,11 @@ def whole_parameters(modules: Sequence[nn.Module], precision: Precision, experts
 
 
 def _select_whole(module: nn.Module, precision: Precision, names: Set[str]) -> set[nn.Parameter]:
-    """Return a module's unsharded parameters: the named ones, small ones such as adapters', and others."""
+    """
+    Return a module's unsharded parameters.
+
+    These are: the named ones, adapters', the loss's, integers, scalars, and parameters in another dtype than `compute`.
+    """
     adapters = adapter_names(module)
     return {
         parameter
@@ -397,12 +409,14 @@ def _param_groups(unit: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def _reduce(unit: Any) -> None:
+def _reduce_unit(unit: Any) -> None:
+    """Reduce a unit's gradients now, as torch's hook after a backward pass does."""
     for group in _param_groups(unit):
         group.post_backward()
 
 
 def _fsdp_params(unit: Any) -> Iterator[Any]:
+    """Yield a unit's FSDP parameters."""
     for group in _param_groups(unit):
         yield from group.fsdp_params
 
@@ -413,6 +427,7 @@ def _float8_widths(unit: Any) -> list[int]:
 
 
 def _float8_width(param: Any) -> int:
+    """Return a weight's row width if its layer multiplies in float8, else 0."""
     owner = param._module_info
     in_float8 = isinstance(owner.module, LinearLayer) and owner.module.uses_float8 and owner.param_name == "weight"
     return int(param._orig_size[1]) if in_float8 else 0
@@ -426,7 +441,8 @@ def _allocate_outputs(unit: Any) -> list[Tensor]:
     return [param.all_gather_outputs[0] for param in params]
 
 
-def _whole_bytes(unit: Any) -> int:
+def _count_gathered_bytes(unit: Any) -> int:
+    """Return a unit's bytes while its parameters are gathered."""
     sizes: list[int] = [param.unsharded_param.nbytes for param in _fsdp_params(unit)]
     return sum(sizes)
 

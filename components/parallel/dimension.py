@@ -65,7 +65,7 @@ class SharedParameters:
         sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
 
     def sum_named(self, names: Iterable[str], group: Group) -> None:
-        """Sum the gradients for this rank's trained parameters."""
+        """Sum the named parameters' gradients over a group, in place."""
         self.sum([self.gradient(name) for name in names], group)
 
 

@@ -67,7 +67,7 @@ class KeptFloat8:
         """Allocate memory for the weights in stages' real modules, if the recipe keeps them."""
         if precision.linear_weights == "pass":
             return cls([])
-        groups = [group for module in modules for group in _operations(module, precision)]
+        groups = [group for module in modules for group in _group_by_operation(module, precision)]
         return cls([KeptWeights([layer.weight for layer in group]) for group in groups])
 
     def round(self, only_if_changed: bool = False) -> None:
@@ -81,7 +81,9 @@ class KeptFloat8:
         self._rounded_at = versions
 
     def expire(self) -> None:
-        """Expect new weights without new version numbers, from a fused optimizer."""
+        """
+        Let the next `round` round all trained weights: a fused optimizer changes them without new version numbers.
+        """
         self._rounded_at = []
 
     @property
@@ -90,8 +92,8 @@ class KeptFloat8:
         return sum(tensor.nbytes for kept in self._kept for tensor in kept.rows)
 
 
-def _operations(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
-    """Yield layers in float8 by operation; an operation may multiply one input by several weights."""
+def _group_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
+    """Yield groups of layers in float8; one operation multiplies an input by all weights in a group."""
     layers = float8_layers(module, precision)
     joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
     yield from joint
@@ -107,7 +109,7 @@ def fault_of_widths(shape: tuple[int, ...]) -> str:
 
 
 def exclude(name: str) -> str:
-    """Return the remedy for a layer that can't use float8."""
+    """Return the remedy for a layer unable to use float8: a pattern to keep it in the compute dtype."""
     pattern = f"*.{name.rpartition('.')[2]}"
     return f'write linear_in_compute = ["{pattern}"], or linear = "compute"'
 
@@ -136,7 +138,7 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     if nodes.precision.settings["linear_weights"] == "step" and nodes.sizes.data_shard * nodes.sizes.context > 1:
         text = "shards are gathered for every use, so that nothing can keep their weights in float8"
         yield nodes.precision.problem("linear_weights", text, 'write linear_weights = "pass"')
-    layers, excluded = _layers_of(nodes)
+    layers, excluded = _find_layers(nodes)
     names = [*layers, *excluded]
     for number, pattern in enumerate(nodes.precision.settings["linear_in_compute"]):
         if names and not any(fnmatchcase(name, pattern) for name in names):
@@ -151,18 +153,18 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
 
 def describe_float8(nodes: StageNodes) -> Iterator[str]:
     """Yield how many linear layers of the model multiply in float8."""
-    layers, excluded = _layers_of(nodes)
+    layers, excluded = _find_layers(nodes)
     if layers:
         count = count_text(len(layers), len(layers) + len(excluded))
         yield f"float8: {count}; MFU is still relative to the peak of bfloat16"
 
 
 def count_text(used: int, layers: int) -> str:
-    """Return how many linear layers use float8, for people."""
+    """Return a sentence such as `14 of 16 linear layers multiply in float8`."""
     return f"{used} of {layers} linear layers multiply in float8"
 
 
-def _layers_of(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
+def _find_layers(nodes: StageNodes) -> tuple[dict[str, LinearLayer], dict[str, LinearLayer]]:
     """Return the layers of the recipe's whole model that use float8, and the others that could."""
     built = None if nodes.precision is None else build_precision(nodes.precision)
     module = None if nodes.model is None else known_module(nodes.model)

@@ -86,7 +86,7 @@ def fault_of_blocks(weight_format: WeightFormat, weight_slice: TensorSlice | Non
 
 
 def exclude(name: str) -> str:
-    """Return the remedy for a weight that can't be quantized."""
+    """Return the remedy for a weight without quantization: a pattern to keep it in the compute dtype."""
     owner, _, leaf = name.rpartition(".")
     pattern = f"*.{owner.rpartition('.')[2]}.{leaf}"
     return f'write frozen_in_compute = ["{pattern}"], or frozen = "compute"'

@@ -49,8 +49,8 @@ class ParameterStore:
                     continue
                 dtype = compute_dtype(name, precision)
                 if parameter.dtype != dtype:
-                    copy = copies.setdefault(parameter, _copy(parameter, dtype))
-                    _replace(module, name, copy)
+                    copy = copies.setdefault(parameter, _cast_parameter(parameter, dtype))
+                    _replace_parameter(module, name, copy)
                     if parameter.requires_grad:
                         masters[name] = parameter
                 for tensor in (parameter, copies.get(parameter)):
@@ -115,10 +115,12 @@ def compute_dtype(name: str, precision: Precision) -> torch.dtype:
     return precision.parameter if is_uncast else precision.compute
 
 
-def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter's copy in a dtype; it requires a gradient if the original does."""
     return nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
 
 
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace the named parameter in its submodule."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)

@@ -86,6 +86,7 @@ def build_schedule(schedule: NodeView) -> Schedule | None:
 
 
 def _describe_too_few_layers(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
+    """Return the fault and the remedy for a model with fewer layers than stages."""
     stages = ranks * per_rank
     fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""
     text = f"{layers} layers can't be split over {ranks} ranks with {per_rank} stage{'s' * (per_rank > 1)} on each"
@@ -100,7 +101,7 @@ def partition_layers(layers: int, stages: int, before: int = 0, after: int = 0) 
     less, but at least one. Raises ValueError for fewer layers than stages.
     """
     if layers < stages:
-        raise ValueError(f"{layers} layers over {stages} stages leave a stage without any")
+        raise ValueError(f"{layers} layers over {stages} stages leave a stage without a layer")
     costs = [1] * stages
     costs[0] += before
     costs[-1] += after

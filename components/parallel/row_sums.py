@@ -36,44 +36,47 @@ class RowSums(TensorParallel):
 
         chosen: int64 (tokens, choices) or (rows, length, choices); only the weights' shape (rows, length) is used.
         """
-        slots = self.own_tokens(chosen, weights) + experts * self._own_rows(weights).unsqueeze(1)
+        slots = self.own_tokens(chosen, weights) + experts * self._find_own_rows(weights).unsqueeze(1)
         counts = torch.zeros(len(weights) * experts, device=chosen.device)
         counts.scatter_add_(0, slots.flatten(), counts.new_ones(()).expand(slots.numel()))
         return _all_reduce(counts.view(-1, experts), [self.context, self.ranks.group])
 
-    def of_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
+    def repeat_by_token(self, values: Tensor, weights: Tensor) -> Tensor:
         """Repeat row values (rows, ...) for this rank's tokens: (tokens, ...), 0 in padding, or (rows, 1, ...)."""
-        return values.unsqueeze(1) if self.ranks.size == 1 else self._pad(values[self._own_rows(weights)], weights)
+        if self.ranks.size == 1:
+            return values.unsqueeze(1)
+        return self._pad_share(values[self._find_own_rows(weights)], weights)
 
     def token_weights(self, weights: Tensor) -> Tensor:
         """Select this rank's token weights from (rows, length): (tokens,), 0 in padding, or (rows, length)."""
         if self.ranks.size == 1:
             return weights
-        own = self._own(weights)
-        return self._pad(weights.flatten()[own.start : own.stop], weights)
+        own = self._find_own_tokens(weights)
+        return self._pad_share(weights.flatten()[own.start : own.stop], weights)
 
     def own_tokens(self, values: Tensor, weights: Tensor) -> Tensor:
         """Remove padding from values (tokens, n) or (rows, length, n): (tokens, n)."""
-        return values.flatten(0, -2)[: len(self._own(weights))]
+        return values.flatten(0, -2)[: len(self._find_own_tokens(weights))]
 
-    def _own(self, weights: Tensor) -> range:
-        """Return this rank's token indices in its context part."""
+    def _find_own_tokens(self, weights: Tensor) -> range:
+        """Return this rank's token indices among the context part's tokens, in row order."""
         share = -(-weights.numel() // self.ranks.size)
         first = self.ranks.group.rank * share
         return range(min(first, weights.numel()), min(first + share, weights.numel()))
 
-    def _own_rows(self, weights: Tensor) -> Tensor:
-        """Return the rows of this rank's tokens, int64 (tokens,)."""
-        own = self._own(weights)
+    def _find_own_rows(self, weights: Tensor) -> Tensor:
+        """Return the row number of every token on this rank: int64 (tokens,)."""
+        own = self._find_own_tokens(weights)
         return torch.arange(own.start, own.stop, device=weights.device) // max(weights.shape[1], 1)
 
-    def _pad(self, values: Tensor, weights: Tensor) -> Tensor:
+    def _pad_share(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Append zeros to values of this rank's tokens, up to the equal share of all ranks."""
         missing = -(-weights.numel() // self.ranks.size) - len(values)
         return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
 
 
 def set_context_group(module: nn.Module, context: Group) -> None:
-    """Tell modules with sums over rows which ranks have other tokens of the same rows."""
+    """Set the ranks with other tokens of the same rows on every RowSums in a module."""
     for submodule in module.modules():
         if isinstance(submodule, RowSums):
             submodule.context = context

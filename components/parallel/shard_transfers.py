@@ -37,8 +37,12 @@ def message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
 
 
 @attrs.frozen(eq=False)
-class _Messages:
-    """Own message, uint8 (bytes,), all ranks' messages (ranks, bytes), and row widths of weights in float8, or 0."""
+class _Float8Messages:
+    """
+    Messages with a unit's slices: this rank's, uint8 (bytes,), and all ranks', (ranks, bytes).
+
+    `widths` are row widths by parameter, 0 for parameters outside float8 layers.
+    """
 
     own: Tensor
     gathered: Tensor
@@ -46,25 +50,28 @@ class _Messages:
 
 
 @attrs.define
-class _Listed:
-    """Tensors behind a stand-in or, if they were gathered one behind the other, their buffer or messages."""
+class _ListedTensors:
+    """Tensors behind a stand-in. If they were gathered into one buffer or into messages, these contain their values."""
 
     tensors: Sequence[Tensor] = ()
     buffer: Tensor | None = None
-    messages: _Messages | None = None
+    messages: _Float8Messages | None = None
 
 
 class StandIn(Tensor):
     """
-    A tensor without memory instead of a buffer (n,) for FSDP2's copies.
+    A tensor without memory, passed to torch in place of an FSDP2 buffer (n,), so nothing is copied into a buffer.
 
-    It lists the tensors, and keeps them alive as long as torch keeps the buffer. Any other operation is an error.
+    It lists the tensors to copy, and keeps them alive as long as torch keeps the buffer. Any other operation is an
+    error.
     """
 
-    listed: _Listed
+    listed: _ListedTensors
 
     @staticmethod
-    def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, listed: _Listed) -> "StandIn":
+    def __new__(
+        cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, listed: _ListedTensors
+    ) -> "StandIn":
         stand_in: StandIn = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
         stand_in.listed = listed
         return stand_in
@@ -72,7 +79,7 @@ class StandIn(Tensor):
     @classmethod
     def empty(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> "StandIn":
         """Return a stand-in without tensors."""
-        return cls(size, dtype, device, _Listed())
+        return cls(size, dtype, device, _ListedTensors())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -98,7 +105,7 @@ class StandIn(Tensor):
                 if buffer is not None:
                     torch.split_with_sizes_copy(buffer.view(args[0].shape), args[1], dim=args[2], out=named["out"])
                 return None
-        raise NotImplementedError(f"{function.name()} of a stand-in for a buffer of FSDP2")
+        raise NotImplementedError(f"the stand-in for an FSDP2 buffer does not implement {function.name()}")
 
 
 @attrs.frozen(eq=False)
@@ -152,7 +159,7 @@ class Float8AllGather:
         widths = self.widths()
         own = pack_weights(output_tensor.listed.tensors, widths)
         gathered = own.new_empty(group.size(), len(own))
-        output_tensor.listed.messages = _Messages(own, gathered, widths)
+        output_tensor.listed.messages = _Float8Messages(own, gathered, widths)
         work = group.allgather_into_tensor_coalesced([gathered.view(-1)], [own])
         if async_op:
             return work
@@ -191,20 +198,23 @@ class DirectReduceScatter:
         """
         messages = [*_pack_messages(input_tensor.listed.tensors, output_tensor, group.size())]
         if output_tensor.itemsize == 2:
-            _exchange(messages, group)
+            _exchange_and_sum(messages, group)
         else:
-            _reduce(messages, group, op)
+            _reduce_scatter_messages(messages, group, op)
 
 
 @attrs.frozen(eq=False)
 class _Message:
-    """Parts by rank, (ranks, n), and the outputs for this rank's sums, with n elements in all."""
+    """
+    Gradients in one transfer: `parts` by receiving rank, (ranks, n), and the tensors for this rank's sums, n elements
+    in all.
+    """
 
     parts: Tensor
     sums: Sequence[Tensor]
 
     def divide(self, row: Tensor) -> Sequence[Tensor]:
-        """Split a row (n,), or rows (any, n), into the sums' parts."""
+        """Split a row (n,), or rows (any, n), into one tensor per sum."""
         return torch.split(row, [len(out) for out in self.sums], dim=-1)
 
 
@@ -225,8 +235,10 @@ def _pack_messages(gradients: Sequence[Tensor], output: Tensor, ranks: int) -> I
         yield _Message(copies, [out for _, out in packed])
 
 
-def _exchange(messages: Sequence[_Message], group: Any) -> None:
-    """Send every other rank its parts, in one launch, and add up the received parts, from rank 0 on, in float32."""
+def _exchange_and_sum(messages: Sequence[_Message], group: Any) -> None:
+    """
+    Send every other rank its parts, in one launch; add the received parts to this rank's, from rank 0 on, in float32.
+    """
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     received = [message.parts.new_empty(len(peers), message.parts.shape[1]) for message in messages]
     operations = []
@@ -242,7 +254,7 @@ def _exchange(messages: Sequence[_Message], group: Any) -> None:
             sum_parts(part, others, out)
 
 
-def _reduce(messages: Sequence[_Message], group: Any, op: Any) -> None:
+def _reduce_scatter_messages(messages: Sequence[_Message], group: Any, op: Any) -> None:
     """Reduce-scatter all messages in one launch."""
     outputs = [
         message.sums[0] if len(message.sums) == 1 else message.parts.new_empty(message.parts.shape[1])

@@ -74,7 +74,7 @@ class SlicedStore(ParameterStore):
         store = cls.of(modules, precision)
         store.masters = {**store.masters, **masters}
         store.slices, store.by_block, store._local_bytes = slices, by_block, local_bytes
-        store.gathered = [_gather_bytes(module, blocks(module), local_bytes) for module in modules]
+        store.gathered = [_count_gathered_bytes(module, blocks(module), local_bytes) for module in modules]
         return store
 
     def local_bytes(self, tensor: Tensor) -> int:
@@ -89,14 +89,17 @@ class SlicedStore(ParameterStore):
 
 
 def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
-    """Return a parameter's slice on one of several ranks."""
+    """Return a rank's slice of a parameter, divided along its first dimension."""
     share = -(-shape[0] // ranks)
     first = min(rank * share, shape[0])
     size = (min(share, shape[0] - first), *shape[1:])
     return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
-def _gather_bytes(module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]) -> GatheredBytes:
+def _count_gathered_bytes(
+    module: nn.Module, blocks: Sequence[nn.Module], sharded: Mapping[Tensor, int]
+) -> GatheredBytes:
+    """Return the bytes of a module's sharded parameters while gathered: outside blocks, and by block."""
     sizes = [sum(param.nbytes for param in block.parameters() if param in sharded) for block in blocks]
     total = sum(param.nbytes for param in module.parameters() if param in sharded)
     return GatheredBytes(total - sum(sizes), sizes)
@@ -114,4 +117,5 @@ def largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
 
 
 def _count_trained(module: nn.Module) -> int:
+    """Return the number of trained elements in a module."""
     return sum(param.numel() for param in module.parameters() if param.requires_grad)

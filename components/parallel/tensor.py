@@ -49,7 +49,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return hidden
-        gathered = _exchange(hidden, self.group, _gather, _reduce_scatter)
+        gathered = _apply_collective(hidden, self.group, _gather, _reduce_scatter)
         return gathered if shape is None else _unpad(gathered, shape)
 
     def gather_tokens_for_all(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
@@ -60,7 +60,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return hidden
-        return _unpad(_exchange(hidden, self.group, _gather, _own), shape)
+        return _unpad(_apply_collective(hidden, self.group, _gather, _select_share), shape)
 
     def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
         """Sum (..., width) over the ranks and return the sum as split tokens."""
@@ -70,15 +70,18 @@ class TensorRanks:
         padding = -len(tokens) % self.size
         if padding:
             tokens = nn.functional.pad(tokens, (0, 0, 0, padding))
-        return _exchange(tokens, self.group, _reduce_scatter, _gather)
+        return _apply_collective(tokens, self.group, _reduce_scatter, _gather)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor (any shape) for different computations by rank; the backward pass sums over the ranks."""
-        return tensor if self.size == 1 else _exchange(tensor, self.group, _same, _sum)
+        """
+        Return the tensor itself (any shape), for different computations by rank; the backward pass sums gradients over
+        the ranks.
+        """
+        return tensor if self.size == 1 else _apply_collective(tensor, self.group, _alias_tensor, _all_reduce)
 
     def sum(self, partial: Tensor) -> Tensor:
         """Sum a tensor (any shape) over the ranks, for the same computation on all ranks."""
-        return partial if self.size == 1 else _exchange(partial, self.group, _sum, _same)
+        return partial if self.size == 1 else _apply_collective(partial, self.group, _all_reduce, _alias_tensor)
 
     def share(self, length: int) -> range:
         """Return this rank's share among `length` elements."""
@@ -88,14 +91,15 @@ class TensorRanks:
         """Gather the last dimension's shares, (..., length), for the same computation on all ranks."""
         if self.size == 1:
             return share
-        return _exchange(share, self.group, partial(_gather_last, length=length), _own_last)
+        return _apply_collective(share, self.group, partial(_gather_last, length=length), _select_last_share)
 
     def rows_of(self, tokens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """
-        Return the tokens' rows in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its tokens.
+        Return the tokens' row numbers in this rank's share of a table (vocab_size, width), and a mask (..., 1) of its
+        tokens.
 
-        tokens: int64 (...); the rows have the same shape and are 0 for other ranks' tokens. With one rank the mask is
-        None.
+        tokens: int64 (...); row numbers have the same shape, and are 0 for other ranks' tokens. With one rank the mask
+        is None.
         """
         if self.size == 1:
             return tokens, None
@@ -204,12 +208,14 @@ class _Exchange(Function):
         return ctx.gradient_operation(grad, ctx.group), None, None, None
 
 
-def _exchange(tensor: Tensor, group: Group, operation: Collective, gradient_operation: Collective) -> Tensor:
+def _apply_collective(tensor: Tensor, group: Group, operation: Collective, gradient_operation: Collective) -> Tensor:
+    """Apply a collective to a tensor (any shape); the backward pass applies `gradient_operation` to its gradient."""
     result: Tensor = _Exchange.apply(tensor, group, operation, gradient_operation)  # type: ignore[no-untyped-call]
     return result
 
 
-def _same(tensor: Tensor, group: Group) -> Tensor:
+def _alias_tensor(tensor: Tensor, group: Group) -> Tensor:
+    """Return a view on the whole tensor (any shape): the identity as a collective."""
     return tensor.view_as(tensor)  # a Function must not return its input itself
 
 
@@ -230,7 +236,8 @@ def _reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     return group.reduce_scatter(parts)
 
 
-def _sum(partial: Tensor, group: Group) -> Tensor:
+def _all_reduce(partial: Tensor, group: Group) -> Tensor:
+    """Return the sum over ranks in a new tensor (any shape)."""
     if partial.is_meta:
         return collective(partial, partial.shape, "all_reduce", TensorDimension.name, group.size)
     total = partial.detach().clone(memory_format=torch.contiguous_format)
@@ -239,15 +246,18 @@ def _sum(partial: Tensor, group: Group) -> Tensor:
 
 
 def _gather_last(share: Tensor, group: Group, length: int) -> Tensor:
+    """Gather the last dimension's shares from all ranks: (..., length)."""
     if share.is_meta:
         return collective(share, (*share.shape[:-1], length), "all_gather", TensorDimension.name, group.size)
     return gather_shares(share, group, share.ndim - 1, length)
 
 
-def _own(whole: Tensor, group: Group) -> Tensor:
+def _select_share(whole: Tensor, group: Group) -> Tensor:
+    """Return this rank's equal part (n, ...) of a tensor (size * n, ...)."""
     return whole.chunk(group.size)[group.rank].contiguous()
 
 
-def _own_last(whole: Tensor, group: Group) -> Tensor:
+def _select_last_share(whole: Tensor, group: Group) -> Tensor:
+    """Return this rank's share of the last dimension."""
     share = rank_shares(whole.shape[-1], group.size)[group.rank]
     return whole[..., share.start : share.stop].contiguous()

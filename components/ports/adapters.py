@@ -34,7 +34,7 @@ class Adapter(Protocol):
 
 @runtime_checkable
 class ThawingAdapter(Protocol):
-    """An adapter that trains the model's own weights, so that no pass can leave its changes out."""
+    """An adapter that trains the model's own weights, so no pass can compute the model without it."""
 
     thaws: ClassVar[bool]
 
@@ -91,8 +91,8 @@ class AdaptedLayer(ABC):
         """
         Return the mapper from the layer's parameters to an equivalent layer without an adapter.
 
-        A group's first input is the parameter that the adapter changes. With `base`, the first group also returns this
-        parameter unchanged, under the name `base`.
+        A group's first input is the adapted parameter. With `base`, the first group also outputs this parameter without
+        the adapter's change, under the name `base`.
         """
 
     @abstractmethod

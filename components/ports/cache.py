@@ -23,7 +23,7 @@ class KeyValueCache:
 
     @property
     def layers(self) -> int:
-        """Number of layers, and recurrent operations, in the cache; 0 if the model does not use a cache."""
+        """Number of layers and recurrent operations with cached tensors; 0 if the model does not use a cache."""
         return len(self._layers) + len(self._states)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

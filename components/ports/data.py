@@ -80,7 +80,7 @@ class TokenBatch(Batch):
 
     @classmethod
     def outline(cls, rows: int, length: int) -> Self:
-        """Return a batch on the meta device, without a reference, and with 64 tokens of a teacher by position."""
+        """Return a batch on the meta device, without a reference, and with 64 teacher tokens per position."""
         whole = torch.empty(rows, length, dtype=torch.int64, device="meta")
         ids = torch.empty(rows, length, 64, dtype=torch.int64, device="meta")
         logps = torch.empty(rows, length, 65, device="meta")
@@ -124,7 +124,7 @@ def target_bytes(targets: Tensor, weights: Tensor, bytes_by_id: Tensor) -> Tenso
 
 @runtime_checkable
 class ReadsLeaves(Protocol):
-    """A component class that reads batch leaves by name."""
+    """A component class that reads fields of a batch, its leaves, by name."""
 
     batch_leaves: ClassVar[tuple[str, ...]]
 
@@ -139,7 +139,7 @@ class WritesBatches(Protocol):
 
 
 def batch_types(node: NodeView) -> Iterator[tuple[NodeView, type[Batch]]]:
-    """Yield the reachable nodes with a batch class, and their batch classes."""
+    """Yield the nodes with a declared batch class, among a node and its dependencies, and these classes."""
     for reached in node.reachable():
         component = reached.component
         if isinstance(component, WritesBatches) and component.batch_type is not None:
@@ -209,7 +209,7 @@ def is_unpaired(component: object) -> bool:
 
 @runtime_checkable
 class RowsOfTokens(Protocol):
-    """Rows with token documents."""
+    """Rows made from token documents."""
 
     @property
     def tokens(self) -> TokenCorpus:

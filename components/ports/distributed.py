@@ -94,7 +94,9 @@ class Group(Protocol):
         ...
 
     def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """All-gather tensors with one dtype and dimension count, but different shapes (...), in rank order."""
+        """
+        All-gather tensors with one dtype and dimension count, but different shapes (...); return them in rank order.
+        """
         ...
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:

@@ -126,8 +126,10 @@ class PeerExchange(Protocol):
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor, sums: Tensor, by_choice: Tensor | None
     ) -> None:
         """
-        Sum rows (rows, width) by token into sums (tokens, width), and write scalars (rows,) by choice
-        to by_choice (tokens, top_k). dest_row: int32 (tokens, top_k).
+        Prepare `sums` on an experts' rank: sum its rows (rows, width) by token into sums (tokens, width), and write
+        scalars (rows,) by choice to by_choice (tokens, top_k).
+
+        dest_row: int32 (tokens, top_k), a choice's row.
         """
         ...
 

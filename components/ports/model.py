@@ -41,11 +41,16 @@ class RowPart(Protocol):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Numbers of this rank's consecutive pieces, if all ranks' pieces, of one length, are counted along a row."""
+        """
+        Indices of this rank's pieces; all ranks' pieces are equally long runs of tokens, counted from the row's start.
+        """
         ...
 
     def gather_pieces(self, own: Tensor) -> Tensor:
-        """Gather (rows, all pieces, ...) along a row from every rank's (rows, own pieces, ...); differentiable."""
+        """
+        Gather all ranks' values per piece, (rows, own pieces, ...), in the order of pieces along a row: (rows, all
+        pieces, ...); differentiable.
+        """
         ...
 
 
@@ -203,7 +208,7 @@ class JointLayers(Protocol):
     """A module that multiplies one input by several layers' weights in one operation."""
 
     def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
-        """Return the layers by operation in float8."""
+        """Return groups of layers; in float8, one operation multiplies the input by all weights in a group."""
         ...
 
 

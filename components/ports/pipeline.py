@@ -49,7 +49,7 @@ class PartitioningSchedule(Protocol):
 
 @runtime_checkable
 class LayersOnlySchedule(Protocol):
-    """A schedule with layers alone in its stages; every rank also has the embedding and the head."""
+    """A schedule whose stages contain only layers; every rank also has the embedding and the head."""
 
     embeds_on_every_rank: ClassVar[bool]
 
@@ -65,7 +65,7 @@ class RecomputingSchedule(Protocol):
 
     @property
     def recompute(self) -> Mapping[Any, Any]:
-        """The costs by policy; without costs, nothing is recomputed."""
+        """Costs by activation checkpointing policy; if there are none, nothing is recomputed."""
         ...
 
 
@@ -178,7 +178,7 @@ class Referenced(Protocol):
 
     @property
     def reference(self) -> Literal["adapters", "data", "none"]:
-        """The reference model."""
+        """The source of the reference log-probabilities."""
         ...
 
     def token_logps(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:

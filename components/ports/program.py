@@ -166,18 +166,21 @@ def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
 
 
 def _parts(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
+    """Return an item's actions, with True if the action overlaps the previous one."""
     if isinstance(item, Action):
         return [(item, False)]
     return [(part, number > 0) for number, part in enumerate(item.parts)]
 
 
 def _row(action: Action, joined: bool) -> tuple[int, int, int, bool]:
+    """Return an action's stage, op index and microbatch, and the flag. Raises ValueError for a message."""
     if action.op not in OPS:
         raise ValueError(f"{action} is a message; a program holds the compute ops {', '.join(OPS)} alone")
     return action.stage, OPS.index(action.op), action.microbatch, joined
 
 
 def _fault_of_policies(policies: Sequence[Recompute], stages: int) -> str | None:
+    """Return a fault in the recompute policies: their number, or an unknown one; else None."""
     if policies and len(policies) != stages:
         return f"there are {stages} stages; write a policy for each, or for none"
     for policy in policies:
@@ -187,6 +190,7 @@ def _fault_of_policies(policies: Sequence[Recompute], stages: int) -> str | None
 
 
 def _stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[int, ...]:
+    """Return ranks by stage. Raises ValueError for a stage on which several ranks or no ranks work."""
     pairs = sorted({(row[0], rank) for rank, line in enumerate(rank_programs) for row in line})
     stage_to_rank = dict(pairs)
     for stage, rank in pairs:

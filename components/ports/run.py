@@ -55,6 +55,7 @@ class EnvironmentSource(Protocol):
 
 
 def _as_state(values: "StepState | Mapping[str, Any]") -> StepState:
+    """Return the values as a StepState."""
     return values if isinstance(values, StepState) else StepState(values)
 
 
@@ -181,7 +182,7 @@ class Phase(Protocol):
 @runtime_checkable
 class DefersScaling(Protocol):
     """
-    A phase for which gradients may lack deferred factors, because it reads no gradient or `Step.take_factors`.
+    A phase that may run while gradients lack deferred factors: it reads no gradient, or calls `Step.take_factors`.
 
     The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
     """
@@ -465,7 +466,7 @@ class Durable(Protocol):
     """Writer for logs that must be on disk before a later checkpoint is committed."""
 
     def flush(self) -> None:
-        """Return when everything written so far is on disk. May be called from any thread."""
+        """Wait until everything written so far is on disk. May be called from any thread."""
         ...
 
 
@@ -491,11 +492,11 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the save in progress, and the memory, have copied the state, so that the state may change."""
+        """Wait until the state is copied, for the save in progress and for `hold`; then it may change."""
         ...
 
     def hold(self, step: Step) -> None:
-        """Hold the state after a step in memory, if the run survives losses."""
+        """Keep the state after a step in memory, to continue from after a loss, if the run survives losses."""
         ...
 
 
@@ -518,7 +519,9 @@ FILES = "files"
 
 @port
 class ReadsFiles(Protocol):
-    """A node that reads files outside the run folder, such as a tokenizer, which checkpoints need to be of use."""
+    """
+    A node that reads files outside the run folder, such as a tokenizer's; checkpoints are useless without these files.
+    """
 
     def files_read(self) -> Mapping[str, Sequence[Path]]:
         """Return existing files by the setting with their path or folder; the run folder keeps copies."""

@@ -63,10 +63,7 @@ class Shards(Protocol):
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
-        """
-        Return parameter groups without autograd hooks on their gradients, in the order in which all ranks reduce
-        them.
-        """
+        """Return parameter groups reduced by no autograd hook, in the order in which all ranks reduce them."""
         ...
 
     def reduce(self) -> None:
@@ -76,7 +73,7 @@ class Shards(Protocol):
 
 @attrs.frozen(eq=False)
 class ReducedPart:
-    """Parameters (by tensor id) with gradients reduced together, from `reduce` on."""
+    """Parameters, as ids of tensors, whose gradients one call to `reduce` starts to reduce together."""
 
     parameters: Set[int]
     reduce: Callable[[], None]

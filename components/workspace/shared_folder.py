@@ -66,7 +66,7 @@ def read(folder: Path, rank: int, generation: str | None = None) -> Packed | Non
     end = time.monotonic() + READ_TIMEOUT
     while True:
         try:
-            return _read(folder, rank, generation)
+            return _try_read(folder, rank, generation)
         except NotVisibleError:
             if time.monotonic() > end:
                 raise
@@ -80,13 +80,18 @@ def withdraw(folder: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read(folder: Path, rank: int, generation: str | None) -> Packed | None:
+def _try_read(folder: Path, rank: int, generation: str | None) -> Packed | None:
+    """
+    Return a rank's record, or None if there is none. Raises NotVisibleError if the `generation` is not visible yet.
+    """
     path = _record_path(folder, rank)
     record = _read_record(path, rank)
     if record is None and generation is None:
         return None
     if record is None or generation not in (None, record["generation"]):
-        raise NotVisibleError(f"{path} does not show what rank {rank} wrote; do all ranks see the same folder there?")
+        raise NotVisibleError(
+            f"{path} does not contain the record written by rank {rank}; do all ranks see the same folder there?"
+        )
     name = _tensors_name(rank, record["generation"])
     return Packed(record["config"], _read_tensors(folder / name, Content(**record["tensors"])))
 
@@ -97,7 +102,7 @@ def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
         with open_regular_file(path, REMEDY) as file:
             text = file.read(0, min(file.size, MAX_JSON_SIZE + 1))
     except UserError as error:
-        if _is_removed(error):
+        if _was_file_removed(error):
             return None
         raise
     try:
@@ -107,15 +112,18 @@ def _read_record(path: Path, rank: int) -> dict[str, Any] | None:
         if record.pop("digest") != checksum(record):
             raise ValueError("checksum mismatch")
         if (record["format"], record["rank"]) != (FORMAT, rank):
-            raise ValueError(f"it has format {record['format']} and rank {record['rank']}, not {FORMAT} and {rank}")
+            raise ValueError(
+                f"it is rank {record['rank']}'s in format {record['format']}, not rank {rank}'s in format {FORMAT}"
+            )
         if not re.fullmatch("[0-9a-f]{16}", record["generation"]) or record["tensors"].keys() != {"size", "blocks"}:
-            raise ValueError("it names no tensors")
+            raise ValueError("its generation or its list of tensors is invalid")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is corrupt: {error}; {REMEDY}") from error
     return dict(record)
 
 
 def _read_tensors(path: Path, expected: Content) -> dict[str, Tensor]:
+    """Read a tensor file and verify its size and checksums. Raises NotVisibleError if it is missing."""
     try:
         with open_verified(path, expected) as file:
             return load(file.read(0, file.size))
@@ -145,6 +153,7 @@ def _tensors_name(rank: int, generation: str) -> str:
     return f"rank-{rank}-{generation}.safetensors"
 
 
-def _is_removed(error: UserError) -> bool:
+def _was_file_removed(error: UserError) -> bool:
+    """Return whether an error was caused by a file's removal by another process."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in REMOVED_ERRNOS

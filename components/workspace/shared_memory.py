@@ -34,13 +34,13 @@ Ticket = dict[str, Any]
 def share(packed: Packed) -> Iterator[Ticket]:
     """Share a packed state in memory until the context or this process ends; processes with the state open keep it."""
     token = secrets.token_bytes(TOKEN_SIZE)
-    with _new_segment() as text, _new_segment() as tensors:
+    with _open_segment() as text, _open_segment() as tensors:
         with os.fdopen(os.dup(text), "wb") as file:
             file.write(token + dumps(packed.tree))
         head, entries = layout(InMemory(packed.tensors).specs())
         put_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
-            _seal(descriptor)
+            _seal_segment(descriptor)
         yield {"machine": machine(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
 
 
@@ -51,7 +51,9 @@ def open_shared(ticket: Ticket) -> Packed:
     Raises UserError if it is on another machine, or gone.
     """
     if ticket["machine"] != machine():
-        raise UserError("ranks share memory, but are not on one machine; give workspace_path, a folder that all see")
+        raise UserError(
+            "ranks on several machines can't share memory; give workspace_path, a folder visible to all ranks"
+        )
     text, tensors = (Path(f"/proc/{ticket['process']}/fd/{number}") for number in ticket["files"])
     try:
         content = text.read_bytes()
@@ -72,9 +74,10 @@ def open_shared(ticket: Ticket) -> Packed:
 
 
 @contextmanager
-def _new_segment() -> Iterator[int]:
+def _open_segment() -> Iterator[int]:
+    """Return the descriptor of a new anonymous memory file, closed at the end of the context."""
     if not hasattr(os, "memfd_create"):
-        raise UserError("ranks can share memory on Linux only; give workspace_path, a folder that all of them see")
+        raise UserError("ranks can share memory on Linux only; give workspace_path, a folder visible to all ranks")
     descriptor = os.memfd_create("drawloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         yield descriptor
@@ -82,6 +85,7 @@ def _new_segment() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _seal(descriptor: int) -> None:
+def _seal_segment(descriptor: int) -> None:
+    """Forbid all later changes to a memory file."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

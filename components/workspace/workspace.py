@@ -83,6 +83,7 @@ class NFSWorkspace:
 
     @property
     def _folder(self) -> Path:
+        """The folder. Raises ValueError if there is none."""
         if self._path is None:
             raise ValueError("the workspace has no folder; give workspace_path")
         return self._path
@@ -121,16 +122,17 @@ def get_tensors_parallel(tensor: Tensor, ranks: Sequence[int], group: Group | No
 def _gather_values(
     value: Any, ranks: Sequence[int], group: Group, workspace_path: Path | str | None
 ) -> Iterator[list[Any]]:
+    """Return all ranks' values on the first one, as `get_configs_parallel` does."""
     with ExitStack() as lent:
         _, tickets = run_on_all(
-            group, lambda: _lend(value, ranks, group, workspace_path, lent), share=lambda ticket: ticket
+            group, lambda: _publish_value(value, ranks, group, workspace_path, lent), share=lambda ticket: ticket
         )
         # ranks that disagree would wait for each other for ever
         requested = group.gather_json([*ranks])
         if any(request != [*ranks] for request in requested):
-            raise UserError(f"ranks were {requested} on the ranks of a group; pass the same on every rank")
+            raise UserError(f"the ranks of a group passed ranks = {requested}; pass the same list on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
-        gathered, _ = run_on_all(group, lambda: _collect(value, others, ranks[0] == group.rank, workspace_path))
+        gathered, _ = run_on_all(group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path))
     with _fail_on_all_ranks(group):
         try:
             yield gathered
@@ -138,8 +140,10 @@ def _gather_values(
             gathered.clear()
 
 
-def _lend(value: Any, ranks: Sequence[int], group: Group, path: Path | str | None, lent: ExitStack) -> Any:
-    """Publish this rank's value, unless it is the reader, until `lent` is closed; return the ticket to open it."""
+def _publish_value(value: Any, ranks: Sequence[int], group: Group, path: Path | str | None, lent: ExitStack) -> Any:
+    """
+    Publish this rank's value until `lent` is closed, and return the ticket to open it; the reader publishes nothing.
+    """
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < group.size for rank in ranks):
         raise UserError(f"ranks = {[*ranks]} are not distinct ranks of a group of {group.size}; count from 0")
     if group.rank not in ranks[1:]:
@@ -150,8 +154,8 @@ def _lend(value: Any, ranks: Sequence[int], group: Group, path: Path | str | Non
     return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(value, {})}
 
 
-def _collect(value: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
-    """Return the own value and the others' values on the reader, and an empty list on other ranks."""
+def _open_values(value: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
+    """On the reader, return its own value and the values behind the tickets; on other ranks an empty list."""
     if not is_reader:
         return []
     if path is None:
@@ -178,6 +182,8 @@ def _fail_on_all_ranks(group: Group) -> Iterator[None]:
 
 
 def _raise_if_failed(failure: Exception | None) -> Callable[[], None]:
+    """Return a function that raises the failure, if there is one."""
+
     def work() -> None:
         if failure is not None:
             raise failure
@@ -186,10 +192,12 @@ def _raise_if_failed(failure: Exception | None) -> Callable[[], None]:
 
 
 def _own_rank() -> int:
+    """Return torch's rank if torch.distributed is initialized, else torchrun's."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else read_launch().rank
 
 
 def _default_group() -> Group:
+    """Return a group with all processes, or with this one if torch.distributed is not initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     # NCCL sends from GPUs, gloo from the CPU

@@ -416,4 +416,4 @@ def test_a_port_in_use_is_an_error(folder: Path) -> None:
         launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         words = [sys.executable, "-m", "drawloom", *TINY, "batch.micro_size=2", "processes.timeout=2"]
         done = subprocess.run(words, cwd=folder, env=environment | launch, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "did not find the other 1" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "did not reach all 2 ranks" in done.stderr and "Traceback" not in done.stderr

@@ -169,7 +169,7 @@ class Router(Linear, RowSums):
         """Return a scalar with the gradient of the rows' load-balancing losses, but linear in the probabilities."""
         counts = self.row_counts(chosen, weights, self.num_experts)
         grad = aux_loss_grad(counts, self.row_weights(weights) * self.aux_loss_coef, self.row_length(weights))
-        return (self.of_tokens(grad.to(scores.dtype), weights) * self._compute_probabilities(scores)).sum()
+        return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._compute_probabilities(scores)).sum()
 
     def _choose_experts(self, scores: Tensor) -> Tensor:
         """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""

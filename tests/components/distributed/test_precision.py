@@ -28,7 +28,7 @@ def test_names_become_dtypes() -> None:
         ({"parameter": "bfloat16", "compute": "float32"}, "compute = 'float32' is wider than parameter = 'bfloat16'"),
         ({"compute": "float32", "gradient": "bfloat16"}, "gradient = 'bfloat16' is narrower than compute = 'float32'"),
         ({"uncast": ("*norm*",)}, "nothing is cast, since compute and parameter are both 'float32'"),
-        ({"linear": "float8"}, "layers compute in 'float32', and products in float8 round bfloat16"),
+        ({"linear": "float8"}, "layers compute in 'float32', and products in float8 accept only bfloat16"),
         ({"linear_in_compute": ("*.q_proj",)}, "there is nothing to exclude; write linear = 'float8'"),
         ({"gather": "float8"}, "and linear = 'compute'; write linear = 'float8'"),
         ({"linear_weights": "step"}, "no weight is rounded; write linear = 'float8'"),

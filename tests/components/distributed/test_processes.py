@@ -89,7 +89,7 @@ def test_a_foreign_process_group_is_refused() -> None:
 def test_missing_processes_are_an_error_after_the_timeout() -> None:
     """If the others do not join, the message has their number and the seconds waited."""
     [(text, seconds)] = run_ranks(_wait_in_vain, 1)
-    assert "rank 0 did not find the other 1 within 1 s" in text
+    assert "rank 0 did not reach all 2 ranks within 1 s" in text
     assert seconds < 10
 
 

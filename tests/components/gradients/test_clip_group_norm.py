@@ -96,5 +96,5 @@ def test_only_the_group_is_clipped() -> None:
 
 def test_a_pattern_without_a_parameter_is_refused() -> None:
     """The message has the patterns and the name of a parameter."""
-    with pytest.raises(UserError, match=r"no trained parameter matches \['b\*'\]; one is called 'a'"):
+    with pytest.raises(UserError, match=r"no trained parameter matches \['b\*'\]; write patterns of names such as 'a'"):
         clip_gradients(Held(a=torch.ones(1)), Other(), max_norm=1.0, targets=["b*"])

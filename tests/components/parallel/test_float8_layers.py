@@ -81,7 +81,10 @@ FLOAT8 = "precision.linear='float8'"
         ((FLOAT8, "model.intermediate_size=500"), ["mlp.gate_proj is 500 x 192 on each rank", '["*.gate_proj"]']),
         ((FLOAT8, "mesh.tensor=2", "model.intermediate_size=496"), ["mlp.gate_proj is 248 x 192 on each rank"]),
         ((FLOAT8, "stages.compile=true"), ["torch.compile does not trace products in float8", "write compile = false"]),
-        ((FLOAT8, "precision.compute='float32'"), ["compute in 'float32', and products in float8 round bfloat16"]),
+        (
+            (FLOAT8, "precision.compute='float32'"),
+            ["compute in 'float32', and products in float8 accept only bfloat16"],
+        ),
         ((FLOAT8, 'precision.linear_in_compute=["*.q_prj"]'), ["no linear layer is called '*.q_prj'"]),
         ((FLOAT8, "precision.linear_weights='step'"), []),
         (

@@ -31,7 +31,7 @@ def test_splits_by_hand(arguments: tuple[int, ...], expected: list[int]) -> None
 def test_every_layer_is_in_one_stage(layers: int, stages: int) -> None:
     """Spans join without gap or overlap, ends belong to the first and last, and no stage is empty."""
     if layers < stages:
-        with pytest.raises(ValueError, match="without any"):
+        with pytest.raises(ValueError, match="without a layer"):
             partition_layers(layers, stages)
         return
     spans = partition_layers(layers, stages)

@@ -47,7 +47,7 @@ def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) ->
             counts += module.row_counts(tokens if tensors > 1 else chosen[:, part], own, EXPERTS)
             sums += module.row_weights(own) / tensors
             assert module.row_length(own) == LENGTH and len(peers.given) == 2
-            spread, of_each = module.of_tokens(values, own), module.token_weights(own).flatten()
+            spread, of_each = module.repeat_by_token(values, own), module.token_weights(own).flatten()
             assert torch.equal(of_each[:real], own.flatten()[rank * rank_tokens : rank * rank_tokens + real])
             assert not of_each[real:].any() and len(module.own_tokens(tokens, own)) == real
             expected = values.repeat_interleave(own.shape[1], 0)[rank * rank_tokens : rank * rank_tokens + real]

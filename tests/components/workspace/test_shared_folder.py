@@ -128,7 +128,7 @@ def test_a_generation_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: 
         if leftover:
             publish(tmp_path, 0, parcel())
         began = time.monotonic()
-        with pytest.raises(UserError, match=r"rank-0\.json does not show what rank 0 wrote"):
+        with pytest.raises(UserError, match=r"rank-0\.json does not contain the record written by rank 0"):
             read(tmp_path, 0, "0123456789abcdef")
         assert 0.2 < time.monotonic() - began < 5
 

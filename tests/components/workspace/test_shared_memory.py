@@ -99,7 +99,7 @@ def test_a_killed_process_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"machine": "another"}, "are not on one machine; give workspace_path"),
+        ({"machine": "another"}, "ranks on several machines can't share memory; give workspace_path"),
         ({"token": "00" * 16}, "shared is gone"),
         ({"process": 2**22 + 1}, "can't be opened"),
         ({"files": [9999, 9999]}, "can't be opened"),

@@ -151,7 +151,7 @@ def test_an_error_on_one_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None
 
 def test_different_arguments_of_ranks_are_reported(ranks: list[dict[str, Any]]) -> None:
     """All ranks raise an error with a list of the ranks' arguments."""
-    expected = "ranks were [[0, 1], [0, 1], [0, 2], [0, 2]] on the ranks of a group; pass the same on every rank"
+    expected = "the ranks of a group passed ranks = [[0, 1], [0, 1], [0, 2], [0, 2]]; pass the same list on every rank"
     assert [rank["ranks differ"] for rank in ranks] == [expected] * 4
 
 
