@@ -32,11 +32,11 @@ def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> st
             line = round((HEIGHT - 1) * (high - y) / ((high - low) or 1))
             cells[line][column] = letter if cells[line][column] in (" ", letter) else "*"
     head = [title, *(f"  {letter} {name}" for letter, name in zip(LETTERS, curves, strict=False))]
-    lines = [f"{_label(labels, number):>{margin}} │{''.join(cell)}".rstrip() for number, cell in enumerate(cells)]
+    lines = [f"{_axis_label(labels, number):>{margin}} │{''.join(cell)}".rstrip() for number, cell in enumerate(cells)]
     end = f"step {last:,}"
     axis = f"{'':>{margin}}  {f'{first:,}':<{max(columns - len(end), 1)}}{end}"
     return "\n".join([*head, *lines, f"{'':>{margin}} └{'─' * columns}", axis])
 
 
-def _label(labels: Sequence[str], line: int) -> str:
+def _axis_label(labels: Sequence[str], line: int) -> str:
     return labels[0] if line == 0 else labels[1] if line == HEIGHT - 1 else ""

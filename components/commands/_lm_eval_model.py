@@ -59,7 +59,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue texts up to the first stop string in the task's list."""
-        return [self._generate(text, dict(options)) for text, options in (request.args for request in requests)]
+        return [self._continue_text(text, dict(options)) for text, options in (request.args for request in requests)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -83,9 +83,11 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         logits = self.predictor.infer(seen, TokenContext(positions, torch.zeros_like(seen)))
         if logits is None:
             raise ValueError("this process does not hold all stages")
-        return [_score(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)]
+        return [
+            _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)
+        ]
 
-    def _generate(self, text: str, options: dict[str, Any]) -> str:
+    def _continue_text(self, text: str, options: dict[str, Any]) -> str:
         if unknown := sorted(options.keys() - OPTIONS):
             known = ", ".join(sorted(OPTIONS))
             raise UserError(f"a task asks for text by {', '.join(unknown)}; take one that uses {known}")
@@ -110,16 +112,16 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             added = self.tokens.decode(ids)
             if any(end in added for end in ends if end):
                 break
-        return _cut_at(self.tokens.decode(ids), ends)
+        return _cut_at_stop_string(self.tokens.decode(ids), ends)
 
 
-def _score(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
+def _score_targets(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
     """Sum the targets' log-probabilities by logits (targets, vocab_size), and return if all targets are likeliest."""
     ids = torch.tensor(targets, device=logits.device)
     logps = logits.double().log_softmax(-1).gather(-1, ids[:, None])
     return float(logps.sum()), bool((logits.argmax(-1) == ids).all())
 
 
-def _cut_at(text: str, ends: Sequence[str]) -> str:
+def _cut_at_stop_string(text: str, ends: Sequence[str]) -> str:
     """Return the text before the first stop string."""
     return text[: min((index for end in ends if end and (index := text.find(end)) >= 0), default=len(text))]

@@ -29,7 +29,7 @@ def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
 
     Raises UserError for a model without the multipliers, sizes from a file, or an optimizer with groups of its own.
     """
-    model, optimizer = _model(graph), _optimizer(graph)
+    model, optimizer = _find_model(graph), _find_optimizer(graph)
     settings = graph.nodes[model].settings
     if missing := [name for name in (*WIDTHS, "head_dim") if not settings[name]]:
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the narrowest model in the recipe", 2)
@@ -58,14 +58,14 @@ def overlay(values: Mapping[str, Mapping[str, Any]], head: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _model(graph: Graph) -> str:
+def _find_model(graph: Graph) -> str:
     names = [name for name, node in graph.nodes.items() if {*WIDTHS, *MULTIPLIERS} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"the recipe has {len(names)} models with muP's multipliers; write model.use=model.granite", 2)
     return names[0]
 
 
-def _optimizer(graph: Graph) -> str:
+def _find_optimizer(graph: Graph) -> str:
     names = [name for name, node in graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1 or graph.nodes[names[0]].settings["groups"]:
         fault = "has groups of its own" if names else "is missing"

@@ -36,14 +36,14 @@ class ProcessPool:
             while waiting and len(self._running) < self.size and not self.received:
                 index, command = waiting.pop(0)
                 started(index)
-                self._running[index] = self._start(command)
+                self._running[index] = self._start_process(command)
             for index, code in [(index, process.poll()) for index, process in self._running.items()]:
                 if code is not None:
                     del self._running[index]
                     yield index, FAILED if code < 0 else code
             time.sleep(POLL_SECONDS if self._running else 0)
 
-    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    def _start_process(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
         if self.size == 1:
             return subprocess.Popen(command)
         environment = {THREADS: str(threads_of_process(self.size)), **os.environ}
@@ -58,7 +58,7 @@ class ProcessPool:
 
 
 @contextmanager
-def forwarding(size: int) -> Iterator[ProcessPool]:
+def forward_signals(size: int) -> Iterator[ProcessPool]:
     """Forward signals to the pool's processes, instead of ending this one."""
     pool = ProcessPool(size)
     before = {number: signal.signal(number, pool.handle) for number in FORWARDED}

@@ -54,12 +54,12 @@ def read_nodes(run: Path) -> Nodes:
     """Return a run's recipe. Raises UserError if the folder has none."""
     path = run / LOCK
     try:
-        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _no_recipe(run)
+        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _raise_no_recipe(run)
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
 
 
-def _no_recipe(run: Path) -> Nodes:
+def _raise_no_recipe(run: Path) -> Nodes:
     raise UserError(f"{run} is not a run folder with a recipe; give one, such as runs/first_run", 2)
 
 
@@ -75,7 +75,7 @@ def read_trace(run: Path) -> list[PhaseDigests]:
     return list(rows.values())
 
 
-def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the differing metrics."""
     return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
 
@@ -135,7 +135,7 @@ class Replayer:
         target = self.folder / str(self._count[0])
         if checkpoint is not None:
             shutil.copytree(checkpoint, target / CHECKPOINTS / checkpoint.name)
-        recipe = self._recipe(nodes, target)
+        recipe = self._make_replay_recipe(nodes, target)
         recipe.check()
         with redirect_stdout(io.StringIO()), recipe.open(accept_changes=True) as run:
             for step in run.steps():
@@ -146,7 +146,7 @@ class Replayer:
         yield target
         shutil.rmtree(target)
 
-    def _recipe(self, nodes: Nodes, target: Path) -> Recipe:
+    def _make_replay_recipe(self, nodes: Nodes, target: Path) -> Recipe:
         root = self.project.root
         data = copy.deepcopy(nodes)
         if not {"run", root} <= data.keys():

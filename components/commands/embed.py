@@ -78,11 +78,11 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
     with open_trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
-        request = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
+        request = HiddenStates(_resolve_layer_numbers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
-            pooled.append(_pool(run.get(ProgramExecutor), ids, request, options.pool))
+            pooled.append(_pool_hidden_states(run.get(ProgramExecutor), ids, request, options.pool))
             empty += sum(not text_ids for text_ids in ids)
     if not pooled:
         raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
@@ -94,13 +94,15 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
 
 
-def _layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+def _resolve_layer_numbers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
     if unknown := [number for number in numbers if not -count - 1 <= number <= count]:
         raise UserError(f"--layers: there is no layer {unknown[0]}; the model has 0 to {count}, and -1 is the last", 2)
     return tuple(number % (count + 1) for number in numbers)
 
 
-def _pool(executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str) -> Tensor:
+def _pool_hidden_states(
+    executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str
+) -> Tensor:
     """Pool hidden states over each text's token ids: float32 (texts, layers, hidden_size), zeros without ids."""
     length = max(1, *(len(ids) for ids in texts))
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)

@@ -54,10 +54,10 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
         raise no_checkpoint(options.run_folder)
-    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verdict(checkpoint))])
+    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verify_checkpoint(checkpoint))])
 
 
-def _verdict(checkpoint: Path) -> CheckpointVerdict | None:
+def _verify_checkpoint(checkpoint: Path) -> CheckpointVerdict | None:
     """Return a checkpoint's verdict, or None if the run has removed it meanwhile."""
     try:
         manifest = verify(checkpoint)

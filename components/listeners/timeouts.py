@@ -46,7 +46,7 @@ class Watchdog:
         self._polled = 0.0
         self._until_slow = -math.inf
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._poll_until_stopped, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -83,7 +83,7 @@ class Watchdog:
         elif is_slow:
             self._slow(limit)
 
-    def _watch(self) -> None:
+    def _poll_until_stopped(self) -> None:
         while not self._closing.wait(self._tick):
             self.poll()
 
@@ -145,7 +145,7 @@ class Timeouts:
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
+    exit: Callable[[int], object] = attrs.field(init=False, default=os._report_and_exit)
     tick: float = attrs.field(init=False, default=0.5)
     watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
     _watchdog: Watchdog | None = attrs.field(init=False, default=None)
@@ -157,7 +157,7 @@ class Timeouts:
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""
-        self._watchdog = Watchdog(self._exit, self.tick, slow=self._slow)
+        self._watchdog = Watchdog(self._report_and_exit, self.tick, slow=self._slow)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Timeouts:
                 case "step_started":
                     self._allow(self._step_limit())
                 case "step_ended" if event.step:
-                    self._end_step(last=event.step.last)
+                    self._record_step_time(last=event.step.last)
                 case "saving_started":
                     self._limit(self.saving)
                 case "saving_ended":
@@ -219,7 +219,7 @@ class Timeouts:
     def _describe_location(self) -> str:
         return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
 
-    def _end_step(self, last: bool) -> None:
+    def _record_step_time(self, last: bool) -> None:
         first, self._stepped = not self._stepped, True
         if last:
             self._where = "after the last step"
@@ -256,15 +256,15 @@ class Timeouts:
         text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
         log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
-    def _exit(self, _limit: float) -> None:
+    def _report_and_exit(self, _limit: float) -> None:
         """Report the hang, and exit. Runs in the watchdog's thread."""
         delay = self._describe_delay()
-        reporter = threading.Thread(target=self._report, args=(delay,), name="hang report", daemon=True)
+        reporter = threading.Thread(target=self._report_hang, args=(delay,), name="hang report", daemon=True)
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
         self.exit(1)
 
-    def _report(self, delay: str) -> None:
+    def _report_hang(self, delay: str) -> None:
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log(path) as file:

@@ -63,7 +63,7 @@ class PlanCheck:
             and self._plan
             and REFUSAL_FRACTION * max(self._plan.peak_memory_bytes) > self._plan.device.memory
         ):
-            raise UserError(self._refusal(self._plan))
+            raise UserError(self._describe_excess(self._plan))
 
     def on_event(self, event: Event) -> None:
         """Measure steps, and write the comparison before the final tasks write the report."""
@@ -72,11 +72,11 @@ class PlanCheck:
         elif event.kind == "step_ended" and event.step is not None:
             self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
             if event.step.last and self.processes.rank == 0:
-                self._compare()
+                self._write_comparison()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)
 
-    def _compare(self) -> None:
+    def _write_comparison(self) -> None:
         self._plan = self._plan or self._make_plan()
         if self._plan is None:
             return
@@ -97,7 +97,7 @@ class PlanCheck:
             log.info("plan    none: %s", error)
             return None
 
-    def _refusal(self, planned: Plan) -> str:
+    def _describe_excess(self, planned: Plan) -> str:
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [
             remedy
@@ -116,13 +116,13 @@ class PlanCheck:
 def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
     """Return planned and measured values, and the plan's relative error, as one line."""
     parts = [
-        _pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
-        _pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
+        _format_pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
+        _format_pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"
 
 
-def _pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
+def _format_pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
     if not measured:
         return f"{name} {text(planned)} planned"
     return f"{name} {text(planned)} planned, {text(measured)} measured ({planned / measured - 1:+.1%})"

@@ -68,9 +68,9 @@ class RankView:
     def elements(self) -> dict[int, Elements]:
         """Return the element counts by stage."""
         owned = dict(self.stages.named_parameters())
-        return {stage.index: self._elements(stage, owned) for stage in self.stages.local}
+        return {stage.index: self._count_elements(stage, owned) for stage in self.stages.local}
 
-    def _elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
+    def _count_elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
         parameters = list(stage.module.parameters())
         return Elements(
             all=sum(parameter.numel() for parameter in parameters),

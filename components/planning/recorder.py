@@ -122,23 +122,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
-            self._add(tensor)
+            self._add_storage(tensor)
         if function.overloadpacket is COLLECTIVE:
             self._count_collective(bind_arguments(function, args, kwargs), result)
         elif moves_data(function, bool(new)):
-            self._count(operation_costs(function, args, kwargs, result), inputs, outputs)
+            self._count_operation(operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add_storage(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        reference = weakref.ref(storage, self._drop)
+        reference = weakref.ref(storage, self._drop_storage)
         if reference not in self._sizes:
             # Allocators hand out whole blocks of 512 bytes.
             self._sizes[reference] = size, _ = -(-storage.nbytes() // 512) * 512, self._label[-1]
             self._now += size
             self._peak = max(self._peak, self._now)
 
-    def _drop(self, reference: Any) -> None:
+    def _drop_storage(self, reference: Any) -> None:
         self._now -= self._sizes.pop(reference)[0]
 
     def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seconds += seconds
         self._comm_seconds += seconds
 
-    def _count(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _count_operation(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
         rate = self._device.product_rate(_factor_dtype(inputs)) if flops else math.inf

@@ -67,7 +67,7 @@ class RunLog:
         """Update the events with a line; a line without a time continues the previous message."""
         if (match := LINE.match(line)) is None:
             if self._in_header:
-                self._add_label(line)
+                self._add_header_line(line)
             return
         self._in_header = False
         time, level, logger, text = match.groups()
@@ -89,9 +89,9 @@ class RunLog:
         if step := STEP.match(text):
             self._set_step(step)
         elif text.startswith("run     "):
-            self._start(time, text)
+            self._start_process(time, text)
         elif text.startswith("memory  "):
-            self._add_label(text)
+            self._add_header_line(text)
         elif match := RESUMED.match(text):
             self.lost += max(0, self.step - int(match[1]))
             self.step = int(match[1])
@@ -108,11 +108,11 @@ class RunLog:
         elif ": the recipe changed: " in text:
             self._add_event(time, "recipe", text.partition(": ")[2])
 
-    def _start(self, time: str, text: str) -> None:
+    def _start_process(self, time: str, text: str) -> None:
         if self.running:
             self.add_kill()
         self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True
-        self._add_label(text)
+        self._add_header_line(text)
         if self.starts == 1:
             self._add_event(time, "started", "the first process of the run")
 
@@ -127,7 +127,7 @@ class RunLog:
         self.running, self.step, self.last = False, step, time
         self._add_event(time, "ended", f"all {step:,} steps are done")
 
-    def _add_label(self, line: str) -> None:
+    def _add_header_line(self, line: str) -> None:
         label, text = line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()
         if label and text and len(self.header) < 20:
             self.header[label] = text[:MAX_TEXT_LENGTH]

@@ -87,14 +87,14 @@ def group_seeds(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     grouped: dict[object, list[RunRecord]] = {}
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
-        known = {key: value for key, value in read_settings(run.recipe).items() if not _is_own(key)}
+        known = {key: value for key, value in read_settings(run.recipe).items() if not _differs_by_seed(key)}
         identity: object = frozenset(known.items()) if known else number
         grouped.setdefault(identity, []).append(run)
         settings[identity] = known
     keys = dict.fromkeys(key for known in settings.values() for key in known)
     differing = [key for key in keys if len({known.get(key, "") for known in settings.values()}) > 1]
     chosen = {identity: {key: known.get(key, "") for key in differing} for identity, known in settings.items()}
-    names = [_name(members, chosen[identity]) for identity, members in grouped.items()]
+    names = [_name_group(members, chosen[identity]) for identity, members in grouped.items()]
     return [
         SeedGroup(name if names.count(name) == 1 else members[0].name, members, chosen[identity])
         for name, (identity, members) in zip(names, grouped.items(), strict=True)
@@ -129,11 +129,11 @@ def _values_at(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
 
 
-def _is_own(key: str) -> bool:
+def _differs_by_seed(key: str) -> bool:
     return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
 
 
-def _name(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
+def _name_group(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
     if len(runs) == 1 or not 0 < len(settings) <= MAX_NAMED_SETTINGS:
         return runs[0].name
     short = [key.rpartition(".")[2] for key in settings]

@@ -46,7 +46,7 @@ class Background:
         self._failed = failed
         self._last = last
         # a daemon, so that a task that hangs does not keep the process alive
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
         self._thread.start()
 
     def put(self, task: Task) -> bool:
@@ -79,12 +79,12 @@ class Background:
         self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
         for task in iter(self._tasks.get, None):
-            self._try(task)
-        self._try(self._last)
+            self._run_task(task)
+        self._run_task(self._last)
 
-    def _try(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         try:
             task()
         except Exception as error:
@@ -129,11 +129,11 @@ class TrackerInBackground(ABC):
 
     def rewind(self, step: int) -> None:
         """Queue the start of writing after this step."""
-        self._put(partial(self._begin, step))
+        self._queue_task(partial(self._begin, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue a step's finite values."""
-        self._put(partial(self._write, step, finite_numbers(values)))
+        self._queue_task(partial(self._write, step, finite_numbers(values)))
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -151,7 +151,7 @@ class TrackerInBackground(ABC):
     def _end(self) -> None:
         """Finish writing."""
 
-    def _put(self, task: Task) -> None:
+    def _queue_task(self, task: Task) -> None:
         if self._background is not None and not self._background.put(task):
             self._warn(f"{self.called} does not keep up; some steps will be missing there")
 
@@ -171,7 +171,7 @@ class ServiceTracker(TrackerInBackground):
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Queue a step's histograms."""
-        self._put(partial(self._write_distributions, step, distributions))
+        self._queue_task(partial(self._write_distributions, step, distributions))
 
     @abstractmethod
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
