@@ -24,7 +24,7 @@ Given = dict[str, float] | Literal["plan"] | Path
 
 
 def parse(text: str) -> Given:
-    """Parse `plan`, a run folder's path, or F=1,I=1. Raises ArgumentTypeError for argparse."""
+    """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ArgumentTypeError for argparse."""
     if text == "plan":
         return "plan"
     if "=" not in text and Path(text).is_dir():
@@ -44,7 +44,7 @@ def parse(text: str) -> Given:
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source selected by `--costs`. Raises UserError for a plan without a recipe."""
+    """Return the cost source that `--costs` selects. Raises UserError if it is `plan` and there is no recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
@@ -63,7 +63,7 @@ def read_run(folder: Path, project: Project) -> TracedStep:
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
-    """Return a schedule's cost settings: all for `auto`, `comm` for V schedules."""
+    """Return the cost settings among a schedule's `fields`: slices for `auto`, `comm` alone for V schedules."""
     if "slices" in fields:
         return source.slices(ranks)
     if "comm" in fields:

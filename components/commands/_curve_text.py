@@ -39,4 +39,5 @@ def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> st
 
 
 def _axis_label(labels: Sequence[str], line: int) -> str:
+    """Return the label at the left of a picture's line: the first label at the top, the second at the bottom."""
     return labels[0] if line == 0 else labels[1] if line == HEIGHT - 1 else ""

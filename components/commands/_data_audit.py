@@ -57,6 +57,7 @@ class _DigestCache:
     digests: dict[tuple[int, int | None], str] = attrs.field(factory=dict)
 
     def digest(self, row: int, step: int) -> str:
+        """Return the digest that a row has at a step."""
         key = (row, self.loader.length_at(step))
         if key not in self.digests:
             [self.digests[key]] = row_digests(self.loader.shorten(self.rows.batch("train", [row]), step))
@@ -68,6 +69,7 @@ class _DigestCache:
 
 
 def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
+    """Compare recorded digests with the loader's rows, and return the faults and a summary."""
     expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
     for step in range(loader.last_resized_step + 1, max(recorded) + 1):
         indices = loader.rows_of(step)
@@ -91,7 +93,7 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
 
 
 def _describe_row_counts(source: RowSource, seen: Counter[int]) -> str:
-    """Return a text on how often a source's rows were seen."""
+    """Describe for a source how many rows were seen once, twice and so on, and how many not yet."""
     own = range(source.first, source.first + source.rows)
     rows_by_times = Counter(times for row, times in seen.items() if row in own)
     counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(rows_by_times.items())]
@@ -127,7 +129,7 @@ def _read_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
 
 
 def _read_records(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the intact rows from all files, and one sentence per damaged file."""
+    """Return the intact records from all ranks' files, and one sentence per damaged file."""
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:

@@ -89,6 +89,7 @@ def read_row(rows: PackedDataset, split: Split, row: int) -> RowData:
 
 
 def _format_statistics_line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:
+    """Return a line for a split or source: rows, fill rate in %, document count, tokens and document lengths."""
     start = f"{name:<12} {rows:<11,} {100 * fill_rate:<11.3f}"
     if lengths is None or not len(lengths):
         return start
@@ -97,10 +98,12 @@ def _format_statistics_line(name: str, rows: int, fill_rate: float, lengths: np.
 
 
 def _document_lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
+    """Return the lengths of a split's documents, or None if rows are not tokens."""
     return rows.tokens.documents(split).lengths if isinstance(rows, RowsOfTokens) else None
 
 
 def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
+    """Yield a mixture's lines, one per source."""
     weights = sum(source.weight for source in rows.row_sources(split))
     shares = row_shares(rows.row_sources("train"))
     documents = document_sources(rows.tokens.documents(split))
@@ -115,7 +118,7 @@ def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
 
 def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
     """
-    Return a row as text: per document a line with its source, then its tokens.
+    Print a row: a line per document with its source, followed by its tokens.
 
     Tokens alternate between two colours, and tokens without target weight are dim. Without colours, `|` separates
     tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers.
@@ -142,6 +145,7 @@ def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer 
 
 
 def _colour_tokens(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None, *, colours: bool) -> Text:
+    """Return tokens in alternating colours, or with separators and brackets if `colours` is false."""
     text, trained = Text(), False
     for number, (piece, weight) in enumerate(zip(_decode_pieces(tokens, tokenizer), weights.tolist(), strict=True)):
         if not colours:
@@ -152,6 +156,7 @@ def _colour_tokens(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer
 
 
 def _decode_pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield one text per token."""
     for token in tokens.tolist():
         if tokenizer is None:
             yield f" {token}"

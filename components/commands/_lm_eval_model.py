@@ -64,6 +64,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        """Return for (texts, context ids, target ids) the targets' log-likelihood, and whether all are likeliest."""
         # The model does not see the last token, so that one token more than the context fits.
         texts = [([*before, *after][-self.context - 1 :], len(after)) for _, before, after in requests]
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
@@ -88,6 +89,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         ]
 
     def _continue_text(self, text: str, options: dict[str, Any]) -> str:
+        """Sample a continuation with a task's options. Raises UserError for unknown options, or for too many tokens."""
         if unknown := sorted(options.keys() - OPTIONS):
             known = ", ".join(sorted(OPTIONS))
             raise UserError(f"a task asks for text by {', '.join(unknown)}; take one that uses {known}")

@@ -59,6 +59,7 @@ def overlay(values: Mapping[str, Mapping[str, Any]], head: str) -> str:
 
 
 def _find_model(graph: Graph) -> str:
+    """Return the name of the only model node with widths and multipliers. Raises UserError."""
     names = [name for name, node in graph.nodes.items() if {*WIDTHS, *MULTIPLIERS} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"the recipe has {len(names)} models with muP's multipliers; write model.use=model.granite", 2)
@@ -66,6 +67,7 @@ def _find_model(graph: Graph) -> str:
 
 
 def _find_optimizer(graph: Graph) -> str:
+    """Return the name of the only optimizer node like AdamW. Raises UserError if there is none, or if it has groups."""
     names = [name for name, node in graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1 or graph.nodes[names[0]].settings["groups"]:
         fault = "has groups of its own" if names else "is missing"

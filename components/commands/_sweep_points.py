@@ -38,7 +38,7 @@ class AxisInterval:
     scale: str
 
     def draw(self, generator: random.Random) -> str:
-        """Return a number with four digits."""
+        """Draw a number, and return it as text with four significant digits."""
         if self.scale == "uniform":
             return f"{generator.uniform(self.low, self.high):.4g}"
         return f"{math.exp(generator.uniform(math.log(self.low), math.log(self.high))):.4g}"
@@ -46,7 +46,7 @@ class AxisInterval:
 
 @attrs.frozen
 class Axis:
-    """A key, and the texts of its values, or the interval of its values."""
+    """A setting's key, and its values as TOML texts, or an interval for random values."""
 
     key: str
     values: list[str]
@@ -60,7 +60,7 @@ class Axis:
 
 @attrs.frozen
 class Point:
-    """One run of a sweep: its name, from the values of the axes, and its words."""
+    """One run of a sweep: a name made from its values, and the words `node.key=value` that override the recipe."""
 
     name: str
     words: list[str]
@@ -95,6 +95,7 @@ def points_of(words: Sequence[str], file: Path | None = None, count: int | None 
 
 
 def _grid_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
+    """Return all combinations of the axes' values. Raises UserError for an interval, or for too many points."""
     for axis in axes:
         if axis.interval is not None:
             raise UserError(f"{axis.key} has an interval, which has no grid; write --random 20 for twenty points", 2)
@@ -103,6 +104,7 @@ def _grid_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
 
 
 def _check_point_count(count: int) -> None:
+    """Raise UserError if a sweep has more than MAX_POINTS points."""
     if count > MAX_POINTS:
         raise UserError(
             f"the sweep has {count:,} points, and at most {MAX_POINTS:,} are possible; write fewer values", 2
@@ -110,6 +112,7 @@ def _check_point_count(count: int) -> None:
 
 
 def _draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
+    """Draw `count` different points; `common` are words for all points. Raises UserError if the axes have too few."""
     _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
     for _ in range(count * MAX_DRAWS):
@@ -122,6 +125,7 @@ def _draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: 
 
 
 def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
+    """Return the points from [[points]] in a file; names contain only the keys that differ."""
     if axes:
         raise UserError(f"{axes[0].key} has several values, and {file} lists [[points]]; write one or the other", 2)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
@@ -141,6 +145,7 @@ def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Se
 
 
 def _read_axes_file(file: Path) -> dict[str, Any]:
+    """Read the tables [axes] and [[points]]. Raises UserError for other tables, or if the file can't be read."""
     try:
         table = tomli.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -167,6 +172,7 @@ def _read_axes(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
 
 
 def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of nested tables; an interval's table stays whole."""
     for name, value in table.items():
         key = f"{prefix}{dump_key(name)}"
         if isinstance(value, dict) and not {"low", "high"} <= value.keys():
@@ -176,6 +182,7 @@ def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 def _parse_axis(word: str) -> Axis:
+    """Parse a word: node.key= and values separated by commas, a range, or an interval."""
     key, _, text = word.partition("=")
     if match := INTERVAL.fullmatch(text.strip()):
         return Axis(key, [], _parse_interval(word, float(match[1]), float(match[2]), match[3]))
@@ -183,6 +190,7 @@ def _parse_axis(word: str) -> Axis:
 
 
 def _parse_interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
+    """Return an interval. Raises UserError for an unknown scale, or unless low < high."""
     if scale not in SCALES:
         raise UserError(f"{word}: the scale is {scale!r}; write {' or '.join(SCALES)}", 2)
     if not low < high or (scale == "log" and low <= 0):
@@ -209,7 +217,7 @@ def _split_values(text: str) -> list[str]:
 
 
 def _expand_range(key: str, text: str) -> list[str]:
-    """Return the whole numbers of a range such as 0..2, with both ends, or the text alone."""
+    """Return the integers in a range such as 0..2, including both ends; for other texts, only the text."""
     if not (match := RANGE.fullmatch(text.strip())):
         return [text.strip()]
     first, last = int(match[1]), int(match[2])
@@ -222,6 +230,7 @@ def _expand_range(key: str, text: str) -> list[str]:
 
 
 def _make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
+    """Return a point from keys and values, with `common` words. Raises UserError if its name is too long."""
     short = [key.rpartition(".")[2] for key in keys]
     labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
     words = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
@@ -234,7 +243,7 @@ def _make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str
 
 
 def _format_for_name(word: str) -> str:
-    """Return the value of a word as a part of a file name, equal for equal values: 1e-3 and 0.001 are 0.001."""
+    """Return the value in `key=value` for a file name; equal values, like 1e-3 and 0.001, give the same text."""
     value = read_overrides([word])
     while isinstance(value, dict) and len(value) == 1:
         [value] = value.values()

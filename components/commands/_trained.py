@@ -105,7 +105,7 @@ def no_checkpoint(folder: Path) -> UserError:
 
 
 def _read_averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
-    """Return a checkpoint's averaged weights by parameter. Raises UserError if there are none."""
+    """Return averaged weights (phases.ema) by parameter name. Raises UserError if the checkpoint has none."""
     if not recipe.graph.implementers(AveragedWeights):
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
     state = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
@@ -153,6 +153,7 @@ def _load_run_recipe(project: Project, lock: Path, files: Path) -> Recipe:
 
 
 def _read_text(path: Path) -> str:
+    """Return a regular file's text."""
     with open_regular_file(path) as file:
         return file.read(0, file.size).decode("utf-8")
 

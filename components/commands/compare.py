@@ -66,6 +66,7 @@ class CompareResult(Result):
         return "\n\n".join([part for part in parts if part] + ([f"page in {self.path}"] if self.path else []))
 
     def _format_settings(self) -> str:
+        """Return the settings that differ between groups, by node, or why there are none."""
         if len(self.groups) == 1:
             return "the recipes differ in seeds and names alone"
         if not (keys := list(self.groups[0].settings)):
@@ -78,6 +79,7 @@ class CompareResult(Result):
         return "\n".join(line for node, lines in nodes.items() for line in (f"[{node}]", *lines))
 
     def _format_metric(self, name: str) -> str:
+        """Return a metric's table over groups, and its picture."""
         rows: list[tuple[str, ...]] = [("", "seeds", f"{name} after step {self.last_steps[name]:,}", "smallest")]
         for group in self.groups:
             metric = group.metrics.get(name)
@@ -122,6 +124,7 @@ def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def _summarize_group(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
+    """Return a group with its metrics at their last common steps, `ends`, and its curves."""
     curves = group.curves()
     metrics = {
         name: ComparedMetric(group.at(name, step), group.best(name), curves[name].x, curves[name].y)
@@ -132,4 +135,5 @@ def _summarize_group(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup
 
 
 def _shorten_value(value: str) -> str:
+    """Cut a long value at MAX_VALUE_LENGTH characters."""
     return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."

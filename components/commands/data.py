@@ -85,6 +85,7 @@ def main(options: argparse.Namespace, project: Project) -> RowsResult | FaultsRe
 
 
 def _show_rows(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
+    """Print the requested rows; without any, return the statistics. Raises UserError for a missing row."""
     graph = recipe.graph.require_valid()
     name, tokenizers = only(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
     with recipe.open([name, *tokenizers]) as objects:
@@ -100,6 +101,7 @@ def _show_rows(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
 
 
 def _verify_store(folder: Path) -> FaultsResult:
+    """Verify a token store's checksums. Raises UserError if the folder has no store."""
     if not (folder / "store.json").is_file():
         raise UserError(f"{folder} is no token store; give the folder that `drawloom tokenize --to` wrote", 2)
     store = Store.describe(folder)

@@ -95,6 +95,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
 
 
 def _resolve_layer_numbers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Turn layer numbers from -count - 1 to `count` into numbers from 0. Raises UserError for others."""
     if unknown := [number for number in numbers if not -count - 1 <= number <= count]:
         raise UserError(f"--layers: there is no layer {unknown[0]}; the model has 0 to {count}, and -1 is the last", 2)
     return tuple(number % (count + 1) for number in numbers)

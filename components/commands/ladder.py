@@ -42,12 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_rates(text: str) -> list[float]:
+    """Parse learning rates separated by commas."""
     return [positive_number(part) for part in text.split(",")]
 
 
 @output_class
 class LadderRung:
-    """A width, and the outputs of its layers."""
+    """Overlay for a multiple of the recipe's width, and the RMS of its layers' outputs."""
 
     multiple: int = output("width as a multiple of the recipe's")
     rms: Mapping[str, float] = output("root mean square of a layer's outputs in the last step, by layer")
@@ -89,10 +90,12 @@ class LadderResult(Result):
 
 
 def _format_loss(losses: Mapping[str, float], rate: str) -> str:
+    """Return a learning rate's loss as text, with * if it is the smallest."""
     return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align cells to the right, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -136,6 +139,7 @@ def _train_briefly(recipe: Recipe, steps: int, values: Values | None = None) -> 
 
 
 def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
+    """Train with a learning rate, and return the mean loss over the last quarter of the steps."""
     [name] = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     losses = _train_briefly(recipe, steps, {name: {"lr": rate}})["loss"].values
     return statistics.fmean(losses[-max(1, steps // 4) :])
@@ -147,6 +151,7 @@ def _fit_slope(points: Sequence[tuple[int, float]]) -> float:
 
 
 def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
+    """Write the overlay for every width, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
         with writing(folder / f"x{rung.multiple}.toml"):

@@ -73,7 +73,7 @@ class LaunchResult(Result):
 
 
 class _Agent(LocalElasticAgent):
-    """Agent of torchrun that lets workers continue without a lost one, if they have declared that they do."""
+    """Agent of torchrun that keeps workers running after a loss if they have declared that they survive it."""
 
     _surviving = ""  # the attempt whose workers survive losses
 
@@ -91,7 +91,7 @@ class _Agent(LocalElasticAgent):
         return outcome
 
     def _can_continue(self, worker_group: WorkerGroup) -> bool:
-        """Return whether these workers have set the key CONTINUES in the store, as Launch.attempt names it."""
+        """Return whether the workers have declared, with CONTINUES in the store, that they survive a loss."""
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
 
@@ -129,6 +129,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
 
 
 def _make_launch_config(options: argparse.Namespace) -> LaunchConfig:
+    """Return torchrun's settings for the command's options."""
     several = options.nnodes > 1
     return LaunchConfig(
         min_nodes=options.nnodes,

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
 
 
 def _format_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line per task and metric; keys are a name and a filter, such as acc,none."""
+    """Yield a line per task and metric from results with keys such as acc,none (name and filter)."""
     for task, values in results.items():
         for key, value in values.items():
             metric, _, rest = key.partition(",")

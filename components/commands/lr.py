@@ -24,7 +24,7 @@ INK, PALE, LINE = "#1a1a1a", "#6b6b6b", "#3465a4"
 
 @attrs.frozen
 class ScheduleCurve:
-    """Curve through values at ascending steps, drawn from 0."""
+    """Curve through values at ascending steps; a value holds until the next step in the list."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -45,7 +45,7 @@ class ScheduleCurve:
 
 
 def short(value: float) -> str:
-    """Return a value in few characters."""
+    """Format a number with few characters."""
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.3g}"
 
 
@@ -55,6 +55,7 @@ def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
 
 
 def _draw_text_lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
+    """Yield a curve's name, and its picture from block characters with labels."""
     yield curve.name
     labels = [short(curve.highest), "0"]
     margin = max(map(len, labels))
@@ -85,6 +86,7 @@ def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
 
 
 def _draw_svg_panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
+    """Yield the SVG elements for one curve, with axis labels and lines, below `top`."""
     bottom, span = top + 20 + HIGH, max(curve.last - 1, 1)
 
     def point(step: int, value: float) -> str:
@@ -104,6 +106,7 @@ def _draw_svg_panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
 
 
 def _svg_text(x: float, y: float, text: str, size: int, colour: str, anchor: str = "start") -> str:
+    """Return an SVG text element."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
     )
@@ -193,4 +196,5 @@ def _select_steps(total: int) -> list[int]:
 
 
 def _values_written_by(node: Node) -> Sequence[str]:
+    """Return the step values that a phase declares to write."""
     return node.spec.traits.flow.writes

@@ -77,6 +77,7 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
 
 
 def _describe_tool(types: Any, project: Project, name: str) -> Any:
+    """Return the tool for a command: its name, help, arguments and result schema."""
     words = {"type": "array", "items": {"type": "string"}, "description": "words as on the command line"}
     return types.Tool(
         name=name,

@@ -65,6 +65,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
 
 
 def _calibrate_device() -> CalibrationResult:
+    """Measure this machine's device, and return the calibration."""
     path = calibrate(local_device())
     return CalibrationResult(path, path.read_text("utf-8"))
 
@@ -96,6 +97,7 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
 
 
 def _parse_positive_number(text: str) -> float:
+    """Parse a finite number above 0. Raises ArgumentTypeError."""
     try:
         number = float(text)
     except ValueError:
@@ -106,6 +108,7 @@ def _parse_positive_number(text: str) -> float:
 
 
 def _parse_count(text: str) -> int:
+    """Parse a positive integer below ten million. Raises ArgumentTypeError."""
     if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer of at most seven digits")
     return int(text)

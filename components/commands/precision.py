@@ -106,6 +106,7 @@ def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolera
 
 
 def _overlay_lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
+    """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
     together, excluded = evidence.together, evidence.find_excluded(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
@@ -162,6 +163,7 @@ def _training_phases(recipe: Recipe) -> list[str]:
 
 
 def _set_float8(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
+    """Turn float8 on or off in linear layers."""
     for layer in layers:
         layer.uses_float8 = uses_float8
 
@@ -215,4 +217,5 @@ def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> floa
 
 
 def _sum_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares, float64 ()."""
     return tensor.double().square().sum()

@@ -62,6 +62,7 @@ def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
 
 
 def _find_only_node(recipe: Recipe, kind: type) -> str:
+    """Return the name of the only node whose component is a subclass of `kind`. Raises UserError."""
     graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
     if len(names) != 1:
@@ -71,7 +72,7 @@ def _find_only_node(recipe: Recipe, kind: type) -> str:
 
 
 def _add_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
-    """Yield all lines in order, pairs with their references, computed `count` lines at a time."""
+    """Yield all data lines in order; pairs have log-probabilities added, computed `count` lines at a time."""
     lines = data.lines()
     while batch := [*islice(lines, count)]:
         pairs = [pair for _, pair in batch if pair]
@@ -81,7 +82,7 @@ def _add_references(data: Preferences, executor: ProgramExecutor, count: int) ->
 
 
 def _sum_logps(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
-    """Return both answers' log-probabilities, float64 (pairs, 2)."""
+    """Return the log-probability of either answer (chosen, rejected), summed over its tokens: float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
     documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)

@@ -83,5 +83,6 @@ def _draw_recipe(project: Project, folder: Path) -> Drawings:
 
 
 def _draw_recipe_schedule(recipe: Recipe) -> str:
+    """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
     pipeline = Pipeline.of(recipe)
     return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))

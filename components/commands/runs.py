@@ -74,6 +74,7 @@ def as_csv(rows: Sequence[RunRow]) -> str:
 
 
 def _format_cells(row: RunRow) -> tuple[str, ...]:
+    """Return a run's cells: name, state, step, last and best loss, speed, and settings."""
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
     numbers = ["" if value is None else f"{value:.4f}" for value in (row.loss, row.best)]
     speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
@@ -84,6 +85,7 @@ def _format_cells(row: RunRow) -> tuple[str, ...]:
 
 
 def _shorten_value(value: str) -> str:
+    """Cut a long value at MAX_VALUE_LENGTH characters."""
     return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
 
 

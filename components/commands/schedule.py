@@ -154,6 +154,7 @@ class ComparisonResult(Result):
 
 
 def _schedule_fields(summary: Summary) -> dict[str, Any]:
+    """Return a simulation's fields for `ScheduleData`."""
     data = summary.as_data()
     return data | {"shard_actions": [[ActionData(**bar) for bar in bars] for bars in data["shard_actions"]]}
 
@@ -207,18 +208,20 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
 
 
 def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
+    """Load and check the recipe, which may need devices that are elsewhere."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
     return recipe
 
 
 def _is_recipe(name: str, project: Project) -> bool:
+    """Return whether a name means a recipe: a TOML file, a run folder, or a shipped recipe."""
     is_run = (Path(name) / LOCK).is_file()
     return is_run or name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
 
 
 def _suggest_schedule(name: str, project: Project) -> str | None:
-    """Return the schedule with a similar name, unless a recipe has the name or a similar one."""
+    """Return a schedule with a similar name, or None if the name is, or resembles, a recipe's."""
     folder = RecipeFolder(project.recipes)
     if Path(name).exists() or _is_recipe(name, project) or find_nearest(name, folder.names):
         return None
@@ -227,6 +230,7 @@ def _suggest_schedule(name: str, project: Project) -> str | None:
 
 
 def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
+    """Simulate a schedule from a CSV file. Raises UserError for options that contradict the file."""
     program, path = read_file(Path(options.recipe)), options.recipe
     for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),
@@ -274,6 +278,7 @@ def _simulate_all(
 
 
 def _list_complete_schedules(project: Project) -> Iterator[str]:
+    """Yield the names of schedules without required settings."""
     for name in project.registry.names():
         spec = project.registry.find(name) if name.startswith(FOLDER) else None
         if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
@@ -325,6 +330,7 @@ def _open_by_name(
 
 
 def _check_stages_per_rank(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int) -> None:
+    """Raise UserError if the schedule's stages per rank differ from --stages-per-rank."""
     if options.stages_per_rank is None:
         return
     if options.stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
@@ -355,6 +361,7 @@ def _simulate_schedule(
     source: CostSource,
     sharding: Sharding | None = None,
 ) -> Summary:
+    """Simulate a schedule. Raises UserError if it is too large, _UnsuitableError if it does not suit the model."""
     ranks, microbatches = size.ranks, size.microbatches
     try:
         stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MAX_RANKS else 1
@@ -388,6 +395,7 @@ def _simulate_program(
     sharding: Sharding | None,
     sizes: Sequence[int] | None = None,
 ) -> Summary:
+    """Simulate a program with the source's costs, and return the summary with its memory."""
     if options.forward_only:
         program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():

@@ -35,7 +35,7 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 @attrs.frozen(eq=False)
 class SweepRun:
-    """A run of the sweep: its point, its folder, its recipe, and the words that make the recipe."""
+    """A run of the sweep: its point, folder and recipe, and the words added to the sweep's recipe."""
 
     point: Point
     folder: Path
@@ -127,7 +127,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     if options.dry_run or options.submit is not None:
         if options.submit is not None:
             _write_array_script(
-                options, folder, [_run_command(options, project, runs[number]) for number in unfinished]
+                options, folder, [_make_command(options, project, runs[number]) for number in unfinished]
             )
         return SweepResult(folder, points, [], 0)
     for number in sorted({*range(len(points))} - {*unfinished}):
@@ -139,7 +139,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
 
     with forward_signals(options.jobs) as pool:
-        commands = [_run_command(options, project, runs[number]) for number in unfinished]
+        commands = [_make_command(options, project, runs[number]) for number in unfinished]
         for index, code in pool.run(commands, report_start):
             point = points[unfinished[index]]
             points[unfinished[index]] = SweepPoint(point.run, point.words, point.state, code)
@@ -153,7 +153,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
 
 
 def _check_runs_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
-    """Plan all runs. Raises UserError with those that do not fit the device."""
+    """Plan all runs, and print the total time. Raises UserError with the runs that do not fit the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
         lines = [f"  {name}: {byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
@@ -166,6 +166,7 @@ def _check_runs_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
 
 
 def _write_array_script(options: argparse.Namespace, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    """Write the SLURM script for unfinished runs to --submit. Raises UserError if there are none."""
     if not commands:
         raise UserError("all runs of the sweep are finished; there is nothing to submit")
     limit = options.jobs if options.jobs > 1 else None
@@ -177,7 +178,7 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
 
 
 def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
-    """Return the runs. Raises RecipeError with the problems of all of them, each problem once."""
+    """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
     points = points_of(options.words, options.axes, options.random, options.random_seed)
     folder = options.to or _default_folder(options, project, points[0])
     problems: dict[str, Problem] = {}
@@ -197,6 +198,7 @@ def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
 
 
 def _default_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
+    """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
     recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
     node = recipe.graph.nodes.get("run")
     if node is None or "name" not in node.settings:
@@ -205,7 +207,8 @@ def _default_folder(options: argparse.Namespace, project: Project, point: Point)
     return Path("runs") / f"{node.settings['name']}-sweep"
 
 
-def _run_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+def _make_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+    """Return the command that starts a run of the sweep."""
     package = project.registry.package.partition(".")[0]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]
     imports = [f"--import={path}" for path in options.imports]

@@ -80,7 +80,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
 def _predict_tokens(
     executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and log-probabilities, float16 (rows, length, k + 1), for some rows."""
+    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `count` rows at a time."""
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return torch.stack([_top_tokens(row, head, top_k) for row in hidden])
@@ -98,7 +98,7 @@ def _predict_tokens(
 
 
 def _top_tokens(hidden: Tensor, head: Head, top_k: int) -> Tensor:
-    """Return ids, log-probabilities and that of the rest: float64 (length, 2 k + 1), for hidden (length, width)."""
+    """Return the k likeliest ids, their logps, and the logp for all other tokens: float64 (length, 2 k + 1)."""
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
     for chunk in torch.split(hidden, step):
         logits = head.logits(chunk).float()

@@ -58,6 +58,7 @@ def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
 
 
 def _load_tokenizer(options: argparse.Namespace) -> Tokenizer:
+    """Return the tokenizer for the options, or bytes. Raises UserError if its end token is unknown."""
     if options.tokenizer is None:
         if options.end_token is not None:
             raise UserError("--end-token needs --tokenizer: without it tokens are bytes, which have an end token", 2)

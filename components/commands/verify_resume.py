@@ -81,7 +81,7 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
     with _record_signals() as signals:
         folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:
-            runs = Runs(folder, _run_command(options, graph), options.steps, signals)
+            runs = Runs(folder, _make_command(options, graph), options.steps, signals)
             runs.run_straight()
             killed = runs.kill_and_resume()
         except BaseException:
@@ -168,6 +168,7 @@ class Runs:
         return all(step in _read_digests(self.folder / "resumed" / "digests" / path.name) for path in files)
 
     def _run_to_end(self, name: str) -> None:
+        """Run the command until it ends. Raises UserError if it fails."""
         if self._run_until(name):
             raise self._run_error(name)
 
@@ -187,6 +188,7 @@ class Runs:
         return process.returncode
 
     def _run_error(self, name: str) -> UserError:
+        """Return a UserError with the last lines of a failed run's output."""
         lines = (self.folder / f"{name}.txt").read_text("utf-8", "replace").splitlines()
         before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)
         # The warning that both runs skip final tasks is not about the recipe.
@@ -213,7 +215,7 @@ class Difference:
 
 
 def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()) -> Iterator[Difference]:
-    """Yield differences between two runs by step: metrics, then tensors, except for the nodes `own`."""
+    """Yield differences between two runs by step, metrics before tensors. Nodes in `own` are not compared."""
     tensors = sorted(path.name for path in (straight_run / "digests").glob("rank-*.jsonl"))
     runs = straight_run, resumed_run
     metrics, others = ({row["step"]: row for row in _read_rows(run / "metrics.jsonl")} for run in runs)
@@ -227,6 +229,7 @@ def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()
 
 
 def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield metrics that differ after a step, except for machine metrics such as speeds."""
     for name in (key for key in {**straight, **resumed} if key.partition("/")[0] not in MACHINE_METRICS):
         if straight.get(name, "missing") != resumed.get(name, "missing"):
             values = f"{straight.get(name, 'missing')} uninterrupted, {resumed.get(name, 'missing')} resumed"
@@ -236,6 +239,7 @@ def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[st
 def _compare_tensors(
     step: int, rank: str, straight: Mapping[str, str], resumed: Mapping[str, str]
 ) -> Iterator[Difference]:
+    """Yield one difference for all tensors on a rank that differ after a step."""
     if names := [name for name in {**straight, **resumed} if straight.get(name) != resumed.get(name)]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield Difference(step, f"{names[0]}{more} of {rank.replace('-', ' ')}")
@@ -249,7 +253,7 @@ def _device_varies(graph: Graph) -> bool:
 
 
 def _other_causes(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
-    """Yield possible causes other than resuming: both runs are the same before the kill."""
+    """Yield sentences about causes other than resuming, if any is possible."""
     if before_the_kill:
         yield "neither run was killed before this step, so resuming is not the cause: two runs of this recipe differ"
     if device_varies:
@@ -257,7 +261,7 @@ def _other_causes(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
         yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
 
 
-def _run_command(options: argparse.Namespace, graph: Graph) -> list[str]:
+def _make_command(options: argparse.Namespace, graph: Graph) -> list[str]:
     """Return the command for both runs, without the run folder."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
@@ -272,6 +276,7 @@ def _run_command(options: argparse.Namespace, graph: Graph) -> list[str]:
 
 
 def _summarize(run: Path) -> str:
+    """Return how many steps and tensors were compared."""
     steps = sum(row["step"] > 0 for row in _read_rows(run / "metrics.jsonl"))
     names = {name for path in (run / "digests").iterdir() for row in _read_digests(path).values() for name in row}
     return f"{steps} steps, {len(names)} tensors and other values of the state after each"
@@ -284,4 +289,5 @@ def _read_digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, 
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows in a file with one JSON object per step."""
     return [line.row for line in read_steps(path)[0]]

@@ -89,6 +89,7 @@ class WhyResult(Result):
 
 
 def _format_section(title: str, settings: Sequence[WhySetting]) -> list[str]:
+    """Return a title with a line per setting; nothing without settings."""
     rows = [f"  {setting.key}: {setting.one or 'absent'} -> {setting.other or 'absent'}" for setting in settings]
     return [title, *rows] if rows else []
 
@@ -209,7 +210,7 @@ class Pair:
 
 
 def _read_environment(run: Path) -> dict[str, str]:
-    """Return a run's versions and choices. Empty without a record."""
+    """Return a run's recorded library versions and automatic choices; empty without a record."""
     try:
         entries = json.loads(b"".join(lines_of(run / "log" / ENVIRONMENT)) or b"{}")
     except ValueError:

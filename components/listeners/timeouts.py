@@ -145,7 +145,7 @@ class Timeouts:
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._report_and_exit)
+    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
     tick: float = attrs.field(init=False, default=0.5)
     watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
     _watchdog: Watchdog | None = attrs.field(init=False, default=None)

@@ -75,7 +75,7 @@ def calibration_path(device: torch.device) -> Path:
 
 
 def at_hand() -> DeviceModel:
-    """Return this machine's calibrated device, or its entry in the table; UserError if there is none."""
+    """Return this machine's device model: its calibration, or its table entry. Raises UserError without either."""
     device = local_device()
     if (path := calibration_path(device)).is_file():
         try:
@@ -92,7 +92,7 @@ def at_hand() -> DeviceModel:
 
 
 def calibrate(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
-    """Measure a device, which takes less than a minute, save its speeds, and return the file."""
+    """Measure a device for less than a minute, save its speeds as TOML, and return the path."""
     path = calibration_path(device)
     text = "\n".join(_calibration_lines(device, sizes or SIZES[device.type], seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> It
 
 
 def _dtypes_to_measure(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes whose products are measured; layers compute in the first."""
+    """Return the dtypes whose matrix products are measured; the first is also the dtype for attention."""
     return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -147,6 +147,7 @@ def _time_call(device: torch.device, run: Callable[[], object], seconds: float, 
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -206,6 +207,7 @@ def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> l
 
 
 def _product_flops(sizes: Sizes) -> float:
+    """Return the FLOPs in a product of two square matrices."""
     return 2.0 * sizes.matrix**3
 
 
@@ -233,14 +235,14 @@ def _make_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> C
 
 
 def _attention_traffic_seconds(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
-    """Return the seconds that a plan counts for attention's memory traffic."""
+    """Return the seconds that a plan estimates for attention's memory traffic."""
     reached = Reached(attention=math.inf, memory=_reachable_memory_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
     return _record_costs(_make_attention(torch.device("meta"), dtype, sizes), model).seconds
 
 
 def _record_costs(run: Callable[[], object], model: DeviceModel) -> PassCost:
-    """Return a plan's costs for a call with meta tensors on a device."""
+    """Return the costs that a plan records for a call on meta tensors."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
         recorder.begin()
@@ -249,6 +251,7 @@ def _record_costs(run: Callable[[], object], model: DeviceModel) -> PassCost:
 
 
 def _reachable_memory_fraction(device: torch.device) -> float:
+    """Return which fraction of the memory bandwidth kernels reach."""
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
@@ -289,6 +292,6 @@ def _make_small_layers(device: torch.device) -> Callable[[], object]:
 
 
 def _count_operations() -> float:
-    """Count the measured layers' operations in a plan."""
+    """Return how many small operations a plan counts in the measured layers."""
     model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
     return _record_costs(_make_small_layers(torch.device("meta")), model).host

@@ -77,6 +77,7 @@ class PlanCheck:
             log.info("%s", self._text)
 
     def _write_comparison(self) -> None:
+        """Compare the plan with measured memory and median step time, and write the line to `plan.txt`."""
         self._plan = self._plan or self._make_plan()
         if self._plan is None:
             return
@@ -98,6 +99,7 @@ class PlanCheck:
             return None
 
     def _describe_excess(self, planned: Plan) -> str:
+        """Return the error message for a run that can't fit, with the settings that would fit."""
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [
             remedy
@@ -123,6 +125,7 @@ def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
 
 
 def _format_pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
+    """Return a quantity's planned and measured values as text, with the plan's relative error."""
     if not measured:
         return f"{name} {text(planned)} planned"
     return f"{name} {text(planned)} planned, {text(measured)} measured ({planned / measured - 1:+.1%})"

@@ -81,7 +81,7 @@ class Units:
         """Return None: units have no bytes."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """Return a rank's costs without slices: its stages share them evenly."""
+        """Return the costs of a rank instead of slices; the schedule divides them evenly among its stages."""
         return {name: getattr(self.given, name) for name in ("forward", "backward_input", "backward_weight", "comm")}
 
 
@@ -92,21 +92,22 @@ class Traced:
     measured: TracedStep
 
     @cached_property
-    def _read_table(self) -> CostTable:
+    def _op_table(self) -> CostTable:
+        """The traced costs by stage and op."""
         return self.measured.table()
 
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
-        return self._read_table.resample(sizes or (1,) * (ranks * stages_per_rank))
+        return self._op_table.resample(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return slices_of(self._read_table.resample((1,) * (2 * ranks)))
+        return slices_of(self._op_table.resample((1,) * (2 * ranks)))
 
 
 @attrs.frozen
@@ -118,12 +119,15 @@ class PlacedSchedule:
     recompute: tuple[Recompute, ...] = ()
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
+        """Return the given ranks."""
         return self.placement
 
     def layers_by_stage(self, ranks: int, layers: int) -> tuple[int, ...]:
+        """Return the given sizes."""
         return self.sizes
 
     def program(self, ranks: int, microbatches: int) -> Program:
+        """Return a program that favours forward passes, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
         return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
@@ -131,7 +135,7 @@ class PlacedSchedule:
 
 @attrs.frozen(eq=False)
 class Planned:
-    """Seconds and bytes from plans, one plan for every rank and stage count."""
+    """Seconds and bytes from plans, made once for every partition into stages."""
 
     recipe: Recipe
     device: DeviceModel
@@ -158,6 +162,7 @@ class Planned:
     def _plan_partition(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None, recompute: Sequence[Recompute]
     ) -> Plan:
+        """Plan a pipeline with these layers and recompute policies by stage; by default, those in the recipe."""
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
         placement = loop(ranks, stages_per_rank)
@@ -219,12 +224,13 @@ class Planned:
 
 
 def _bytes_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
-    """Return every stage's kept bytes after a microbatch's pass, at least 1."""
+    """Return the bytes by stage that remain alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
 def _compute_ratios(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
+    """Divide by element, and round; negative ratios become 0."""
     return [round(max(0.0, float(ratio)), 4) for ratio in some / whole]
 
 
@@ -235,7 +241,7 @@ def _non_activation_bytes(planned: Plan, rank: RankMemory) -> int:
 
 
 def _temporary_bytes(passes: Passes) -> int:
-    """Return a pass's peak bytes beyond the bytes alive before and after it."""
+    """Return the most bytes that a pass has alive beyond its inputs and results."""
     forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
     growth = {"F": forward, "I": max(0, pending - forward)}
     return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())
@@ -249,4 +255,5 @@ def slices_of(table: CostTable) -> dict[str, Any]:
 
 
 def _round_costs(costs: NDArray[np.float64]) -> list[float]:
+    """Round seconds to nanoseconds."""
     return [round(float(cost), 9) for cost in costs]

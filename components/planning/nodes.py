@@ -46,6 +46,7 @@ class Nodes:
         return names[0]
 
     def _find_used_nodes(self, port: type) -> list[str]:
+        """Return the nodes that implement a port and are used by a run."""
         return [name for name in self.graph.implementers(port) if name in self.used]
 
     def has(self, port: type) -> bool:
@@ -63,14 +64,17 @@ class Nodes:
 
     @cached_property
     def mesh(self) -> str:
+        """The mesh's node."""
         return self.only(Mesh)
 
     @cached_property
     def devices(self) -> list[str]:
+        """The devices' nodes."""
         return self._find_used_nodes(Device)
 
     @cached_property
     def model(self) -> str:
+        """The node of the model that the stages contain."""
         [edge] = self.graph.nodes[self.stages].edges["model"].targets
         return edge
 
@@ -86,28 +90,32 @@ class Nodes:
 
     @cached_property
     def loss(self) -> str:
+        """The loss's node."""
         return self.only(Loss)
 
     @cached_property
     def precision(self) -> str:
+        """The precision's node."""
         return self.only(Precision)
 
     @cached_property
     def schedule(self) -> str:
+        """The schedule's node."""
         return self.only(Schedule)
 
     @cached_property
     def stages(self) -> str:
+        """The stages' node."""
         return self.only(TrainableStages)
 
     @cached_property
     def memory_users(self) -> list[str]:
-        """Return the nodes with memory, including the stages."""
+        """The nodes that report their memory by kind, including the stages."""
         return self._find_used_nodes(MemoryUser)
 
     @property
     def needed_by_stages(self) -> list[str]:
-        """Return the stages' dependencies."""
+        """The nodes that the stages refer to."""
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property
@@ -133,7 +141,7 @@ class Nodes:
 
     @cached_property
     def made_rows(self) -> tuple[int, int]:
-        """Return how many rows a phase makes from a row of the data set, and how many tokens it adds to a row."""
+        """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
         for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
                 return component.made_rows(self.graph.view(name))

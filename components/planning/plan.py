@@ -252,11 +252,12 @@ class Planner:
 
     @property
     def _layer_count(self) -> int:
+        """The model's layer count."""
         layers: int = self.objects[self.nodes.model].num_hidden_layers
         return layers
 
     def _describe_rows(self, count: int) -> Rows:
-        """Return the row count of a microbatch."""
+        """Return microbatch rows for the estimates: `count`, sequence length, and mean document length."""
         # The length may require opening a store of many shards.
         document = self.cache.once("document length", lambda: self.nodes.document_length)
         return Rows(count, self.nodes.length, document)
@@ -279,6 +280,7 @@ class Planner:
         return self.cache.once("operations", model.forward_flops)  # it builds the model
 
     def _rank_views(self, program: Program) -> list[RankView]:
+        """Return the views by pipeline rank, from the cache if another plan has the same partition."""
         schedule = self.objects[self.nodes.schedule]
         cuts = isinstance(schedule, PartitioningSchedule)
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
@@ -288,6 +290,7 @@ class Planner:
         return self.cache.views[key]
 
     def _build_rank_view(self, index: int, program: Program) -> "RankView":
+        """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
         mesh = self.mesh.at(index)
         replacements = {**self.objects, self.nodes.mesh: mesh}
         container = self.nodes.recipe.project.container(
@@ -303,6 +306,7 @@ class Planner:
         return RankView(mesh, stages, sizes, update_flops, host_bytes)
 
     def _measure_stages(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
+        """Record every stage's passes on the meta device, and return the costs by stage."""
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
         stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
         meter = StageMeter(
@@ -330,6 +334,7 @@ class Planner:
     def _rank_memory(
         self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]
     ) -> RankMemory:
+        """Return a pipeline rank's memory: persistent bytes, peak, and buffers."""
         gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
         offloaded = {stage.index for stage in view.stages.local if stage.offload}
         peak = peak_of(program, index, costs, gradients, offloaded)
@@ -361,6 +366,7 @@ def _persistent_bytes(view: RankView) -> dict[str, int]:
 
 
 def _training_flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:
+    """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
     if counted is None:
         return None
     pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}

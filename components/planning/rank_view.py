@@ -71,6 +71,7 @@ class RankView:
         return {stage.index: self._count_elements(stage, owned) for stage in self.stages.local}
 
     def _count_elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
+        """Count a stage's elements: all, trained, owned by this rank, and in the largest reduction unit."""
         parameters = list(stage.module.parameters())
         return Elements(
             all=sum(parameter.numel() for parameter in parameters),

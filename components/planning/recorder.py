@@ -130,6 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add_storage(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as alive, unless it is already counted."""
         storage = tensor.untyped_storage()
         reference = weakref.ref(storage, self._drop_storage)
         if reference not in self._sizes:
@@ -139,15 +140,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._peak = max(self._peak, self._now)
 
     def _drop_storage(self, reference: Any) -> None:
+        """Subtract a storage's bytes when Python frees it."""
         self._now -= self._sizes.pop(reference)[0]
 
     def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
+        """Add the seconds for a collective over its link."""
         sent = message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])
         self._seconds += seconds
         self._comm_seconds += seconds
 
     def _count_operation(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
         rate = self._device.product_rate(_factor_dtype(inputs)) if flops else math.inf

@@ -40,6 +40,7 @@ def toml_lines(values: Values) -> list[str]:
 
 
 def _format_toml_value(value: Any) -> str:
+    """Return a value in TOML."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_format_toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, str):
@@ -79,7 +80,7 @@ def _combine_candidates(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
 
 
 def _try_values(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
-    """Plan with these settings; return None if they are invalid in this recipe or do not save memory."""
+    """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
     try:
         changed_plan = plan(recipe.with_values(values), planned.device, ranks)
     except (RecipeError, UserError):
@@ -89,7 +90,7 @@ def _try_values(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks:
 
 
 def _list_candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
-    """Yield possible settings, their cost in words, and the rank count; cheap settings first."""
+    """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings(nodes.stages)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:

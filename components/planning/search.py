@@ -79,7 +79,7 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
 
 
 def _sort_key(choice: PlanChoice) -> tuple[int, int]:
-    """Return the step time in TIME_TOLERANCE units, then the memory."""
+    """Return a sort key: the step time in TIME_TOLERANCE units, then the memory."""
     return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
 
 
@@ -150,6 +150,7 @@ class _Search:
                 best = choice.plan.time.seconds
 
     def _try_policies(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
+        """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
         for policy in POLICIES:
             choice = self._plan_policy(mesh, rows, schedule, policy, self.cache) or choice
@@ -181,6 +182,7 @@ class _Search:
         return self._try_settings(values, cache)
 
     def _try_settings(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:
+        """Plan with these settings; return None if they are invalid, and keep the first reason."""
         try:
             return PlanChoice(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
         except TooLargeError:
@@ -191,6 +193,7 @@ class _Search:
 
 
 def _list_schedules(mesh: PerDimension) -> tuple[str, ...]:
+    """Return the schedules to try on a mesh; "" leaves the recipe's schedule."""
     return SCHEDULES if mesh.pipeline > 1 else ("",)
 
 
@@ -246,4 +249,5 @@ def search_text(choices: Sequence[PlanChoice]) -> str:
 
 
 def _abbreviate_lists(line: str) -> str:
+    """Replace long lists in a line by [...]."""
     return LISTS.sub(lambda match: match[0] if len(match[0]) < MAX_LIST_LENGTH else "[...]", line)

@@ -104,7 +104,7 @@ class StageMeter:
         return StageCosts(passes, sum(leaf.nbytes for leaf in leaves(self._hidden) if isinstance(leaf, Tensor)))
 
     def _record_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
-        """Return a stage's costs with only these blocks, recorded once for all equal stages."""
+        """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
         parameters = _outer_parameters(stage.module, self.blocks(stage.module))
         features = stage.span.embedding, stage.span.head, stage.recompute == "selective"
         passes: Passes = {}
@@ -150,11 +150,13 @@ class StageMeter:
         return passes
 
     def _backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the backward ops with a function for each: B, or I and W."""
         if not split:
             return [("B", partial(_run_backward, runner.backward))]
         return [("I", partial(_run_backward, runner.backward_input)), ("W", partial(runner.backward_weight, 0))]
 
     def _label_modules(self, recorder: Recorder, stage: Stage) -> Iterator[Any]:
+        """Label the storages by module name: blocks' children, and leaf modules outside blocks. Yield hook handles."""
         inside: set[nn.Module] = set()
         for block in self.blocks(stage.module):
             for name, child in block.named_children():
@@ -165,7 +167,7 @@ class StageMeter:
                 yield from recorder.label_module(part, name.rpartition(".")[2])
 
     def _make_batch(self) -> tuple[Any, Any, Batch]:
-        """Return a microbatch's inputs on the meta device, its context, and its batch."""
+        """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
                 batch = self.batch_type.outline(self.rows, self.length)
@@ -183,11 +185,12 @@ class StageMeter:
 
 
 def _run_backward(backward: Callable[..., Any], shapes: Sequence[Tensor] | None) -> None:
-    """Run a backward pass with newly received output gradients."""
+    """Run a backward pass with new output gradients in these shapes."""
     backward(0, None if shapes is None else [torch.empty_like(shape) for shape in shapes])
 
 
 def _allocate_like(leaf: Any) -> Any:
+    """Allocate a tensor like this one; return other values unchanged."""
     return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 

@@ -32,6 +32,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _rank_data(memory: RankMemory) -> dict[str, Any]:
+    """Return a rank's memory for JSON."""
     return {
         "stages": list(memory.stages),
         "kept": dict(memory.persistent),
@@ -65,6 +66,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield lines about a plan as (subject, text): device, step, memory and time."""
     sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.dense().items() if size > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
@@ -88,6 +90,7 @@ def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _format_time_parts(plan: Plan) -> str:
+    """Return the step time's parts in %, without parts near 0."""
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
     shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
@@ -122,14 +125,17 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
 
 
 def _peak_fraction(memory: RankMemory, label: str) -> float:
+    """Return which fraction of a rank's peak the activations with a label are."""
     return memory.activations.get(label, 0) / max(1, memory.peak)
 
 
 def _first_ranks(plan: Plan) -> Sequence[int]:
+    """Return the first global rank in every pipeline stage's ranks."""
     return range(0, plan.ranks, plan.ranks // len(plan.memory))
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows as lines: the name on the left, cells aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]

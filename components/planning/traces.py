@@ -56,6 +56,7 @@ class TracedStep:
         return CostTable(comm=self._message_seconds(), lengths=lengths)
 
     def _message_seconds(self) -> float:
+        """Return the minimum seconds between a result and its use on another rank; 0 without messages."""
         produces, consumes, delay = dependencies(self.program, Costs(comm=1.0))
         ready = np.zeros(int(produces.max(initial=0)) + 1)
         ready[produces] = self.end
@@ -104,7 +105,7 @@ def _newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
 
 
 def _read_action_spans(path: Path) -> dict[str, Span]:
-    """Return the last step's action spans by name, without waits; GPU spans if the trace has a GPU."""
+    """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
     try:
         with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
@@ -155,6 +156,7 @@ def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
 
 
 def _event_span(event: Mapping[str, Any], base: int) -> Span:
+    """Return an event's start and end in seconds."""
     # Nanoseconds since 1970 have more digits than a float; nanoseconds of a day do not.
     start = base % (86_400 * 10**9) / 1e9 + float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
