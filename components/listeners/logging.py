@@ -107,6 +107,7 @@ class RunLogging:
         """Do nothing: as a listener, the component is opened before the trainer's other nodes."""
 
     def _add_handler(self, logger: logging.Logger, handler: logging.Handler) -> None:
+        """Add a handler that `close` removes."""
         logger.addHandler(handler)
         self._added.append((logger, handler))
 
@@ -130,6 +131,8 @@ class Terminal(logging.Handler):
 
 
 class _OneLineFormatter(logging.Formatter):
+    """Formatter that leaves out tracebacks."""
+
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {record.getMessage()}"
 
@@ -145,6 +148,7 @@ def is_not_run_line(record: logging.LogRecord) -> bool:
 
 
 def _make_file_handler(path: Path, prefix: str) -> logging.Handler:
+    """Return a handler for a log file, with `prefix` before the level."""
     handler = LogFile(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"))
     return handler
@@ -153,6 +157,7 @@ def _make_file_handler(path: Path, prefix: str) -> logging.Handler:
 def _make_terminal_handler(
     stream: Stream, level: int, accepts: Callable[[logging.LogRecord], bool], template: str | None = None
 ) -> logging.Handler:
+    """Return a handler for standard output or error, with a level and a filter."""
     handler = Terminal(stream)
     handler.setLevel(level)
     handler.addFilter(accepts)
@@ -163,5 +168,6 @@ def _make_terminal_handler(
 def _log_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
+    """Log a Python warning; replaces `warnings.showwarning`."""
     text = warnings.formatwarning(message, category, filename, lineno, line)
     logging.getLogger("drawloom.warnings").warning("%s", text.strip())

@@ -68,6 +68,7 @@ class MemoryReport:
         return UserError("\n".join(lines))
 
     def _list_remedies(self) -> Iterator[str]:
+        """Yield settings that reduce memory, with their present values."""
         for node, batching in self.batching.items():
             if batching.micro_size > 1:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
@@ -113,9 +114,11 @@ def _describe_allocation(error: BaseException) -> str:
 
 
 def _format_amount(amount: str) -> str:
+    """Return an amount such as "1024 bytes" in readable units."""
     number, unit = amount.split()
     return byte_size(int(number)) if unit == "bytes" else amount
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -76,6 +76,7 @@ class Profiler:
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
     def _mark_event(self, event: Event, step: Step) -> None:
+        """Begin or end the range for a step or phase."""
         if event.kind == "step_started":
             self._begin_step(step)
         elif event.kind == "phase_started" and self._is_recording:
@@ -87,9 +88,11 @@ class Profiler:
 
     @property
     def _is_recording(self) -> bool:
+        """Whether the current step is traced."""
         return self._running is not None and self._running.current_action in RECORDING
 
     def _begin_step(self, step: Step) -> None:
+        """Start the profiler if necessary; in a traced step also observe the layers and begin the step's range."""
         if self._running is None:
             self._start_profiler()
         self._step = step.index
@@ -100,6 +103,7 @@ class Profiler:
             self._enter_range(f"step {step.index}")
 
     def _end_step(self, running: profile) -> None:
+        """End the step's range, and let the profiler advance, which writes the trace after the last step."""
         if self._is_recording:
             self._leave_range()
         running.step()  # writes the trace if it is complete
@@ -112,6 +116,7 @@ class Profiler:
             self._stop_profiler()
 
     def _start_profiler(self) -> None:
+        """Create and start torch's profiler, and record GPU allocations if `memory` is set."""
         gpu = self.device.device.type == "cuda"
         if self.memory and gpu:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -126,6 +131,7 @@ class Profiler:
         self._running.start()
 
     def _stop_profiler(self) -> None:
+        """Stop torch's profiler, and remove hooks and open ranges."""
         running, self._running = self._running, None
         self._remove_hooks()
         while self._ranges:
@@ -136,14 +142,17 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _enter_range(self, name: str) -> None:
+        """Begin a named range in the trace."""
         self._ranges.append(record_function(name))
         self._ranges[-1].__enter__()
 
     def _leave_range(self) -> None:
+        """End the innermost range."""
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
 
     def _observe_layers(self) -> Iterator[Any]:
+        """Add hooks with a range for every layer; yield their handles."""
         for stages in self.stages.values():
             for stage in stages.local:
                 for name, module in stage.module.named_modules():
@@ -151,6 +160,8 @@ class Profiler:
                         yield from self._observe_module(module, f"layer {match[1]}")
 
     def _observe_module(self, module: nn.Module, name: str) -> Iterator[Any]:
+        """Add hooks with a range for a module's forward pass; yield their handles."""
+
         def enter(_module: nn.Module, _inputs: Any) -> None:
             self._enter_range(name)
 
@@ -161,10 +172,12 @@ class Profiler:
         yield module.register_forward_hook(leave)
 
     def _remove_hooks(self) -> None:
+        """Remove the layers' hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _on_trace_ready(self, done: profile) -> None:
+        """Write a complete trace; keep an error for the step's end."""
         if self._off:
             return  # an unfinished trace
         # An error that passes through torch 2.13's profiler makes the profiler kill the process when it stops.
@@ -174,6 +187,7 @@ class Profiler:
             self._failure = error
 
     def _write_trace(self, done: profile) -> None:
+        """Write the trace, and with `memory` its counters and the allocation snapshot."""
         self._written += 1
         name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
         path = make_folder(self.folder.folder / "traces") / f"{name}.json.gz"
@@ -199,6 +213,7 @@ def add_memory_counters(path: Path) -> None:
 
 
 def _memory_counter(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn a torch memory event into a counter event for Perfetto."""
     values = event["args"]
     device = "CPU" if values["Device Id"] < 0 else f"GPU {values['Device Id']}"
     args = {key: values[key] for key in ("Total Allocated", "Total Reserved") if key in values}

@@ -65,6 +65,7 @@ class ProgressBar:
             self._update_bar(event.step)
 
     def _start_bar(self, step: Step) -> None:
+        """Show the bar on rank 0's terminal, and hide step lines."""
         if self.console is None or not self.console.is_terminal or self.mesh.world.rank != 0:
             return
         step_column, values = [TextColumn(text) for text in COLUMNS]
@@ -77,6 +78,7 @@ class ProgressBar:
         self._bar.start()
 
     def _update_bar(self, step: Step) -> None:
+        """Advance the bar; at intervals also show new values."""
         if self._bar is None:
             return
         now = self.clock()
@@ -94,7 +96,7 @@ class ProgressBar:
             self.close()
 
     def _show_values(self, bar: Progress) -> None:
-        """Put a step's values into the bar; called only before a refresh."""
+        """Put the newest known values into the bar's text."""
         if self._shown is not None:
             step, seconds = self._shown
             self._values |= values_of(step)
@@ -116,4 +118,5 @@ def values_of(step: Step) -> dict[str, str]:
 
 
 def _is_not_step_line(record: logging.LogRecord) -> bool:
+    """Return whether a log record is not a step line."""
     return not is_marked(record, STEP_LINE)

@@ -79,10 +79,13 @@ class ActivationRms:
         }
 
     def _count_forward(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
+        """Note the microbatch's token count before a forward pass, to exclude padding along `tensor`."""
         shared = inputs[1]
         self._tokens = shared.positions.numel() if isinstance(shared, TokenContext) else None
 
     def _observe_layer(self, module: nn.Module, index: int) -> Any:
+        """Add a hook that adds a layer's outputs to its sums."""
+
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.
             if torch.is_grad_enabled():

@@ -114,7 +114,7 @@ def label_scores(counts: Tensor, averages: Sequence[Average], beta: float = 1.0)
 def _average_scores(
     hits: Tensor, support: Tensor, predicted: Tensor, averages: Sequence[Average], beta: float
 ) -> Mapping[str, float | None]:
-    """Return score averages by name; all three counts are float64 (classes,)."""
+    """Return scores by name and average, from counts by class: hits, true items, predictions; float64 (classes,)."""
     is_target = support > 0
     weights = {"macro": is_target.double(), "weighted": support}
     by_class, total = (
@@ -137,7 +137,7 @@ def _average_scores(
 
 
 def _scores_by_class(hits: Tensor, support: Tensor, predicted: Tensor, beta: float) -> dict[str, Tensor]:
-    """Return precision, recall and F-beta by name, NaN for classes without items."""
+    """Return precision, recall and F-beta from counts; NaN for classes without items."""
     square = beta**2
     return {
         "precision": hits / predicted.clamp(min=torch.finfo(torch.float64).tiny),
@@ -147,4 +147,5 @@ def _scores_by_class(hits: Tensor, support: Tensor, predicted: Tensor, beta: flo
 
 
 def _divide(part: Tensor, whole: Tensor) -> float | None:
+    """Divide, or return None if the divisor is 0."""
     return float(part / whole) if whole > 0 else None

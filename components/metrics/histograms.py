@@ -22,14 +22,14 @@ CHUNK = 2**22
 
 
 def check_bins(value: int) -> str | None:
-    """Return why a number of bins is invalid, or None."""
+    """Check the setting: return why a number of bins is invalid, or None."""
     return at_least(1)(value) or (
         f"{value} is more than {MAX_BINS}, the most that trackers take" if value > MAX_BINS else None
     )
 
 
 def check_targets(patterns: list[str]) -> str | None:
-    """Return why patterns are invalid, or None."""
+    """Check the setting: return why parameter name patterns are invalid, or None."""
     return None if patterns else 'an empty list names no parameter; write ["*"] for all'
 
 
@@ -116,7 +116,7 @@ class Histograms:
                 yield from ((index, chunk) for index in self._histogram_indices(kind, name) for chunk in chunks)
 
     def _histogram_indices(self, kind: str, name: str) -> list[int]:
-        """Return the histogram indices that count a tensor."""
+        """Return the indices of the histograms that count a parameter's gradients or weights (`kind`)."""
         matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
         names = matching if self.per == "pattern" else [name] if matching else []
         return [self._series.index(f"{kind}/{label}") for label in names]

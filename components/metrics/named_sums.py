@@ -55,7 +55,7 @@ def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tens
 
 
 def _stack_microbatches(losses: Mapping[str, Any], name: str) -> Tensor:
-    """Return `loss` or a named sum by microbatch: (microbatches, ...). Raises UserError for other names."""
+    """Return a named sum's value, or the loss, for every microbatch: (microbatches, ...). Raises UserError."""
     values = {"loss": losses["loss"], **losses["sums"]}
     if name not in values:
         known = ", ".join(values)

@@ -35,4 +35,5 @@ class Perplexity:
 
 
 def _finite_exp(nats: float) -> float | None:
+    """Return exp(nats), or None if it is not finite."""
     return math.exp(nats) if nats < MAX_NATS else None  # NaN is not less

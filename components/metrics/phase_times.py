@@ -62,6 +62,7 @@ class PhaseTimes:
         return {f"seconds/{name}": seconds for name, seconds in times.items()}
 
     def _add_mark(self, name: str) -> None:
+        """Record the present time, on a GPU by an event, under a name."""
         if self.device.device.type == "cuda":
             mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             mark.record()
@@ -83,6 +84,7 @@ class PhaseTimes:
 
 
 def _seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks."""
     if not isinstance(start, float):
         end.synchronize()  # does not block, because the totals of the step have arrived
         return float(start.elapsed_time(end)) / 1000

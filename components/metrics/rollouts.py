@@ -68,6 +68,7 @@ class RolloutMetrics:
 
 
 def _sum_scores(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
+    """Return the sums over a microbatch's completions, by name."""
     scores = scored.scores[:, [scored.names.index(name) for name in rewards]]
     completions, groups = scored.completions, scored.totals.view(-1, scored.group_size)
     is_scored = ~groups.isnan()
@@ -86,4 +87,5 @@ def _sum_scores(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _divide(total: Tensor, count: Tensor) -> float | None:
+    """Divide, or return None if there is nothing to average."""
     return float(total / count) if count > 0 else None

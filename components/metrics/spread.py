@@ -71,7 +71,7 @@ class Spread:
         return values
 
     def _find_quantile(self, counts: Tensor, part: float) -> float | None:
-        """Return the center of the first bin where the cumulative count reaches the fraction `part`."""
+        """Return the center of the first bin with a cumulative count of at least the fraction `part`."""
         reached = counts.cumsum(0)
         if reached[-1] == 0:
             return None

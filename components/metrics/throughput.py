@@ -46,7 +46,7 @@ class Throughput:
         return {"tokens": self._count_tokens(), "tokens_per_second": step.tokens / max(self._seconds, MIN_SECONDS)}
 
     def _count_tokens(self) -> int:
-        """Return the token count so far, including the last measured step."""
+        """Add the last measured step's tokens once, and return the token count so far."""
         measured, self._measured = self._measured, None
         if measured is not None:
             self._tokens += measured.tokens

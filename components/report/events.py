@@ -86,6 +86,7 @@ class RunLog:
             self._time = time
 
     def _read_run_line(self, time: str, text: str) -> None:
+        """Update the events with an INFO line from the run: a step, start, resume, stop or end."""
         if step := STEP.match(text):
             self._set_step(step)
         elif text.startswith("run     "):
@@ -109,6 +110,7 @@ class RunLog:
             self._add_event(time, "recipe", text.partition(": ")[2])
 
     def _start_process(self, time: str, text: str) -> None:
+        """Note a new process; an earlier one that did not end was killed."""
         if self.running:
             self.add_kill()
         self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True
@@ -128,14 +130,17 @@ class RunLog:
         self._add_event(time, "ended", f"all {step:,} steps are done")
 
     def _add_header_line(self, line: str) -> None:
+        """Add a header line, a label and a text."""
         label, text = line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()
         if label and text and len(self.header) < 20:
             self.header[label] = text[:MAX_TEXT_LENGTH]
 
     def _set_step(self, match: re.Match[str]) -> None:
+        """Note the last step, and the total."""
         self.step, self.total = int(match[1]), int(match[2])
 
     def _add_event(self, time: str, kind: Kind, text: str) -> None:
+        """Add an event after the last step; with too many, leave out one in the middle."""
         self.events.append(LogEvent(time, kind, self.step, text[:MAX_TEXT_LENGTH]))
         if len(self.events) > MAX_EVENTS:
             del self.events[MAX_EVENTS // 2]

@@ -47,6 +47,7 @@ class HtmlReport:
                 log.warning("the report can't be written: %s: %s", type(error).__name__, error)
 
     def _write_report(self, step: int) -> None:
+        """Write the report, and log its path and the ETTR."""
         folder = self.folder.folder
         run = read_run(folder, folder.resolve().name, self._draw_run(step))
         run.log.end(time.strftime(TIME_FORMAT), step)
@@ -56,6 +57,7 @@ class HtmlReport:
             log.info("time    %s", ratio)
 
     def _draw_run(self, step: int) -> Drawings:
+        """Draw the run's graph, step and schedule, or return why they can't be drawn."""
         pictures = [
             draw_schedule(
                 type(schedule).__module__.rpartition(".")[2],
@@ -68,6 +70,7 @@ class HtmlReport:
         return Drawings(self.recipe.draw(False), self.recipe.draw(True), "\n".join(pictures))
 
     def _has_report(self, step: int) -> bool:
+        """Return whether the report in the run folder is about this step."""
         beginning = f"<!doctype html><!-- {_heading(step)} -->".encode()
         try:
             with regular_file(self._report_path) as file:
@@ -81,4 +84,5 @@ class HtmlReport:
 
 
 def _heading(step: int) -> str:
+    """Return the comment that marks a report's step."""
     return f"after step {step}"

@@ -80,22 +80,24 @@ def text(words: str) -> str:
 
 
 def _replace_unprintable(words: str) -> str:
+    """Replace unprintable characters by U+FFFD."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
 
 
 def _csp_hash(content: str) -> str:
+    """Return the content's hash for the page's content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _dump_curves(groups: Sequence[SeedGroup]) -> str:
-    """Return the curves as JSON, escaped to not close the HTML element."""
+    """Return all groups' curves as JSON, escaped so that it can't close its HTML element."""
     data = {"titles": CURVES, "runs": [_group_data(group) for group in groups]}
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, without surrogates
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _group_data(group: SeedGroup) -> dict[str, object]:
-    """Return a group's curves; over several seeds, the mean with a band from the smallest to the largest value."""
+    """Return a group's curves and marks for JSON; over several seeds, means with bands from minimum to maximum."""
     curves = {
         _replace_unprintable(name): {
             "x": curve.x,
@@ -114,7 +116,7 @@ def _group_data(group: SeedGroup) -> dict[str, object]:
 
 
 def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
-    """Yield a table with a row per group of seeds: the settings in which they differ, and their losses."""
+    """Yield a table with a row per group of seeds: settings that differ, and losses."""
     keys = list(groups[0].settings)
     losses = [name for name in ("loss", "validation_loss") if last_common_step(groups, name) is not None]
     ends = {name: last_common_step(groups, name) for name in losses}
@@ -157,6 +159,7 @@ def _render_overview(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> 
 
 
 def _list_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield a run's figures as (label, text): model, data, steps, tokens, times, losses."""
     metrics, log = run.metrics, run.log
     yield from ((label, words) for label, words in log.header.items() if label in ("model", "data", "device"))
     if metrics.steps:
@@ -184,6 +187,7 @@ def _list_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _render_run(run: RunRecord, number: int) -> Iterator[str]:
+    """Yield a run's section: events, checkpoints, plan, sample and drawings."""
     yield f'<section class="run"><h2 class="c{number % COLOURS}">{text(run.name)}</h2>'
     yield from _render_events(run)
     yield from _render_checkpoints(run)
@@ -207,6 +211,7 @@ def _render_run(run: RunRecord, number: int) -> Iterator[str]:
 
 
 def _render_sample(sample: str) -> Iterator[str]:
+    """Yield the sample; a long one is folded."""
     if not sample:
         return
     heading, line, words = sample.partition("\n")
@@ -219,6 +224,7 @@ def _render_sample(sample: str) -> Iterator[str]:
 
 
 def _render_events(run: RunRecord) -> Iterator[str]:
+    """Yield the table of events."""
     if not run.log.events:
         return
     omitted = f" ({run.log.omitted:,} in the middle are left out)" if run.log.omitted else ""
@@ -228,10 +234,12 @@ def _render_events(run: RunRecord) -> Iterator[str]:
 
 
 def _event_row(event: LogEvent) -> list[str]:
+    """Return an event's cells."""
     return [event.time, f"{event.step:,}", event.kind, event.text]
 
 
 def _render_checkpoints(run: RunRecord) -> Iterator[str]:
+    """Yield the table of checkpoints."""
     if not run.checkpoints:
         return
     yield "<h3>Checkpoints</h3>"

@@ -96,6 +96,7 @@ def difference_keys(rows: Sequence[RunRow]) -> list[str]:
 
 
 def _make_row(name: str, record: RunRecord, state: State, differs: dict[str, str]) -> RunRow:
+    """Return a run's row from its record."""
     metrics = record.metrics
     best = metrics.smallest("validation_loss")
     tokens = float(metrics.tokens[-1]) if metrics.steps else 0.0
@@ -126,6 +127,7 @@ def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _cell_value(row: RunRow, key: str) -> Any:
+    """Return a column's value, or that of a setting."""
     return getattr(row, key) if key in COLUMNS else row.differs.get(key)
 
 

@@ -73,6 +73,7 @@ class SeedGroup:
         return {name: curve for name in first.columns if (curve := self._mean_curve(name, points)) is not None}
 
     def _mean_curve(self, metric: str, points: int) -> MetricCurve | None:
+        """Return a metric's mean over the runs with a band, at common steps; None if a run lacks the metric."""
         columns = [run.metrics.columns.get(metric) for run in self.runs]
         known = [column for column in columns if column is not None]
         steps = common_steps(known)
@@ -126,14 +127,17 @@ def value_at(column: Column | None, step: int) -> float | None:
 
 
 def _values_at(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a column's values at these steps, which it must have."""
     return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
 
 
 def _differs_by_seed(key: str) -> bool:
+    """Return whether a setting may differ within a group: names, folders and seeds."""
     return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
 
 
 def _name_group(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
+    """Return a group's name: its settings if there are a few, otherwise its first run's name."""
     if len(runs) == 1 or not 0 < len(settings) <= MAX_NAMED_SETTINGS:
         return runs[0].name
     short = [key.rpartition(".")[2] for key in settings]

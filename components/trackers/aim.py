@@ -113,19 +113,22 @@ class AimTracker:
         return AimLocation(self.repository, shared_by=self.folder.folder)
 
     def _recall_run(self) -> str:
-        """Return the run folder's Aim run hash; "" before its first run in a shared repository."""
+        """Return the run folder's Aim run hash, or a new one; in a shared repository, "" before the first run."""
         folder = self.folder.folder
         return recall_run(folder, "aim") if self.repository else find_run(folder) or uuid.uuid4().hex[:24]
 
     def _queue_task(self, task: Task) -> None:
+        """Queue a task on rank 0; warn if the queue is full."""
         if self._background is not None and not self._background.put(task):
             self._warn("Aim does not keep up; some steps will be missing there")
 
     def _wait_for(self, task: Task) -> None:
+        """Run a task on rank 0 and wait for it up to `timeout` seconds; warn if it takes longer."""
         if self._background is not None and not self._background.run(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
     def _warn_of_error(self, error: Exception) -> None:
+        """Warn about Aim's exception, and say if later values are lost, too."""
         is_usable = self._run is None or self._run.usable
         effect = "some steps will be missing there" if is_usable else "nothing is written to it"
         self._warn(f"Aim failed, {effect}: {type(error).__name__}: {error}")

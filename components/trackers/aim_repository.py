@@ -105,6 +105,7 @@ def free_run(folder: Path, run: str) -> None:
 
 
 def _chunks_folder(folder: Path) -> Path:
+    """Return the folder in which Aim keeps one subfolder per run."""
     return folder / ".aim" / "meta" / "chunks"
 
 
@@ -201,6 +202,7 @@ class AimRun:
 
     @contextmanager
     def _unusable_on_error(self) -> Iterator[None]:
+        """Make later calls do nothing if the context raises."""
         self.usable = False
         yield
         self.usable = True
@@ -220,7 +222,7 @@ def delete_after(run: Any, step: int) -> None:
 
 
 def _truncate_metric(run: Any, metric: tuple[int, str], step: int) -> None:
-    """Delete later steps, and steps only partly written by a killed process."""
+    """Delete a metric's steps after `step`, and steps that a killed process wrote only in part."""
     series = run.series_run_trees[NUMBERS_VERSION].subtree(metric)
     columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
     complete = set.intersection(*map(set, columns.values()))

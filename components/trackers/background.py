@@ -80,11 +80,13 @@ class Background:
         return not self._thread.is_alive()
 
     def _run_tasks(self) -> None:
+        """Run queued tasks until `close`, and finally `last`. Runs in the thread."""
         for task in iter(self._tasks.get, None):
             self._run_task(task)
         self._run_task(self._last)
 
     def _run_task(self, task: Task) -> None:
+        """Run a task, and pass its exception to `failed`."""
         try:
             task()
         except Exception as error:
@@ -152,10 +154,12 @@ class TrackerInBackground(ABC):
         """Finish writing."""
 
     def _queue_task(self, task: Task) -> None:
+        """Queue a task on rank 0; warn if the queue is full."""
         if self._background is not None and not self._background.put(task):
             self._warn(f"{self.called} does not keep up; some steps will be missing there")
 
     def _warn_of_error(self, error: Exception) -> None:
+        """Warn about the program's exception."""
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
 
 

@@ -36,6 +36,7 @@ class CsvTracker(TrackerInBackground):
 
     @property
     def _open_file(self) -> AppendedFile:
+        """The open file. Raises ValueError before `open`."""
         if self._file is None:
             raise ValueError("metrics.csv is not open")
         return self._file
@@ -67,6 +68,7 @@ class CsvTracker(TrackerInBackground):
             line = line[self._open_file.append(line) :]
 
     def _rewrite_file(self, rows: Iterable[Mapping[str, str]]) -> None:
+        """Replace the file's content by these rows."""
         table = [self._names, *([row.get(name) or "" for name in self._names] for row in rows)]
         self._open_file.replace(_format_lines(table))
 
@@ -101,6 +103,7 @@ def _is_number(field: str) -> bool:
 
 
 def _format_lines(table: Iterable[Iterable[str]]) -> bytes:
+    """Return rows as CSV."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(table)
     return text.getvalue().encode()

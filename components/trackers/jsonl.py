@@ -68,8 +68,10 @@ class JsonlTracker:
 
 
 def _row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
+    """Return a step's JSON object; values that are not finite are null."""
     return {"step": step} | {name: _finite_or_none(value) for name, value in values.items()} | {"format": FORMAT}
 
 
 def _finite_or_none(value: Value) -> Value:
+    """Return the value, or None if it is not finite."""
     return value if value is None or math.isfinite(value) else None

@@ -92,10 +92,12 @@ class MlflowTracker(ServiceTracker):
 
     @property
     def _database_path(self) -> Any:
+        """The path of the run folder's database."""
         return self.folder.folder / "mlflow.db"
 
     @property
     def _artifacts_folder(self) -> Any:
+        """The run folder's folder for histograms."""
         return self.folder.folder / "mlflow"
 
     def _create_run(self) -> str:
@@ -122,7 +124,7 @@ class MlflowTracker(ServiceTracker):
 
 
 def _clean_name(name: str) -> str:
-    """Replace the characters that MLflow refuses in a name by _."""
+    """Replace characters that MLflow refuses in names by _."""
     return REFUSED_CHARACTERS.sub("_", name)
 
 

@@ -20,4 +20,5 @@ def remember_run(folder: Path, program: str, run: str) -> None:
 
 
 def _identifier_path(folder: Path, program: str) -> Path:
+    """Return the path of the file with a program's run identifier."""
     return folder / f"{program}_run.txt"

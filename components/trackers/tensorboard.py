@@ -80,6 +80,7 @@ class TensorBoardTracker(ServiceTracker):
         self._writer.flush()
 
     def _write_properties(self) -> None:
+        """Write the recipe's settings as hyperparameters."""
         # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
 
