@@ -50,7 +50,7 @@ def source(options: argparse.Namespace, project: Project, recipe: Recipe | None)
     if isinstance(options.costs, Path):
         return Traced(read_run(options.costs, project))
     if recipe is None:
-        raise UserError("--costs plan is the plan of a recipe; write a recipe, or costs such as F=1,I=1,W=1", 2)
+        raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
     return Planned(recipe, device_model(options.device) if options.device else at_hand())
 
 

@@ -85,7 +85,7 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_describe_row_counts(source, seen) for source in row_sources(rows))
     before = (
-        f" (of which the first {loader.last_resized_step}, of another size, are not compared)"
+        f" (the first {loader.last_resized_step} had other batch sizes and are not compared)"
         if loader.last_resized_step
         else ""
     )

@@ -83,7 +83,9 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         positions = torch.arange(length).repeat(len(texts), 1)
         logits = self.predictor.infer(seen, TokenContext(positions, torch.zeros_like(seen)))
         if logits is None:
-            raise ValueError("this process does not hold all stages")
+            raise ValueError(
+                "the output is on another rank, because this process does not contain the last pipeline stage"
+            )
         return [
             _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)
         ]
@@ -92,12 +94,16 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         """Sample a continuation with a task's options. Raises UserError for unknown options, or for too many tokens."""
         if unknown := sorted(options.keys() - OPTIONS):
             known = ", ".join(sorted(OPTIONS))
-            raise UserError(f"a task asks for text by {', '.join(unknown)}; take one that uses {known}")
+            raise UserError(
+                f"a task sets {', '.join(unknown)} for generation, and only {known} are supported; leave the task out"
+            )
         until = options.get("until") or []
         ends = [until] if isinstance(until, str) else until
         max_tokens = options.get("max_gen_toks", 256)
         if max_tokens >= self.context:
-            raise UserError(f"a task asks for {max_tokens} tokens; write --context {max_tokens + 1} or more")
+            raise UserError(
+                f"the context has no room for a task's {max_tokens} tokens; write --context {max_tokens + 1} or more"
+            )
         prompt = self.tok_encode(text)[-(self.context - max_tokens) :] or [self.prefix_token_id]
         sampler = Sampler(
             model=self.predictor,

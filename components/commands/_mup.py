@@ -71,5 +71,5 @@ def _find_optimizer(graph: Graph) -> str:
     names = [name for name, node in graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1 or graph.nodes[names[0]].settings["groups"]:
         fault = "has groups of its own" if names else "is missing"
-        raise UserError(f"an optimizer like optim.adamw without groups is required, and it {fault}", 2)
+        raise UserError(f"the recipe needs one optimizer like optim.adamw without groups, and it {fault}", 2)
     return names[0]

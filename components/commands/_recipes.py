@@ -49,7 +49,9 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
         graph.require_valid()
     if len(names) != 1:
         which = f" ({', '.join(f'[{name}]' for name in names)})" if names else ""
-        raise UserError(f"{holder} has {len(names)} nodes that are a {port.__name__}{which}; one is required", 2)
+        raise UserError(
+            f"{holder} has {len(names)} nodes that implement {port.__name__}{which}; exactly one is required", 2
+        )
     return names[0]
 
 

@@ -161,7 +161,7 @@ class Replayer:
         recipe = Recipe.of(data, "replay", project=self.project)
         if (ranks := math.prod(mesh_sizes(recipe.graph).dense().values())) > 1:
             hint = "record both runs with the listener checkpoint.phase_hashes"
-            raise UserError(f"a run of {ranks} ranks is not replayed; {hint}", 2)
+            raise UserError(f"a run on {ranks} ranks can't be replayed in one process; {hint}", 2)
         return recipe
 
 

@@ -98,7 +98,9 @@ def _grid_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
     """Return all combinations of the axes' values. Raises UserError for an interval, or for too many points."""
     for axis in axes:
         if axis.interval is not None:
-            raise UserError(f"{axis.key} has an interval, which has no grid; write --random 20 for twenty points", 2)
+            raise UserError(
+                f"{axis.key} is an interval, and a grid needs single values; write --random 20 for 20 random points", 2
+            )
     _check_point_count(math.prod(len(axis.values) for axis in axes))
     return itertools.product(*(axis.values for axis in axes))
 

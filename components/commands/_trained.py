@@ -110,7 +110,7 @@ def _read_averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
     state = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
     if not any(state.values()):
-        raise UserError(f"--average: {checkpoint} has no averages yet", 2)
+        raise UserError(f"--average: {checkpoint} has no averages yet; leave --average out, or train longer", 2)
     return {name: parts["average"] for name, parts in state.items()}
 
 
@@ -121,7 +121,9 @@ def _choose_checkpoint(options: argparse.Namespace) -> Path | None:
         matching = [path for path in checkpoints if step_of(path) == options.step]
         if not matching:
             steps = f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of(path)) for path in checkpoints)}"
-            raise UserError(f"--step {options.step}: {options.run_folder} has checkpoints of {steps}", 2)
+            raise UserError(
+                f"--step {options.step}: {options.run_folder} has checkpoints of {steps}; write one of these", 2
+            )
         return matching[0]
     if options.best and checkpoints:
         manifests = {path: manifest for path in checkpoints if (manifest := quick_check(path))}

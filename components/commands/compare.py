@@ -100,7 +100,9 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
     ends = {name: step for name in asked if (step := last_common_step(groups, name)) is not None}
     if unknown := [name for name in options.metric or () if name not in ends]:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
-        raise UserError(f"--metric {unknown[0]}: the runs have no common step with it; they have {', '.join(known)}", 2)
+        raise UserError(
+            f"--metric {unknown[0]}: no step has this metric in all runs; write one of {', '.join(known)}", 2
+        )
     if options.to is not None:
         with writing(options.to):
             replace_file(options.to, render_page(runs).encode())

@@ -103,7 +103,7 @@ def _show_rows(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
 def _verify_store(folder: Path) -> FaultsResult:
     """Verify a token store's checksums. Raises UserError if the folder has no store."""
     if not (folder / "store.json").is_file():
-        raise UserError(f"{folder} is no token store; give the folder that `drawloom tokenize --to` wrote", 2)
+        raise UserError(f"{folder} is not a token store; give the folder that `drawloom tokenize --to` wrote", 2)
     store = Store.describe(folder)
     faults = store.faults()
     whole = f"{folder}: {len(store.shards)} shards, {store.token_count:,} tokens, all as they were written"

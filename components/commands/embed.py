@@ -85,9 +85,9 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
             pooled.append(_pool_hidden_states(run.get(ProgramExecutor), ids, request, options.pool))
             empty += sum(not text_ids for text_ids in ids)
     if not pooled:
-        raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
+        raise UserError(f"{' '.join(options.paths)}: the files contain no document; name other files", 2)
     if empty:
-        print_text(f"{empty} of the documents without a token: their numbers are 0", "stderr")
+        print_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
     states = torch.cat(pooled)
     with writing(options.to):
         write_tensors(options.to, {"hidden_states": states})
@@ -117,5 +117,5 @@ def _pool_hidden_states(
     context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
     states = executor.hidden_states(tokens, context)
     if states is None:
-        raise ValueError("this process does not hold all stages")
+        raise ValueError("the output is on another rank, because this process does not contain the last pipeline stage")
     return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

@@ -62,7 +62,7 @@ class EvaluateResult(Result):
 def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
     """Return the mean loss per token, with conversions to other units."""
     if options.stride and not options.corpus:
-        raise UserError("--stride is of windows over the documents of --corpus; add --corpus, or leave --stride out", 2)
+        raise UserError("--stride moves windows over the documents in --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
     corpus = _make_corpus_node(options.corpus) if options.corpus else None
     change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None

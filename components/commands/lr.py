@@ -183,7 +183,9 @@ def _compute_factors(phases: Sequence[Phase], steps: Sequence[int], total: int) 
             for phase in phases:
                 phase.run_phase(step)
         except KeyError as error:
-            raise UserError(f"the learning rate follows from {error}, which only a run has", 2) from error
+            raise UserError(
+                f"the learning rate depends on the step value {error}, and only a run computes it", 2
+            ) from error
         factors.append(float(step.state.get("lr_factor", 1.0)))
     return factors
 

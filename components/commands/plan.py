@@ -58,7 +58,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
     if options.search:
         return _search_plans(options, recipe, device)
     if options.to is not None:
-        raise UserError("--to is for the best plan of a search; write --search, too", 2)
+        raise UserError("--to writes the best plan that --search finds; add --search", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else find_remedies(recipe, planned)
     return PlanResult.of(planned, helpful, _propose_saves(options, recipe, planned))

@@ -66,8 +66,8 @@ def _find_only_node(recipe: Recipe, kind: type) -> str:
     graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
     if len(names) != 1:
-        fault = f"the recipe has {len(names)} nodes that are a {kind.__name__}, and one is required"
-        raise UserError(f"{fault}; take a recipe like `dpo`, with data.preferences and loss.dpo", 2)
+        fault = f"the recipe has {len(names)} nodes that are a {kind.__name__}; exactly one is required"
+        raise UserError(f"{fault}; use a recipe like `dpo`, with data.preferences and loss.dpo", 2)
     return names[0]
 
 

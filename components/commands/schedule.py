@@ -164,14 +164,16 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
         if any(getattr(options, name) for name in EXCLUDED_BY_RUN):
-            raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
+            raise UserError("--run takes the schedule from the run's recipe; leave the recipe and its options out", 2)
         options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
         return _compare_schedules(options, project)
     for name in ("ranks", "microbatches"):
         values = getattr(options, name) or [None]
         if len(values) > 1:
-            raise UserError(f"--{name} {','.join(map(str, values))}: several are compared; add --compare", 2)
+            raise UserError(
+                f"--{name} {','.join(map(str, values))}: only --compare takes several values; add --compare", 2
+            )
         setattr(options, name, values[0])
     summary = _simulate_requested(options, project)
     measured = None if options.run is None else _costs.read_run(options.run, project).simulation
@@ -245,7 +247,7 @@ def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
 def _compare_schedules(options: argparse.Namespace, project: Project) -> ComparisonResult:
     """Simulate the named schedule and all schedules without required settings: one table per size."""
     if options.format in ("svg", "csv"):
-        raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
+        raise UserError(f"--format {options.format} shows only one schedule; leave --compare out", 2)
     recipe = _load_recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
@@ -334,7 +336,7 @@ def _check_stages_per_rank(options: argparse.Namespace, name: str, schedule: Sch
     if options.stages_per_rank is None:
         return
     if options.stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
-        has = f"{name} takes {stages} on each rank"
+        has = f"{name} has {stages} stages per rank"
         raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
 
 

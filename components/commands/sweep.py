@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, project: Project) -> SweepResult:
     """Check and plan all runs, and then run or submit them."""
     if options.sbatch and options.submit is None:
-        raise UserError("--sbatch is for the script of --submit; write --submit FILE, too", 2)
+        raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
     runs = _load_runs(options, project)
     folder = runs[0].folder.parent
     if options.device:

@@ -38,7 +38,7 @@ def tensor_sum(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], set
     total = _stack_microbatches(losses, name).double().sum(0)
     if total.shape != shape:
         text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric needs shape {shape}"
-        raise UserError(f"{text}; write another name in `of`, or set `{setting}` to the loss's value", exit_code=2)
+        raise UserError(f"{text}; set `{setting}` to the value in the loss, or name another sum in `of`", exit_code=2)
     return total
 
 
@@ -59,6 +59,9 @@ def _stack_microbatches(losses: Mapping[str, Any], name: str) -> Tensor:
     values = {"loss": losses["loss"], **losses["sums"]}
     if name not in values:
         known = ", ".join(values)
-        raise UserError(f"the loss has no sum called {name!r}, which a metric is of; write one of {known}", exit_code=2)
+        raise UserError(
+            f"the loss has no sum called {name!r}, but a metric reads it; write one of {known}",
+            exit_code=2,
+        )
     value: Tensor = values[name]
     return value

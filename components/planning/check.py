@@ -110,8 +110,8 @@ class PlanCheck:
         fullest = max(planned.memory, key=lambda rank: rank.peak)
         needed, available = map(byte_size, (fullest.peak, planned.device.memory))
         return (
-            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; what "
-            f"would fit: {settings}; write refuse = false in the node of this plan to try the run anyway"
+            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; settings "
+            f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
         )
 
 

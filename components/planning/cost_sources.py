@@ -153,7 +153,9 @@ class Planned:
             nodes = Nodes.of(self.recipe)
             layers = nodes.settings(nodes.model).get("num_hidden_layers")
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
-                raise UserError(f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; take fewer", 2)
+                raise UserError(
+                    f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; use fewer stages", 2
+                )
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
             values = {nodes.mesh: {PipelineDimension.name: ranks}, nodes.schedule: schedule}
             self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)

@@ -42,7 +42,9 @@ class Nodes:
         """Return the node for a port; UserError if there is not exactly one."""
         names = self._find_used_nodes(port)
         if len(names) != 1:
-            raise UserError(f"a plan needs one node that is a {port.__name__}, and the recipe has {len(names)}", 2)
+            raise UserError(
+                f"a plan needs exactly one node that implements {port.__name__}, and the recipe has {len(names)}", 2
+            )
         return names[0]
 
     def _find_used_nodes(self, port: type) -> list[str]:
@@ -154,7 +156,7 @@ class Nodes:
         classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_used_nodes(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
-            raise UserError(f"a plan needs one class of batches, and the recipe's data sets have {len(types)}", 2)
+            raise UserError(f"a plan needs exactly one batch class, and the recipe's data sets have {len(types)}", 2)
         return types.pop()
 
     @property
