@@ -44,7 +44,7 @@ def parse(text: str) -> Given:
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source that `--costs` selects. Raises UserError if it is `plan` and there is no recipe."""
+    """Return the cost source selected by `--costs`. Raises UserError if it is `plan` and there is no recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
@@ -63,7 +63,7 @@ def read_run(folder: Path, project: Project) -> TracedStep:
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
-    """Return the cost settings among a schedule's `fields`: slices for `auto`, `comm` alone for V schedules."""
+    """Return a schedule's cost settings: `slices` for `auto`, otherwise `comm`, a message's cost in forward passes."""
     if "slices" in fields:
         return source.slices(ranks)
     if "comm" in fields:

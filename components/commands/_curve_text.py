@@ -12,7 +12,7 @@ HEIGHT = 12
 
 def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> str:
     """
-    Draw the curves of one metric, `width` characters wide: each in a letter, in order; `*` where several meet.
+    Draw a metric's curves, one letter per curve, `width` characters wide; `*` marks a cell with several curves.
 
     The picture begins at the steps' first tenth if the curve falls steeply, as a loss does, so that its end is visible.
     """

@@ -57,7 +57,7 @@ class _DigestCache:
     digests: dict[tuple[int, int | None], str] = attrs.field(factory=dict)
 
     def digest(self, row: int, step: int) -> str:
-        """Return the digest that a row has at a step."""
+        """Return a row's digest at a step."""
         key = (row, self.loader.length_at(step))
         if key not in self.digests:
             [self.digests[key]] = row_digests(self.loader.shorten(self.rows.batch("train", [row]), step))

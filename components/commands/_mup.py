@@ -25,7 +25,7 @@ HIDDEN = ["*_proj.weight"]
 
 def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
     """
-    Return values that make a recipe's model `multiple` times as wide, in muP or with the same settings otherwise.
+    Return overlay values for a model `multiple` times as wide: settings scaled by muP, or "standard" ones.
 
     Raises UserError for a model without the multipliers, sizes from a file, or an optimizer with groups of its own.
     """
@@ -51,7 +51,7 @@ def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
 
 
 def overlay(values: Mapping[str, Mapping[str, Any]], head: str) -> str:
-    """Return values as an overlay in TOML, below a comment."""
+    """Return values as a TOML overlay, below a comment with the text `head`."""
     lines = [f"# {head}"]
     for node, settings in values.items():
         lines += ["", f"[{node}]", *(f"{key} = {dumps(value)}" for key, value in settings.items())]

@@ -82,7 +82,7 @@ def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 
 def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's metrics by step, without metrics that depend on the machine, such as speeds."""
+    """Return a run's metrics by step, without machine metrics, such as speeds."""
     rows: dict[int, dict[str, Any]] = {}
     for line in lines_of(run / METRICS):
         try:
@@ -114,7 +114,7 @@ def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests])
 
 @attrs.frozen
 class Replayer:
-    """Replayer for runs, in this process; replays are in subfolders of `folder`."""
+    """Replayer for runs in this process; temporary run folders are made in `folder`."""
 
     project: Project
     folder: Path
@@ -198,7 +198,7 @@ def single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[t
 
 
 def table_of(nodes: Nodes, node: str) -> Nodes | None:
-    """Return a node's table, also within a group, or None."""
+    """Return the table of a node, whose name may contain groups, or None."""
     part: Any = nodes
     for name in node.split("."):
         part = part.get(name) if isinstance(part, dict) else None

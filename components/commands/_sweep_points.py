@@ -127,7 +127,7 @@ def _draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: 
 
 
 def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
-    """Return the points from [[points]] in a file; names contain only the keys that differ."""
+    """Return the points from [[points]] in a file; names contain only differing keys."""
     if axes:
         raise UserError(f"{axes[0].key} has several values, and {file} lists [[points]]; write one or the other", 2)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):

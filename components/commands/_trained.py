@@ -94,7 +94,7 @@ def _read_run(
 
 
 def no_checkpoint(folder: Path) -> UserError:
-    """Return the error for a folder without a finished checkpoint, with the folder that the user may mean."""
+    """Return the error for a folder without a finished checkpoint; it suggests a likely run folder."""
     fault = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
     # Users write the name of a run instead of its folder, which is in `runs` by default.
     near = Path("runs") / folder

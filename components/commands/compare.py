@@ -66,7 +66,7 @@ class CompareResult(Result):
         return "\n\n".join([part for part in parts if part] + ([f"page in {self.path}"] if self.path else []))
 
     def _format_settings(self) -> str:
-        """Return the settings that differ between groups, by node, or why there are none."""
+        """Return the groups' differing settings, by node, or why there are none."""
         if len(self.groups) == 1:
             return "the recipes differ in seeds and names alone"
         if not (keys := list(self.groups[0].settings)):
@@ -100,9 +100,7 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
     ends = {name: step for name in asked if (step := last_common_step(groups, name)) is not None}
     if unknown := [name for name in options.metric or () if name not in ends]:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
-        raise UserError(
-            f"--metric {unknown[0]}: no step has this metric in all runs; write one of {', '.join(known)}", 2
-        )
+        raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
     if options.to is not None:
         with writing(options.to):
             replace_file(options.to, render_page(runs).encode())
@@ -115,7 +113,7 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
 
 
 def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read the runs in folders. Raises UserError for fewer than two."""
+    """Read all runs in and below the folders. Raises UserError for fewer than two."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; give run folders, such as runs/first_run", 2)

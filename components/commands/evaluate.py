@@ -77,7 +77,7 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
 
 
 def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
-    """Evaluate all rows of a split, and return the mean loss per token or pair."""
+    """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _read_microbatches(rows, split, run.get(Batching).micro_size):
@@ -140,7 +140,7 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
 
 
 def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str:
-    """Return a text with the count of documents longer than a row; a row's last token is only predicted."""
+    """Return a text with the counts of documents, and of documents longer than a row."""
     lengths = run.get(TokenCorpus).documents(split).lengths
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
@@ -148,7 +148,7 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
 
 
 def _read_microbatches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
-    """Yield lists of microbatches that together cover a split's rows."""
+    """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]
     for first in range(0, len(indices), MAX_LOADED):

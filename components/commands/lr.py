@@ -175,7 +175,7 @@ def _compute_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
 
 
 def _compute_factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
-    """Return one factor per step. Raises UserError if it depends on values that only a run computes."""
+    """Return the learning-rate factor at every step. Raises UserError if it depends on a run's values."""
     factors = []
     for index in steps:
         step = Step(index, total)
@@ -198,5 +198,5 @@ def _select_steps(total: int) -> list[int]:
 
 
 def _values_written_by(node: Node) -> Sequence[str]:
-    """Return the step values that a phase declares to write."""
+    """Return the step values written by a phase, as it declares."""
     return node.spec.traits.flow.writes

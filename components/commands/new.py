@@ -92,7 +92,7 @@ def _comment_out(graph: Graph) -> Iterator[str]:
 
 
 def _comment_out_settings(node: Node) -> Iterator[str]:
-    """Yield a node's written settings with their docs, without edges, which follow from their nodes."""
+    """Yield a node's written settings as comments with their docs, without references to other nodes."""
     for key, item in node.table.items.items():
         field = node.spec.fields.get(key)
         if field is not None and field.kind == "setting":

@@ -95,7 +95,7 @@ class Evidence:
     seconds: float
 
     def find_excluded(self, tolerance: float) -> list[str]:
-        """Return the layers whose error is more than `tolerance` times the median."""
+        """Return the layers whose gradient error alone exceeds `tolerance` times the median over layers."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
 
@@ -151,7 +151,7 @@ def _measure_effects(recipe: Recipe, steps: int) -> Evidence:
 
 
 def _training_phases(recipe: Recipe) -> list[str]:
-    """Return the names of the phases up to the update of the weights."""
+    """Return the names of the trainer's phases up to the update of the weights."""
     graph = recipe.graph
     graph.require_valid()
     root = graph.nodes[recipe.project.root]

@@ -60,7 +60,7 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run; if not, as after a failed start, print that it is left out."""
+    """Return whether a folder holds a run; if not, as after a failed start, print a note about the folder."""
     try:
         check_is_run(folder)
     except UserError as error:

@@ -210,7 +210,7 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
 
 
 def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
-    """Load and check the recipe, which may need devices that are elsewhere."""
+    """Load and check the recipe, which may need another machine's devices."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
     return recipe
@@ -232,7 +232,7 @@ def _suggest_schedule(name: str, project: Project) -> str | None:
 
 
 def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
-    """Simulate a schedule from a CSV file. Raises UserError for options that contradict the file."""
+    """Simulate a schedule from a CSV file. Raises UserError for options in conflict with the file."""
     program, path = read_file(Path(options.recipe)), options.recipe
     for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),

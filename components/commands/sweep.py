@@ -153,7 +153,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
 
 
 def _check_runs_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
-    """Plan all runs, and print the total time. Raises UserError with the runs that do not fit the device."""
+    """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
         lines = [f"  {name}: {byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
@@ -208,7 +208,7 @@ def _default_folder(options: argparse.Namespace, project: Project, point: Point)
 
 
 def _make_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
-    """Return the command that starts a run of the sweep."""
+    """Return the command to start a run of the sweep."""
     package = project.registry.package.partition(".")[0]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]
     imports = [f"--import={path}" for path in options.imports]

@@ -58,7 +58,7 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
 
 
 def _verify_checkpoint(checkpoint: Path) -> CheckpointVerdict | None:
-    """Return a checkpoint's verdict, or None if the run has removed it meanwhile."""
+    """Compare a checkpoint's files with its manifest; return None if the run has meanwhile removed it."""
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpointError as error:

@@ -163,7 +163,7 @@ class Runs:
         )
 
     def _is_hashed(self, step: int) -> bool:
-        """Return whether all ranks have written a step's digests, which may follow its checkpoint's commit."""
+        """Return whether all ranks have written a step's state hashes, which may follow its checkpoint's commit."""
         files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
         return all(step in _read_digests(self.folder / "resumed" / "digests" / path.name) for path in files)
 
@@ -229,7 +229,7 @@ def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()
 
 
 def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield metrics that differ after a step, except for machine metrics such as speeds."""
+    """Yield differing metrics after a step, except for machine metrics such as speeds."""
     for name in (key for key in {**straight, **resumed} if key.partition("/")[0] not in MACHINE_METRICS):
         if straight.get(name, "missing") != resumed.get(name, "missing"):
             values = f"{straight.get(name, 'missing')} uninterrupted, {resumed.get(name, 'missing')} resumed"
@@ -239,7 +239,7 @@ def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[st
 def _compare_tensors(
     step: int, rank: str, straight: Mapping[str, str], resumed: Mapping[str, str]
 ) -> Iterator[Difference]:
-    """Yield one difference for all tensors on a rank that differ after a step."""
+    """Yield one difference for all differing tensors on a rank after a step."""
     if names := [name for name in {**straight, **resumed} if straight.get(name) != resumed.get(name)]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield Difference(step, f"{names[0]}{more} of {rank.replace('-', ' ')}")
@@ -283,7 +283,7 @@ def _summarize(run: Path) -> str:
 
 
 def _read_digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """Return the hashes by step and name, except for the nodes `own`."""
+    """Return the state hashes in a file by step and name, without nodes in `own`."""
     rows = {row["step"]: row["digests"].items() for row in _read_rows(path)}
     return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
 

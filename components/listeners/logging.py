@@ -107,7 +107,7 @@ class RunLogging:
         """Do nothing: as a listener, the component is opened before the trainer's other nodes."""
 
     def _add_handler(self, logger: logging.Logger, handler: logging.Handler) -> None:
-        """Add a handler that `close` removes."""
+        """Add a handler, to be removed by `close`."""
         logger.addHandler(handler)
         self._added.append((logger, handler))
 
@@ -131,7 +131,7 @@ class Terminal(logging.Handler):
 
 
 class _OneLineFormatter(logging.Formatter):
-    """Formatter that leaves out tracebacks."""
+    """Formatter without tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {record.getMessage()}"

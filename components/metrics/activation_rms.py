@@ -84,7 +84,7 @@ class ActivationRms:
         self._tokens = shared.positions.numel() if isinstance(shared, TokenContext) else None
 
     def _observe_layer(self, module: nn.Module, index: int) -> Any:
-        """Add a hook that adds a layer's outputs to its sums."""
+        """Add a hook to sum a layer's squared outputs."""
 
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.

@@ -74,7 +74,7 @@ def score_histogram(scores: Tensor, labels: Tensor, bins: int, weights: Tensor |
 
 def auroc(histogram: Tensor) -> float | None:
     """
-    Return the area under the ROC curve from a float64 `score_histogram` (2, bins), or None if a label has no items.
+    Return the area under the ROC curve from a `score_histogram`, float64 (2, bins), or None without items of a label.
 
     The area is the probability that an item with label 1 has a higher score than an item with label 0. Scores in the
     same bin are equal and count one half, as in the trapezoidal rule.

@@ -88,7 +88,7 @@ class ExpertLoad:
             yield from ((f"expert_tokens/{name}/{expert}", number) for expert, number in enumerate(tokens.tolist()))
 
     def _make_observer(self, index: int) -> Callable[[Tensor, Tensor], None]:
-        """Return a function that adds a router's token counts and score entropies to a layer's sums."""
+        """Return a function to add a router's token counts and score entropies to a layer's sums."""
 
         def add(tokens: Tensor, scores: Tensor) -> None:
             row = self._sums[index]

@@ -108,7 +108,7 @@ class Histograms:
         }
 
     def _read_chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's tensors in flat chunks, with their histogram's index."""
+        """Yield this rank's gradients and weights in flat chunks, once per histogram index in which they count."""
         for name, parameter in self.parameters.owned_parameters():
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad

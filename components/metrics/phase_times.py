@@ -71,7 +71,7 @@ class PhaseTimes:
         self._marks.append((name, mark))
 
     def _phase_kind(self, phase: str) -> str:
-        """Return a phase's kind, by the values that it declares to write and change."""
+        """Return `forward_backward`, `sync` or `update` by a phase's declared values; otherwise the phase's name."""
         if phase not in self.phases:
             return phase
         flow = flow_of(self.phases[phase])

@@ -235,14 +235,14 @@ def _make_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> C
 
 
 def _attention_traffic_seconds(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
-    """Return the seconds that a plan estimates for attention's memory traffic."""
+    """Return a plan's seconds for attention's memory traffic."""
     reached = Reached(attention=math.inf, memory=_reachable_memory_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
     return _record_costs(_make_attention(torch.device("meta"), dtype, sizes), model).seconds
 
 
 def _record_costs(run: Callable[[], object], model: DeviceModel) -> PassCost:
-    """Return the costs that a plan records for a call on meta tensors."""
+    """Record a call on meta tensors, as a plan does, and return the costs."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
         recorder.begin()

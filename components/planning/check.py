@@ -99,7 +99,7 @@ class PlanCheck:
             return None
 
     def _describe_excess(self, planned: Plan) -> str:
-        """Return the error message for a run that can't fit, with the settings that would fit."""
+        """Return the error message for a run that can't fit, with settings for a run that fits."""
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [
             remedy

@@ -127,7 +127,7 @@ class PlacedSchedule:
         return self.sizes
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        """Return a program that favours forward passes, with the given recompute policies."""
+        """Return a program with forward passes as early as possible, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
         return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
@@ -226,7 +226,7 @@ class Planned:
 
 
 def _bytes_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
-    """Return the bytes by stage that remain alive after a pass `op` of one microbatch, at least 1."""
+    """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
@@ -243,7 +243,7 @@ def _non_activation_bytes(planned: Plan, rank: RankMemory) -> int:
 
 
 def _temporary_bytes(passes: Passes) -> int:
-    """Return the most bytes that a pass has alive beyond its inputs and results."""
+    """Return the maximum bytes alive in a pass beyond its inputs and results."""
     forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
     growth = {"F": forward, "I": max(0, pending - forward)}
     return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())

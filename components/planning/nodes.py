@@ -48,7 +48,7 @@ class Nodes:
         return names[0]
 
     def _find_used_nodes(self, port: type) -> list[str]:
-        """Return the nodes that implement a port and are used by a run."""
+        """Return a port's nodes, without nodes unused in a run."""
         return [name for name in self.graph.implementers(port) if name in self.used]
 
     def has(self, port: type) -> bool:
@@ -76,7 +76,7 @@ class Nodes:
 
     @cached_property
     def model(self) -> str:
-        """The node of the model that the stages contain."""
+        """The stages' model node."""
         [edge] = self.graph.nodes[self.stages].edges["model"].targets
         return edge
 
@@ -112,12 +112,12 @@ class Nodes:
 
     @cached_property
     def memory_users(self) -> list[str]:
-        """The nodes that report their memory by kind, including the stages."""
+        """The nodes with memory to report by kind, including the stages."""
         return self._find_used_nodes(MemoryUser)
 
     @property
     def needed_by_stages(self) -> list[str]:
-        """The nodes that the stages refer to."""
+        """The nodes to which the stages refer."""
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property

@@ -72,7 +72,7 @@ class RankMemory:
 
     @property
     def when(self) -> str:
-        """Return the action at the peak."""
+        """Return the name of the action at the peak."""
         return self.step.action if self.step.bytes >= self.final_peak else "sums of gradients"
 
 
@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Return the rank count."""
+        """Return the number of ranks in the mesh."""
         return self.mesh.layout.world_size
 
     @property
     def peak_memory_bytes(self) -> list[int]:
-        """Return the peak by rank: ranks with the same stages need the same memory."""
+        """Return the peak bytes of every rank in the mesh; ranks with the same stages have the same peak."""
         copies = self.ranks // len(self.memory)
         return [rank.peak for rank in self.memory for _ in range(copies)]
 
@@ -139,7 +139,7 @@ class PlanCache:
     values: dict[str, Any] = attrs.field(factory=dict)
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the cached value with this name; compute it for the first plan."""
+        """Return the cached value with this name, or compute and cache it."""
         if name not in self.values:
             self.values[name] = compute()
         value: T = self.values[name]
@@ -203,7 +203,7 @@ class Planner:
     memory_limit: int = 0
 
     def plan(self) -> Plan:
-        """Return the plan for all ranks."""
+        """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
         schedule = self.objects[self.nodes.schedule]
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; use the plan with schedule.use = "
@@ -263,7 +263,7 @@ class Planner:
         return Rows(count, self.nodes.length, document)
 
     def _estimate_attention(self, rows: Rows) -> AttentionFractions:
-        """Estimate attention; cuDNN computes single-document rows, unless the recipe names another kernel."""
+        """Estimate the attention fractions; cuDNN gets single-document rows, unless another kernel is configured."""
         if not self.device.is_gpu:
             fractions = estimate_attention_fractions(self._forward_flops, Rows(rows.count, rows.length), 1.0)
             return attrs.evolve(fractions, packed=0.0)

@@ -55,12 +55,12 @@ class RankView:
 
     @cached_property
     def trainable_elements(self) -> int:
-        """Count this rank's trained elements."""
+        """Count the trained elements owned by this rank."""
         return sum(parameter.numel() for _, parameter in self.stages.named_parameters())
 
     @cached_property
     def frozen(self) -> set[str]:
-        """Return the frozen parameters' names."""
+        """Return the names of untrained parameters."""
         named = (pair for stage in self.stages.local for pair in stage.named_parameters())
         return {name for name, parameter in named if not parameter.requires_grad}
 
@@ -120,7 +120,7 @@ class RankView:
         return {name: size for name, size in sizes.items() if size}
 
     def exchange(self, device: DeviceModel) -> ReplicaTimes:
-        """Return the seconds for gathering parameters, reducing gradients and updating weights."""
+        """Return the seconds for gathers, reductions and the update: in every pass, or once a step."""
         gathers = {} if self.shard_store is None else self._gather_seconds(self.shard_store, device)
         by_block = self.shard_store is not None and self.shard_store.by_block
         reduces = self._reduce_seconds(device)

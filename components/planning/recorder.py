@@ -47,7 +47,7 @@ class PassCost:
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
-        """Add the costs of `times` repetitions of another pass; `peak_delta` is the maximum of both."""
+        """Return the costs plus `times` repetitions of another pass; `peak_delta` is the maximum of both."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
         return PassCost(
@@ -71,7 +71,7 @@ Links = Callable[[str], float]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context to record operations on meta tensors, for a device and a query-key fraction."""
+    """Context to sum the costs of operations on meta tensors, for a device and attention fractions."""
 
     def __init__(self, device: DeviceModel, links: Links, fractions: AttentionFractions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -168,6 +168,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _factor_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
-    """Return the narrowest dtype, the one of a product's factors: the sum it is added to may be wider."""
+    """Return the narrowest input dtype: the dtype of the factors in a product, whose added sum may be wider."""
     dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()] or [inputs[0].dtype]
     return min(dtypes, key=lambda dtype: dtype.itemsize)

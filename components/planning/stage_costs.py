@@ -204,7 +204,7 @@ class _Block:
 
 
 def _block_key(block: nn.Module) -> Hashable:
-    """Return a key, equal for blocks with the same costs: type, parameters' shapes and dtypes, and the block's own."""
+    """Return a key, equal for blocks with equal costs: type, parameters' shapes and dtypes, and `cost_key`."""
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), tuple(parameters), block.cost_key if isinstance(block, HasCostKey) else None
 

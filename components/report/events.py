@@ -110,7 +110,7 @@ class RunLog:
             self._add_event(time, "recipe", text.partition(": ")[2])
 
     def _start_process(self, time: str, text: str) -> None:
-        """Note a new process; an earlier one that did not end was killed."""
+        """Note a new process; if the earlier one did not end, note its kill."""
         if self.running:
             self.add_kill()
         self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True

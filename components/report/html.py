@@ -80,9 +80,10 @@ class HtmlReport:
 
     @property
     def _report_path(self) -> Path:
+        """The report's path in the run folder."""
         return self.folder.folder / REPORT
 
 
 def _heading(step: int) -> str:
-    """Return the comment that marks a report's step."""
+    """Return the comment for a report's step."""
     return f"after step {step}"

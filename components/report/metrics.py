@@ -64,7 +64,7 @@ class Metrics:
     _step: int = -1  # of the last row; 0 is before training
 
     def add_row(self, row: dict[str, Any]) -> None:
-        """Add a row, or leave it out if its step is not later than the previous step."""
+        """Add a step's metrics; leave out a row whose step is not later than the previous one."""
         step = row.get("step")
         if type(step) is not int or not self._step < step < 2**53:
             return
@@ -139,7 +139,7 @@ class Metrics:
 
 
 def point_count(series: int) -> int:
-    """Return the most points of a curve, for a run with this many metrics."""
+    """Return the maximum points per curve for a run with `series` metrics."""
     return min(MAX_POINTS, max(MIN_POINTS, MAX_NUMBERS // (4 * max(1, series))))
 
 
@@ -176,7 +176,7 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield a regular file's lines, split after MAX_LINE_BYTES; nothing if the file is missing."""
+    """Yield a regular file's lines as bytes, longer ones in parts of MAX_LINE_BYTES; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return
     with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:

@@ -116,7 +116,7 @@ def _group_data(group: SeedGroup) -> dict[str, object]:
 
 
 def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
-    """Yield a table with a row per group of seeds: settings that differ, and losses."""
+    """Yield a table with a row per group of seeds: differing settings, and losses."""
     keys = list(groups[0].settings)
     losses = [name for name in ("loss", "validation_loss") if last_common_step(groups, name) is not None]
     ends = {name: last_common_step(groups, name) for name in losses}

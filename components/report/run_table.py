@@ -91,7 +91,7 @@ def sort_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) -> lis
 
 
 def difference_keys(rows: Sequence[RunRow]) -> list[str]:
-    """Return the settings in which the recipes of the runs differ."""
+    """Return the keys of the settings in which the runs' recipes differ."""
     return list(dict.fromkeys(key for row in rows for key in row.differs))
 
 
@@ -127,7 +127,7 @@ def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _cell_value(row: RunRow, key: str) -> Any:
-    """Return a column's value, or that of a setting."""
+    """Return a column's or a setting's value."""
     return getattr(row, key) if key in COLUMNS else row.differs.get(key)
 
 

@@ -26,7 +26,7 @@ class SeedSpread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "SeedSpread":
-        """Return the spread of one value or more."""
+        """Return the spread of one value, or of several."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class SeedSpread:
 
 @attrs.frozen(eq=False)
 class SeedGroup:
-    """Runs whose recipes differ in seeds alone; `settings` differ between groups."""
+    """Runs whose recipes differ in seeds alone. `settings` are this group's values where groups differ."""
 
     name: str
     runs: Sequence[RunRecord]

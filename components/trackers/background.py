@@ -94,7 +94,7 @@ class Background:
 
 
 def finite_numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Return the finite values, as floats."""
+    """Return the finite values as floats, by name."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
@@ -143,7 +143,7 @@ class TrackerInBackground(ABC):
 
     @abstractmethod
     def _begin(self, step: int) -> None:
-        """Continue after this step, also if the tracker has already written later steps."""
+        """Prepare to write after this step; later values already in the tracker are dropped if possible."""
 
     @abstractmethod
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -40,6 +40,7 @@ class TensorBoardTracker(ServiceTracker):
 
     @property
     def _folder(self) -> Path:
+        """The folder for event files."""
         return self.folder.folder / "tensorboard"
 
     def _prepare(self) -> None:
