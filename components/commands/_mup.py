@@ -25,7 +25,7 @@ HIDDEN = ["*_proj.weight"]
 
 def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
     """
-    Return overlay values for a model `multiple` times as wide: settings scaled by muP, or "standard" ones.
+    Return overlay values for a model `multiple` times as wide; "mup" also scales multipliers and learning rates.
 
     Raises UserError for a model without the multipliers, sizes from a file, or an optimizer with groups of its own.
     """

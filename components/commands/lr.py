@@ -24,7 +24,7 @@ INK, PALE, LINE = "#1a1a1a", "#6b6b6b", "#3465a4"
 
 @attrs.frozen
 class ScheduleCurve:
-    """Curve through values at ascending steps; a value holds until the next step in the list."""
+    """Curve through values at ascending steps; the vertical axis begins at 0."""
 
     name: str
     points: Sequence[tuple[int, float]]
