@@ -24,7 +24,7 @@ Given = dict[str, float] | Literal["plan"] | Path
 
 
 def parse(text: str) -> Given:
-    """Parse `plan`, a run folder's path, or F=1,I=1. Raises ArgumentTypeError for argparse."""
+    """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ArgumentTypeError for argparse."""
     if text == "plan":
         return "plan"
     if "=" not in text and Path(text).is_dir():
@@ -44,13 +44,13 @@ def parse(text: str) -> Given:
 
 
 def source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source selected by `--costs`. Raises UserError for a plan without a recipe."""
+    """Return the cost source selected by `--costs`. Raises UserError if it is `plan` and there is no recipe."""
     if isinstance(options.costs, dict):
         return Units(Costs(**options.costs))
     if isinstance(options.costs, Path):
         return Traced(read_run(options.costs, project))
     if recipe is None:
-        raise UserError("--costs plan is the plan of a recipe; write a recipe, or costs such as F=1,I=1,W=1", 2)
+        raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
     return Planned(recipe, device_model(options.device) if options.device else at_hand())
 
 
@@ -63,7 +63,7 @@ def read_run(folder: Path, project: Project) -> TracedStep:
 
 
 def settings_for(fields: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
-    """Return a schedule's cost settings: all for `auto`, `comm` for V schedules."""
+    """Return a schedule's cost settings: `slices` for `auto`, otherwise `comm`, a message's cost in forward passes."""
     if "slices" in fields:
         return source.slices(ranks)
     if "comm" in fields:

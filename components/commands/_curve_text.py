@@ -12,7 +12,7 @@ HEIGHT = 12
 
 def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> str:
     """
-    Draw the curves of one metric, `width` characters wide: each in a letter, in order; `*` where several meet.
+    Draw a metric's curves, one letter per curve, `width` characters wide; `*` marks a cell with several curves.
 
     The picture begins at the steps' first tenth if the curve falls steeply, as a loss does, so that its end is visible.
     """
@@ -32,11 +32,12 @@ def draw_curves(title: str, curves: Mapping[str, MetricCurve], width: int) -> st
             line = round((HEIGHT - 1) * (high - y) / ((high - low) or 1))
             cells[line][column] = letter if cells[line][column] in (" ", letter) else "*"
     head = [title, *(f"  {letter} {name}" for letter, name in zip(LETTERS, curves, strict=False))]
-    lines = [f"{_label(labels, number):>{margin}} │{''.join(cell)}".rstrip() for number, cell in enumerate(cells)]
+    lines = [f"{_axis_label(labels, number):>{margin}} │{''.join(cell)}".rstrip() for number, cell in enumerate(cells)]
     end = f"step {last:,}"
     axis = f"{'':>{margin}}  {f'{first:,}':<{max(columns - len(end), 1)}}{end}"
     return "\n".join([*head, *lines, f"{'':>{margin}} └{'─' * columns}", axis])
 
 
-def _label(labels: Sequence[str], line: int) -> str:
+def _axis_label(labels: Sequence[str], line: int) -> str:
+    """Return the label at the left of a picture's line: the first label at the top, the second at the bottom."""
     return labels[0] if line == 0 else labels[1] if line == HEIGHT - 1 else ""

@@ -44,12 +44,12 @@ def audit(project: Project, run: Path) -> tuple[list[str], str]:
         if (checkpoint := newest(run)) is not None:
             objects[rows].load_state_dict(load_node(checkpoint, rows))
             loader.load_state_dict(load_node(checkpoint, data))
-        faults, summary = _compare(recorded, objects[rows], loader)
+        faults, summary = _compare_rows(recorded, objects[rows], loader)
     return damage + faults, summary
 
 
 @attrs.frozen
-class _Expected:
+class _DigestCache:
     """Cache for row digests, by row and length: a length curriculum changes a row's digest."""
 
     rows: PackedDataset
@@ -57,6 +57,7 @@ class _Expected:
     digests: dict[tuple[int, int | None], str] = attrs.field(factory=dict)
 
     def digest(self, row: int, step: int) -> str:
+        """Return a row's digest at a step."""
         key = (row, self.loader.length_at(step))
         if key not in self.digests:
             [self.digests[key]] = row_digests(self.loader.shorten(self.rows.batch("train", [row]), step))
@@ -67,8 +68,9 @@ class _Expected:
         return next((f"row {row}" for (row, _), known in self.digests.items() if known == digest), "an unknown row")
 
 
-def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
-    expected, seen, faults = _Expected(rows, loader), Counter[int](), []
+def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
+    """Compare recorded digests with the loader's rows, and return the faults and a summary."""
+    expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
     for step in range(loader.last_resized_step + 1, max(recorded) + 1):
         indices = loader.rows_of(step)
         seen.update(indices)
@@ -81,17 +83,17 @@ def _compare(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader
         faults += [f"step {step}: {expected.name(digest)} is there too often" for digest in actual - digests]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     verdict = "differs from what it should be" if faults else "is what it should be"
-    counts = "; ".join(_counts(source, seen) for source in row_sources(rows))
+    counts = "; ".join(_describe_row_counts(source, seen) for source in row_sources(rows))
     before = (
-        f" (of which the first {loader.last_resized_step}, of another size, are not compared)"
+        f" (the first {loader.last_resized_step} had other batch sizes and are not compared)"
         if loader.last_resized_step
         else ""
     )
     return faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
 
 
-def _counts(source: RowSource, seen: Counter[int]) -> str:
-    """Return a text on how often a source's rows were seen."""
+def _describe_row_counts(source: RowSource, seen: Counter[int]) -> str:
+    """Describe for a source how many rows were seen once, twice and so on, and how many not yet."""
     own = range(source.first, source.first + source.rows)
     rows_by_times = Counter(times for row, times in seen.items() if row in own)
     counts = [f"{number:,} rows {times} time{'s' * (times > 1)}" for times, number in sorted(rows_by_times.items())]
@@ -103,7 +105,7 @@ def _read_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
     """Return the row digests by step, from all ranks' files, and the faults in these files."""
     parts: dict[int, dict[int, list[str]]] = {}
     expected: dict[int, int] = {}
-    rows, faults = _lines(run / FOLDER)
+    rows, faults = _read_records(run / FOLDER)
     for row in rows:
         step, part = row["step"], row["part"]
         digests = parts.setdefault(step, {}).setdefault(part, row["rows"])
@@ -126,8 +128,8 @@ def _read_digests(run: Path) -> tuple[dict[int, list[str]], list[str]]:
     return recorded, faults
 
 
-def _lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the intact rows from all files, and one sentence per damaged file."""
+def _read_records(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the intact records from all ranks' files, and one sentence per damaged file."""
     rows, faults = [], []
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:

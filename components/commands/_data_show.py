@@ -30,9 +30,11 @@ def statistics(rows: PackedDataset) -> str:
     mixed = any(source.name for source in row_sources(rows))
     lines = [head + (" share of tokens, of rows" if mixed else "")]
     for split in SPLITS:
-        lines.append(_line(split, rows.count(split), rows.fill_rate(split), _lengths(rows, split)))
+        lines.append(
+            _format_statistics_line(split, rows.count(split), rows.fill_rate(split), _document_lengths(rows, split))
+        )
         if mixed:
-            lines += _source_lines(rows, split)
+            lines += _format_source_lines(rows, split)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -62,7 +64,7 @@ class RowData:
 
 def read_splits(rows: PackedDataset) -> list[SplitData]:
     """Return the statistics of all splits."""
-    lengths = {split: _lengths(rows, split) for split in SPLITS}
+    lengths = {split: _document_lengths(rows, split) for split in SPLITS}
     return [
         SplitData(
             split,
@@ -86,7 +88,8 @@ def read_row(rows: PackedDataset, split: Split, row: int) -> RowData:
     )
 
 
-def _line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:
+def _format_statistics_line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) -> str:
+    """Return a line for a split or source: rows, fill rate in %, document count, tokens and document lengths."""
     start = f"{name:<12} {rows:<11,} {100 * fill_rate:<11.3f}"
     if lengths is None or not len(lengths):
         return start
@@ -94,26 +97,28 @@ def _line(name: str, rows: int, fill_rate: float, lengths: np.ndarray | None) ->
     return f"{start} {len(lengths):<11,} {int(lengths.sum(dtype=np.int64)):<15,} {measures:<33}"
 
 
-def _lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
+def _document_lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
+    """Return the lengths of a split's documents, or None if rows are not tokens."""
     return rows.tokens.documents(split).lengths if isinstance(rows, RowsOfTokens) else None
 
 
-def _source_lines(rows: Any, split: Split) -> Iterator[str]:
+def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
+    """Yield a mixture's lines, one per source."""
     weights = sum(source.weight for source in rows.row_sources(split))
     shares = row_shares(rows.row_sources("train"))
     documents = document_sources(rows.tokens.documents(split))
     for source, own in zip(rows.row_sources(split), documents, strict=True):
         rate = source.tokens / (source.rows * rows.length) if source.rows else 1.0
-        line = _line(f"  {source.name}", source.rows, rate, own.documents.lengths)
+        line = _format_statistics_line(f"  {source.name}", source.rows, rate, own.documents.lengths)
         if split == "train":
             row_share = shares.get(source.name, 0) / sum(shares.values())
             line = f"{line:<97} {100 * source.weight / weights:.2f} %, {100 * row_share:.2f} %"
         yield line
 
 
-def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
+def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
     """
-    Return a row as text: per document a line with its source, then its tokens.
+    Print a row: a line per document with its source, followed by its tokens.
 
     Tokens alternate between two colours, and tokens without target weight are dim. Without colours, `|` separates
     tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers.
@@ -136,12 +141,13 @@ def row_text(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer |
             f"weights add up to {weights[indices].sum():g}",
             style="bold",
         )
-        console.print(_paint(tokens[indices], own[indices], tokenizer, colours=console.is_terminal))
+        console.print(_colour_tokens(tokens[indices], own[indices], tokenizer, colours=console.is_terminal))
 
 
-def _paint(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None, *, colours: bool) -> Text:
+def _colour_tokens(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None, *, colours: bool) -> Text:
+    """Return tokens in alternating colours, or with separators and brackets if `colours` is false."""
     text, trained = Text(), False
-    for number, (piece, weight) in enumerate(zip(_pieces(tokens, tokenizer), weights.tolist(), strict=True)):
+    for number, (piece, weight) in enumerate(zip(_decode_pieces(tokens, tokenizer), weights.tolist(), strict=True)):
         if not colours:
             text.append("⟧" * (trained and not weight) + "|" * (number > 0) + "⟦" * (bool(weight) and not trained))
             trained = bool(weight)
@@ -149,7 +155,8 @@ def _paint(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer | None,
     return text.append("⟧" * trained)
 
 
-def _pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[str]:
+def _decode_pieces(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield one text per token."""
     for token in tokens.tolist():
         if tokenizer is None:
             yield f" {token}"

@@ -59,11 +59,12 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue texts up to the first stop string in the task's list."""
-        return [self._generate(text, dict(options)) for text, options in (request.args for request in requests)]
+        return [self._continue_text(text, dict(options)) for text, options in (request.args for request in requests)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        """Return for (texts, context ids, target ids) the targets' log-likelihood, and whether all are likeliest."""
         # The model does not see the last token, so that one token more than the context fits.
         texts = [([*before, *after][-self.context - 1 :], len(after)) for _, before, after in requests]
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
@@ -82,18 +83,27 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         positions = torch.arange(length).repeat(len(texts), 1)
         logits = self.predictor.infer(seen, TokenContext(positions, torch.zeros_like(seen)))
         if logits is None:
-            raise ValueError("this process does not hold all stages")
-        return [_score(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)]
+            raise ValueError(
+                "the output is on another rank, because this process does not contain the last pipeline stage"
+            )
+        return [
+            _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:]) for row, (ids, count) in enumerate(texts)
+        ]
 
-    def _generate(self, text: str, options: dict[str, Any]) -> str:
+    def _continue_text(self, text: str, options: dict[str, Any]) -> str:
+        """Sample a continuation with a task's options. Raises UserError for unknown options, or for too many tokens."""
         if unknown := sorted(options.keys() - OPTIONS):
             known = ", ".join(sorted(OPTIONS))
-            raise UserError(f"a task asks for text by {', '.join(unknown)}; take one that uses {known}")
+            raise UserError(
+                f"a task sets {', '.join(unknown)} for generation, and only {known} are supported; leave the task out"
+            )
         until = options.get("until") or []
         ends = [until] if isinstance(until, str) else until
         max_tokens = options.get("max_gen_toks", 256)
         if max_tokens >= self.context:
-            raise UserError(f"a task asks for {max_tokens} tokens; write --context {max_tokens + 1} or more")
+            raise UserError(
+                f"the context has no room for a task's {max_tokens} tokens; write --context {max_tokens + 1} or more"
+            )
         prompt = self.tok_encode(text)[-(self.context - max_tokens) :] or [self.prefix_token_id]
         sampler = Sampler(
             model=self.predictor,
@@ -110,16 +120,16 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             added = self.tokens.decode(ids)
             if any(end in added for end in ends if end):
                 break
-        return _cut_at(self.tokens.decode(ids), ends)
+        return _cut_at_stop_string(self.tokens.decode(ids), ends)
 
 
-def _score(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
+def _score_targets(logits: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
     """Sum the targets' log-probabilities by logits (targets, vocab_size), and return if all targets are likeliest."""
     ids = torch.tensor(targets, device=logits.device)
     logps = logits.double().log_softmax(-1).gather(-1, ids[:, None])
     return float(logps.sum()), bool((logits.argmax(-1) == ids).all())
 
 
-def _cut_at(text: str, ends: Sequence[str]) -> str:
+def _cut_at_stop_string(text: str, ends: Sequence[str]) -> str:
     """Return the text before the first stop string."""
     return text[: min((index for end in ends if end and (index := text.find(end)) >= 0), default=len(text))]

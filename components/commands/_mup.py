@@ -25,11 +25,11 @@ HIDDEN = ["*_proj.weight"]
 
 def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
     """
-    Return values that make a recipe's model `multiple` times as wide, in muP or with the same settings otherwise.
+    Return overlay values for a model `multiple` times as wide; "mup" also scales multipliers and learning rates.
 
     Raises UserError for a model without the multipliers, sizes from a file, or an optimizer with groups of its own.
     """
-    model, optimizer = _model(graph), _optimizer(graph)
+    model, optimizer = _find_model(graph), _find_optimizer(graph)
     settings = graph.nodes[model].settings
     if missing := [name for name in (*WIDTHS, "head_dim") if not settings[name]]:
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the narrowest model in the recipe", 2)
@@ -51,23 +51,25 @@ def scale(graph: Graph, multiple: int, parametrization: str) -> Values:
 
 
 def overlay(values: Mapping[str, Mapping[str, Any]], head: str) -> str:
-    """Return values as an overlay in TOML, below a comment."""
+    """Return values as a TOML overlay, below a comment with the text `head`."""
     lines = [f"# {head}"]
     for node, settings in values.items():
         lines += ["", f"[{node}]", *(f"{key} = {dumps(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"
 
 
-def _model(graph: Graph) -> str:
+def _find_model(graph: Graph) -> str:
+    """Return the name of the only model node with widths and multipliers. Raises UserError."""
     names = [name for name, node in graph.nodes.items() if {*WIDTHS, *MULTIPLIERS} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"the recipe has {len(names)} models with muP's multipliers; write model.use=model.granite", 2)
     return names[0]
 
 
-def _optimizer(graph: Graph) -> str:
+def _find_optimizer(graph: Graph) -> str:
+    """Return the name of the only optimizer node like AdamW. Raises UserError if there is none, or if it has groups."""
     names = [name for name, node in graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1 or graph.nodes[names[0]].settings["groups"]:
         fault = "has groups of its own" if names else "is missing"
-        raise UserError(f"an optimizer like optim.adamw without groups is required, and it {fault}", 2)
+        raise UserError(f"the recipe needs one optimizer like optim.adamw without groups, and it {fault}", 2)
     return names[0]

@@ -167,6 +167,7 @@ class CalibrationResult(Result):
 
 
 def _plan_fields(plan: Plan) -> dict[str, Any]:
+    """Return a plan's fields for `PlanData`."""
     data = as_data(plan)
     memory = [RankData(**rank) for rank in data.pop("memory")]
     return data | {"memory": memory, "stages": [StageData(**stage) for stage in data["stages"]]}

@@ -27,7 +27,7 @@ class ProcessPool:
 
     def run(self, commands: Sequence[Sequence[str]], started: Callable[[int], None]) -> Iterator[tuple[int, int]]:
         """
-        Run all commands, and yield the index and the exit code of each when it ends; `started` is called before.
+        Run all commands, and yield index and exit code when one ends. `started(index)` is called before a start.
 
         After a signal nothing more is started; processes that the signal stops have its code.
         """
@@ -36,14 +36,15 @@ class ProcessPool:
             while waiting and len(self._running) < self.size and not self.received:
                 index, command = waiting.pop(0)
                 started(index)
-                self._running[index] = self._start(command)
+                self._running[index] = self._start_process(command)
             for index, code in [(index, process.poll()) for index, process in self._running.items()]:
                 if code is not None:
                     del self._running[index]
                     yield index, FAILED if code < 0 else code
             time.sleep(POLL_SECONDS if self._running else 0)
 
-    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    def _start_process(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start a command; with several at a time, limit its threads and discard its stdout."""
         if self.size == 1:
             return subprocess.Popen(command)
         environment = {THREADS: str(threads_of_process(self.size)), **os.environ}
@@ -58,8 +59,8 @@ class ProcessPool:
 
 
 @contextmanager
-def forwarding(size: int) -> Iterator[ProcessPool]:
-    """Forward signals to the pool's processes, instead of ending this one."""
+def forward_signals(size: int) -> Iterator[ProcessPool]:
+    """Yield a pool. Until the context ends, SIGINT and SIGTERM go to its processes instead of ending this one."""
     pool = ProcessPool(size)
     before = {number: signal.signal(number, pool.handle) for number in FORWARDED}
     try:

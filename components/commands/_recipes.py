@@ -13,7 +13,7 @@ from drawloom.graph.wiring.graph import Graph
 
 @attrs.frozen
 class Pipeline:
-    """Schedule in a recipe, component name, pipeline ranks, and microbatches per step, None if unknown."""
+    """A recipe's schedule, its component name, pipeline ranks, and microbatches per step (None if unknown)."""
 
     use: str
     schedule: Schedule
@@ -39,7 +39,7 @@ def add_overlays(parser: argparse.ArgumentParser) -> None:
 
 def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
     """
-    Return the only node name that implements a port.
+    Return the name of the only node that implements a port.
 
     Raises UserError about `holder`, the graph's owner, unless exactly one node does. Raises RecipeError if no node does
     and the graph has problems, because the missing node may have an unknown component.
@@ -49,7 +49,9 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
         graph.require_valid()
     if len(names) != 1:
         which = f" ({', '.join(f'[{name}]' for name in names)})" if names else ""
-        raise UserError(f"{holder} has {len(names)} nodes that are a {port.__name__}{which}; one is required", 2)
+        raise UserError(
+            f"{holder} has {len(names)} nodes that implement {port.__name__}{which}; exactly one is required", 2
+        )
     return names[0]
 
 

@@ -34,7 +34,7 @@ Nodes = dict[str, Any]
 
 @attrs.frozen
 class PhaseDigests:
-    """Hashes after a phase."""
+    """Hashes of a run's state after a phase, by name."""
 
     step: int
     phase: str
@@ -54,17 +54,18 @@ def read_nodes(run: Path) -> Nodes:
     """Return a run's recipe. Raises UserError if the folder has none."""
     path = run / LOCK
     try:
-        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _no_recipe(run)
+        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _raise_no_recipe(run)
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
 
 
-def _no_recipe(run: Path) -> Nodes:
+def _raise_no_recipe(run: Path) -> Nodes:
+    """Raise the UserError for a folder without a recipe."""
     raise UserError(f"{run} is not a run folder with a recipe; give one, such as runs/first_run", 2)
 
 
 def read_trace(run: Path) -> list[PhaseDigests]:
-    """Return a run's recorded hashes, by step and phase; the newest of a repeated phase."""
+    """Return a run's recorded hashes in the order of steps and phases; for a repeated phase, the newest."""
     rows: dict[tuple[int, str], PhaseDigests] = {}
     for line in lines_of(run / DIGESTS / file_name(0)):
         try:
@@ -75,13 +76,13 @@ def read_trace(run: Path) -> list[PhaseDigests]:
     return list(rows.values())
 
 
-def unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the differing metrics."""
+def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of metrics with different values in two rows."""
     return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
 
 
 def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's metrics by step, without metrics of the machine."""
+    """Return a run's metrics by step, without machine metrics, such as speeds."""
     rows: dict[int, dict[str, Any]] = {}
     for line in lines_of(run / METRICS):
         try:
@@ -96,7 +97,7 @@ def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
 
 def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
     """
-    Return the first difference at a phase in both traces, or None.
+    Return the first phase in both traces after which their hashes differ, or None.
 
     Names in only one of them are left out, unless nothing else differs there.
     """
@@ -113,7 +114,7 @@ def first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests])
 
 @attrs.frozen
 class Replayer:
-    """Replayer for runs, in this process; replays are in subfolders of `folder`."""
+    """Replayer for runs in this process; temporary run folders are made in `folder`."""
 
     project: Project
     folder: Path
@@ -135,7 +136,7 @@ class Replayer:
         target = self.folder / str(self._count[0])
         if checkpoint is not None:
             shutil.copytree(checkpoint, target / CHECKPOINTS / checkpoint.name)
-        recipe = self._recipe(nodes, target)
+        recipe = self._make_replay_recipe(nodes, target)
         recipe.check()
         with redirect_stdout(io.StringIO()), recipe.open(accept_changes=True) as run:
             for step in run.steps():
@@ -146,7 +147,8 @@ class Replayer:
         yield target
         shutil.rmtree(target)
 
-    def _recipe(self, nodes: Nodes, target: Path) -> Recipe:
+    def _make_replay_recipe(self, nodes: Nodes, target: Path) -> Recipe:
+        """Return the recipe with the run folder `target`, listeners with state alone, and a listener for hashes."""
         root = self.project.root
         data = copy.deepcopy(nodes)
         if not {"run", root} <= data.keys():
@@ -159,7 +161,7 @@ class Replayer:
         recipe = Recipe.of(data, "replay", project=self.project)
         if (ranks := math.prod(mesh_sizes(recipe.graph).dense().values())) > 1:
             hint = "record both runs with the listener checkpoint.phase_hashes"
-            raise UserError(f"a run of {ranks} ranks is not replayed; {hint}", 2)
+            raise UserError(f"a run on {ranks} ranks can't be replayed in one process; {hint}", 2)
         return recipe
 
 
@@ -171,14 +173,14 @@ def common_checkpoints(one: Path, other: Path, before: int) -> list[tuple[Path, 
 
 
 def start_differs(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> bool:
-    """Return whether two traces differ before their first phase."""
+    """Return whether the initial states differ, before the first phase."""
     difference = first_difference(one[:1], other[:1])
     return difference is not None and difference.phase == INITIAL
 
 
 def single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[tuple[str, Nodes]]:
     """
-    Yield a recipe per key `node.key` with the other recipe's value; a swapped component takes its whole table.
+    Yield copies of `nodes` with one edit, and the edit's key: a value from `others`, or a node's whole table.
 
     Nodes that only the other recipe has are there, too, since a value may refer to them.
     """
@@ -196,7 +198,7 @@ def single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[t
 
 
 def table_of(nodes: Nodes, node: str) -> Nodes | None:
-    """Return a node's table, also within a group, or None."""
+    """Return the table of a node, whose name may contain groups, or None."""
     part: Any = nodes
     for name in node.split("."):
         part = part.get(name) if isinstance(part, dict) else None
@@ -204,7 +206,7 @@ def table_of(nodes: Nodes, node: str) -> Nodes | None:
 
 
 def with_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
-    """Return a recipe with another table for a node, or without the node."""
+    """Return a copy of a recipe in which a node has this table, or is missing if the table is None."""
     data = copy.deepcopy(nodes)
     *groups, last = node.split(".")
     part = data

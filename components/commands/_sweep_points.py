@@ -38,7 +38,7 @@ class AxisInterval:
     scale: str
 
     def draw(self, generator: random.Random) -> str:
-        """Return a number with four digits."""
+        """Draw a number, and return it as text with four significant digits."""
         if self.scale == "uniform":
             return f"{generator.uniform(self.low, self.high):.4g}"
         return f"{math.exp(generator.uniform(math.log(self.low), math.log(self.high))):.4g}"
@@ -46,7 +46,7 @@ class AxisInterval:
 
 @attrs.frozen
 class Axis:
-    """A key, and the texts of its values, or the interval of its values."""
+    """A setting's key, and its values as TOML texts, or an interval for random values."""
 
     key: str
     values: list[str]
@@ -60,7 +60,7 @@ class Axis:
 
 @attrs.frozen
 class Point:
-    """One run of a sweep: its name, from the values of the axes, and its words."""
+    """One run of a sweep: a name made from its values, and the words `node.key=value` that override the recipe."""
 
     name: str
     words: list[str]
@@ -73,65 +73,71 @@ def points_of(words: Sequence[str], file: Path | None = None, count: int | None 
     Words with one value apply to every point. The same seed gives the same points, and a larger count adds some. Raises
     UserError if nothing varies, if a value is repeated, or if there are too many points.
     """
-    table = {} if file is None else _read(file)
-    given = [*(axis for axis in _axes_of(table.get("axes", {}), str(file))), *map(_axis, words)]
+    table = {} if file is None else _read_axes_file(file)
+    given = [*(axis for axis in _read_axes(table.get("axes", {}), str(file))), *map(_parse_axis, words)]
     axes, common = [axis for axis in given if axis.varies], [axis for axis in given if not axis.varies]
     keys = [axis.key for axis in axes]
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
     common_words = [f"{axis.key}={value}" for axis in common for value in axis.values]
     if listed := table.get("points"):
-        points = _listed_points(listed, str(file), axes, common_words)
+        points = _read_listed_points(listed, str(file), axes, common_words)
     elif not axes:
         raise UserError("there is nothing to vary; write several values, such as optimizer.lr=1e-3,3e-4", 2)
     elif count is not None:
-        return _random_points(axes, common_words, count, seed)
+        return _draw_points(axes, common_words, count, seed)
     else:
-        points = [_point(keys, values, common_words) for values in _grid(axes)]
+        points = [_make_point(keys, values, common_words) for values in _grid_values(axes)]
     names = [point.name for point in points]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two points of the sweep are named {repeated[0]}; write every value once", 2)
     return points
 
 
-def _grid(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
+def _grid_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
+    """Return all combinations of the axes' values. Raises UserError for an interval, or for too many points."""
     for axis in axes:
         if axis.interval is not None:
-            raise UserError(f"{axis.key} has an interval, which has no grid; write --random 20 for twenty points", 2)
-    _check_count(math.prod(len(axis.values) for axis in axes))
+            raise UserError(
+                f"{axis.key} is an interval, and a grid needs single values; write --random 20 for 20 random points", 2
+            )
+    _check_point_count(math.prod(len(axis.values) for axis in axes))
     return itertools.product(*(axis.values for axis in axes))
 
 
-def _check_count(count: int) -> None:
+def _check_point_count(count: int) -> None:
+    """Raise UserError if a sweep has more than MAX_POINTS points."""
     if count > MAX_POINTS:
         raise UserError(
             f"the sweep has {count:,} points, and at most {MAX_POINTS:,} are possible; write fewer values", 2
         )
 
 
-def _random_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
-    _check_count(count)
+def _draw_points(axes: Sequence[Axis], common: Sequence[str], count: int, seed: int) -> list[Point]:
+    """Draw `count` different points; `common` are words for all points. Raises UserError if the axes have too few."""
+    _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
     for _ in range(count * MAX_DRAWS):
         values = [axis.interval.draw(generator) if axis.interval else generator.choice(axis.values) for axis in axes]
-        point = _point([axis.key for axis in axes], values, common)
+        point = _make_point([axis.key for axis in axes], values, common)
         points.setdefault(point.name, point)
         if len(points) == count:
             return list(points.values())
     raise UserError(f"--random {count}: the axes have only about {len(points)} points; write fewer, or a grid", 2)
 
 
-def _listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
+def _read_listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
+    """Return the points from [[points]] in a file; names contain only differing keys."""
     if axes:
         raise UserError(f"{axes[0].key} has several values, and {file} lists [[points]]; write one or the other", 2)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
         raise UserError(f"{file}: points is not a list of tables; write [[points]] before every point", 2)
-    _check_count(len(listed))
-    rows = [{key: dumps(value) for key, value in _flatten(table)} for table in listed]
+    _check_point_count(len(listed))
+    rows = [{key: dumps(value) for key, value in _flatten_table(table)} for table in listed]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
     return [
-        _point(
+        _make_point(
             [key for key in differing if key in row],
             [row[key] for key in differing if key in row],
             [*common, *(f"{key}={value}" for key, value in row.items() if key not in differing)],
@@ -140,7 +146,8 @@ def _listed_points(listed: Any, file: str, axes: Sequence[Axis], common: Sequenc
     ]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_axes_file(file: Path) -> dict[str, Any]:
+    """Read the tables [axes] and [[points]]. Raises UserError for other tables, or if the file can't be read."""
     try:
         table = tomli.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -152,37 +159,40 @@ def _read(file: Path) -> dict[str, Any]:
     return table
 
 
-def _axes_of(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
+def _read_axes(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
     """Yield the axes of a table: a list of values, a range as a string, an interval, or one value."""
-    for key, value in _flatten(table):
+    for key, value in _flatten_table(table):
         match value:
             case list():
                 yield Axis(key, [dumps(item) for item in value])
             case {"low": int() | float() as low, "high": int() | float() as high, "scale": str(scale)}:
-                yield Axis(key, [], _interval(f"{file}: {key}", low, high, scale))
+                yield Axis(key, [], _parse_interval(f"{file}: {key}", low, high, scale))
             case str() if RANGE.fullmatch(value) or INTERVAL.fullmatch(value):
-                yield _axis(f"{key}={value}")
+                yield _parse_axis(f"{key}={value}")
             case _:
                 yield Axis(key, [dumps(value)])
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of nested tables; an interval's table stays whole."""
     for name, value in table.items():
         key = f"{prefix}{dump_key(name)}"
         if isinstance(value, dict) and not {"low", "high"} <= value.keys():
-            yield from _flatten(value, f"{key}.")
+            yield from _flatten_table(value, f"{key}.")
         else:
             yield key, value
 
 
-def _axis(word: str) -> Axis:
+def _parse_axis(word: str) -> Axis:
+    """Parse a word: node.key= and values separated by commas, a range, or an interval."""
     key, _, text = word.partition("=")
     if match := INTERVAL.fullmatch(text.strip()):
-        return Axis(key, [], _interval(word, float(match[1]), float(match[2]), match[3]))
-    return Axis(key, [value for part in _split(text) for value in _expand_range(key, part)])
+        return Axis(key, [], _parse_interval(word, float(match[1]), float(match[2]), match[3]))
+    return Axis(key, [value for part in _split_values(text) for value in _expand_range(key, part)])
 
 
-def _interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
+def _parse_interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
+    """Return an interval. Raises UserError for an unknown scale, or unless low < high."""
     if scale not in SCALES:
         raise UserError(f"{word}: the scale is {scale!r}; write {' or '.join(SCALES)}", 2)
     if not low < high or (scale == "log" and low <= 0):
@@ -191,7 +201,7 @@ def _interval(word: str, low: float, high: float, scale: str) -> AxisInterval:
     return AxisInterval(low, high, scale)
 
 
-def _split(text: str) -> list[str]:
+def _split_values(text: str) -> list[str]:
     """Split a text at the commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
@@ -209,7 +219,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand_range(key: str, text: str) -> list[str]:
-    """Return the whole numbers of a range such as 0..2, with both ends, or the text alone."""
+    """Return the integers in a range such as 0..2, including both ends; for other texts, only the text."""
     if not (match := RANGE.fullmatch(text.strip())):
         return [text.strip()]
     first, last = int(match[1]), int(match[2])
@@ -221,11 +231,12 @@ def _expand_range(key: str, text: str) -> list[str]:
     return [str(number) for number in range(first, last + 1)]
 
 
-def _point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
+def _make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
+    """Return a point from keys and values, with `common` words. Raises UserError if its name is too long."""
     short = [key.rpartition(".")[2] for key in keys]
     labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
     words = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-    name = ",".join(f"{label}={_plain(word)}" for label, word in zip(labels, words, strict=True))
+    name = ",".join(f"{label}={_format_for_name(word)}" for label, word in zip(labels, words, strict=True))
     if len(name) > MAX_NAME_LENGTH:
         raise UserError(
             f"the name of the point {name[:40]}... is too long for a folder; write overlays with --overlay", 2
@@ -233,8 +244,8 @@ def _point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) ->
     return Point(name, [*common, *words])
 
 
-def _plain(word: str) -> str:
-    """Return the value of a word as a part of a file name, equal for equal values: 1e-3 and 0.001 are 0.001."""
+def _format_for_name(word: str) -> str:
+    """Return the value in `key=value` for a file name; equal values, like 1e-3 and 0.001, give the same text."""
     value = read_overrides([word])
     while isinstance(value, dict) and len(value) == 1:
         [value] = value.values()

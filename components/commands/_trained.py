@@ -62,14 +62,14 @@ def open_trained(
     is only read, and the run may continue meanwhile.
     """
     with local_run(options):
-        step, recipe, names, weights = _read(project, options, (Stages, *ports), change)
+        step, recipe, names, weights = _read_run(project, options, (Stages, *ports), change)
         with recipe.open(names) as run:
             run[names[0]].load_state_dict(weights)
             del weights
             yield run, step
 
 
-def _read(
+def _read_run(
     project: Project,
     options: argparse.Namespace,
     ports: Sequence[type],
@@ -77,14 +77,14 @@ def _read(
 ) -> tuple[int, Recipe, list[str], dict[str, Any]]:
     """Return a checkpoint's step and recipe, the names of the ports' nodes, and the state of the first node."""
     folder = options.run_folder
-    while (checkpoint := _checkpoint(options)) is not None:
+    while (checkpoint := _choose_checkpoint(options)) is not None:
         try:
-            recipe = _recipe(project, checkpoint / LOCK, folder / FILES)
+            recipe = _load_run_recipe(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
             names = [only(recipe.graph, port, str(checkpoint)) for port in ports]
             weights = load_node(checkpoint, names[0])
             if options.average:
-                weights |= _averages(recipe, checkpoint)
+                weights |= _read_averages(recipe, checkpoint)
             return step_of(checkpoint), recipe, names, weights
         except (UserError, OSError):
             if os.path.lexists(checkpoint):
@@ -94,7 +94,7 @@ def _read(
 
 
 def no_checkpoint(folder: Path) -> UserError:
-    """Return the error for a folder without a finished checkpoint, with the folder that the user may mean."""
+    """Return the error for a folder without a finished checkpoint; it suggests a likely run folder."""
     fault = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
     # Users write the name of a run instead of its folder, which is in `runs` by default.
     near = Path("runs") / folder
@@ -104,24 +104,26 @@ def no_checkpoint(folder: Path) -> UserError:
     return UserError(f"{folder} {fault}; {hint}", 2)
 
 
-def _averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
-    """Return a checkpoint's averaged weights by parameter. Raises UserError if there are none."""
+def _read_averages(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
+    """Return averaged weights (phases.ema) by parameter name. Raises UserError if the checkpoint has none."""
     if not recipe.graph.implementers(AveragedWeights):
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
     state = load_node(checkpoint, only(recipe.graph, AveragedWeights, str(checkpoint)))
     if not any(state.values()):
-        raise UserError(f"--average: {checkpoint} has no averages yet", 2)
+        raise UserError(f"--average: {checkpoint} has no averages yet; leave --average out, or train longer", 2)
     return {name: parts["average"] for name, parts in state.items()}
 
 
-def _checkpoint(options: argparse.Namespace) -> Path | None:
+def _choose_checkpoint(options: argparse.Namespace) -> Path | None:
     """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if options.step is not None and checkpoints:
         matching = [path for path in checkpoints if step_of(path) == options.step]
         if not matching:
             steps = f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of(path)) for path in checkpoints)}"
-            raise UserError(f"--step {options.step}: {options.run_folder} has checkpoints of {steps}", 2)
+            raise UserError(
+                f"--step {options.step}: {options.run_folder} has checkpoints of {steps}; write one of these", 2
+            )
         return matching[0]
     if options.best and checkpoints:
         manifests = {path: manifest for path in checkpoints if (manifest := quick_check(path))}
@@ -134,12 +136,12 @@ def _checkpoint(options: argparse.Namespace) -> Path | None:
     return newest(options.run_folder)
 
 
-def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
+def _load_run_recipe(project: Project, lock: Path, files: Path) -> Recipe:
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
-    data: dict[str, Any] = tomli.loads(_text(lock))
+    data: dict[str, Any] = tomli.loads(_read_text(lock))
     for name, node in data.items():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
-            _initial_weights(data, node)
+            _remove_initial_weights(data, node)
         if isinstance(node, dict) and node.get("use") == "distributed.mesh":
             data[name] = {
                 "use": "distributed.mesh",
@@ -148,11 +150,12 @@ def _recipe(project: Project, lock: Path, files: Path) -> Recipe:
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
     for copies in files.glob("*/*"):
-        _use_copies(data, copies)
+        _use_file_copies(data, copies)
     return Recipe.of(data, str(lock), project=project)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
+    """Return a regular file's text."""
     with open_regular_file(path) as file:
         return file.read(0, file.size).decode("utf-8")
 
@@ -161,7 +164,7 @@ FOLDER_MODELS = ("model.auto", "model.transformers")
 """Components that load the weights of the folder `path`, unless `weights` is false."""
 
 
-def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
+def _remove_initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
     """Remove the stages' initial weights, except with adapters, whose checkpoints lack the frozen weights."""
     model = data.get(str(stages.get("model")).removeprefix("@"), {})
     if model.get("use") in FOLDER_MODELS:
@@ -172,7 +175,7 @@ def _initial_weights(data: dict[str, Any], stages: dict[str, Any]) -> None:
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 
-def _use_copies(data: dict[str, Any], copies: Path) -> None:
+def _use_file_copies(data: dict[str, Any], copies: Path) -> None:
     """Replace a node's file path by the path to its copy, and a folder path by the folder with copies."""
     node: Any = data
     for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table

@@ -62,10 +62,11 @@ class CompareResult(Result):
 
     def render(self, format: str) -> str:
         """Return tables of settings and metrics, and a picture per metric."""
-        parts = [self._settings(), *(self._metric(name) for name in self.last_steps)]
+        parts = [self._format_settings(), *(self._format_metric(name) for name in self.last_steps)]
         return "\n\n".join([part for part in parts if part] + ([f"page in {self.path}"] if self.path else []))
 
-    def _settings(self) -> str:
+    def _format_settings(self) -> str:
+        """Return the groups' differing settings, by node, or why there are none."""
         if len(self.groups) == 1:
             return "the recipes differ in seeds and names alone"
         if not (keys := list(self.groups[0].settings)):
@@ -73,11 +74,12 @@ class CompareResult(Result):
         nodes: dict[str, list[str]] = {}
         for key in keys:
             node, _, name = key.rpartition(".")
-            values = " | ".join(_shorten(group.settings[key]) or "absent" for group in self.groups)
+            values = " | ".join(_shorten_value(group.settings[key]) or "absent" for group in self.groups)
             nodes.setdefault(node, []).append(f"  {name} = {values}")
         return "\n".join(line for node, lines in nodes.items() for line in (f"[{node}]", *lines))
 
-    def _metric(self, name: str) -> str:
+    def _format_metric(self, name: str) -> str:
+        """Return a metric's table over groups, and its picture."""
         rows: list[tuple[str, ...]] = [("", "seeds", f"{name} after step {self.last_steps[name]:,}", "smallest")]
         for group in self.groups:
             metric = group.metrics.get(name)
@@ -92,26 +94,26 @@ class CompareResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> CompareResult:
     """Read and group the runs, and write the page if asked for."""
-    runs = _read(options.folders)
+    runs = _read_runs(options.folders)
     groups = group_seeds(runs)
     asked = options.metric or METRICS
     ends = {name: step for name in asked if (step := last_common_step(groups, name)) is not None}
     if unknown := [name for name in options.metric or () if name not in ends]:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
-        raise UserError(f"--metric {unknown[0]}: the runs have no common step with it; they have {', '.join(known)}", 2)
+        raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
     if options.to is not None:
         with writing(options.to):
             replace_file(options.to, render_page(runs).encode())
     return CompareResult(
-        groups=[_describe(group, ends) for group in groups],
+        groups=[_summarize_group(group, ends) for group in groups],
         last_steps=ends,
         path=options.to,
         groups_of_runs=groups,
     )
 
 
-def _read(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read the runs in folders. Raises UserError for fewer than two."""
+def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Read all runs in and below the folders. Raises UserError for fewer than two."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; give run folders, such as runs/first_run", 2)
@@ -121,7 +123,8 @@ def _read(folders: Sequence[Path]) -> list[RunRecord]:
     return [read_run(path, name, Drawings()) for path, name in zip(paths, names_of(paths), strict=True)]
 
 
-def _describe(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
+def _summarize_group(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
+    """Return a group with its metrics at their last common steps, `ends`, and its curves."""
     curves = group.curves()
     metrics = {
         name: ComparedMetric(group.at(name, step), group.best(name), curves[name].x, curves[name].y)
@@ -131,5 +134,6 @@ def _describe(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
     return ComparedGroup(group.name, [run.name for run in group.runs], group.settings, metrics)
 
 
-def _shorten(value: str) -> str:
+def _shorten_value(value: str) -> str:
+    """Cut a long value at MAX_VALUE_LENGTH characters."""
     return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.commands._data_audit import audit
-from drawloom.components.commands._data_show import RowData, SplitData, read_row, read_splits, row_text, statistics
+from drawloom.components.commands._data_show import RowData, SplitData, print_row, read_row, read_splits, statistics
 from drawloom.components.commands._options import integer
 from drawloom.components.commands._recipes import add_overlays, only
 from drawloom.components.data.store.store import Store
@@ -76,15 +76,16 @@ class FaultsResult(Result):
 def main(options: argparse.Namespace, project: Project) -> RowsResult | FaultsResult:
     """Return rows and statistics, or the faults of a run or of a store."""
     if options.action == "verify":
-        return _verify(Path(options.subject))
+        return _verify_store(Path(options.subject))
     if options.action == "audit":
         check_is_run(Path(options.subject))
         faults, summary = audit(project, Path(options.subject))
         return FaultsResult(options.subject, faults, summary)
-    return _show(options, Recipe.load(options.subject, *options.words, overlays=options.overlay, project=project))
+    return _show_rows(options, Recipe.load(options.subject, *options.words, overlays=options.overlay, project=project))
 
 
-def _show(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
+def _show_rows(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
+    """Print the requested rows; without any, return the statistics. Raises UserError for a missing row."""
     graph = recipe.graph.require_valid()
     name, tokenizers = only(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
     with recipe.open([name, *tokenizers]) as objects:
@@ -94,14 +95,15 @@ def _show(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
             if not 0 <= row < rows.count(options.split):
                 known = f"rows 0 to {rows.count(options.split) - 1}" if rows.count(options.split) else "no rows"
                 raise UserError(f"--row {row}: {options.split} has {known}", 2)
-            row_text(rows, options.split, row, tokenizer)
+            print_row(rows, options.split, row, tokenizer)
         shown = [read_row(rows, options.split, row) for row in options.row]
         return RowsResult(read_splits(rows), shown, "" if shown else statistics(rows))
 
 
-def _verify(folder: Path) -> FaultsResult:
+def _verify_store(folder: Path) -> FaultsResult:
+    """Verify a token store's checksums. Raises UserError if the folder has no store."""
     if not (folder / "store.json").is_file():
-        raise UserError(f"{folder} is no token store; give the folder that `drawloom tokenize --to` wrote", 2)
+        raise UserError(f"{folder} is not a token store; give the folder that `drawloom tokenize --to` wrote", 2)
     store = Store.open_unchecked(folder)
     faults = store.find_faults()
     whole = f"{folder}: {len(store.shards)} shards, {store.token_count:,} tokens, all as they were written"

@@ -78,29 +78,32 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     texts = (document.text for part in parts_of(find(options.paths), options.field) for document in part.documents())
     with open_trained(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
-        request = HiddenStates(_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
+        request = HiddenStates(_resolve_layer_numbers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
             ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
-            pooled.append(_pool(run.get(ProgramExecutor), ids, request, options.pool))
+            pooled.append(_pool_hidden_states(run.get(ProgramExecutor), ids, request, options.pool))
             empty += sum(not text_ids for text_ids in ids)
     if not pooled:
-        raise UserError(f"{' '.join(options.paths)}: there is no document", 2)
+        raise UserError(f"{' '.join(options.paths)}: the files contain no document; name other files", 2)
     if empty:
-        print_text(f"{empty} of the documents without a token: their numbers are 0", "stderr")
+        print_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
     states = torch.cat(pooled)
     with writing(options.to):
         write_tensors(options.to, {"hidden_states": states})
     return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
 
 
-def _layers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+def _resolve_layer_numbers(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Turn layer numbers from -count - 1 to `count` into numbers from 0. Raises UserError for others."""
     if unknown := [number for number in numbers if not -count - 1 <= number <= count]:
         raise UserError(f"--layers: there is no layer {unknown[0]}; the model has 0 to {count}, and -1 is the last", 2)
     return tuple(number % (count + 1) for number in numbers)
 
 
-def _pool(executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str) -> Tensor:
+def _pool_hidden_states(
+    executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str
+) -> Tensor:
     """Pool hidden states over each text's token ids: float32 (texts, layers, hidden_size), zeros without ids."""
     length = max(1, *(len(ids) for ids in texts))
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)
@@ -114,5 +117,5 @@ def _pool(executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: Hi
     context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
     states = executor.hidden_states(tokens, context)
     if states is None:
-        raise ValueError("this process does not hold all stages")
+        raise ValueError("the output is on another rank, because this process does not contain the last pipeline stage")
     return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

@@ -62,9 +62,9 @@ class EvaluateResult(Result):
 def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
     """Return the mean loss per token, with conversions to other units."""
     if options.stride and not options.corpus:
-        raise UserError("--stride is of windows over the documents of --corpus; add --corpus, or leave --stride out", 2)
+        raise UserError("--stride moves windows over the documents in --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
-    corpus = _corpus(options.corpus) if options.corpus else None
+    corpus = _make_corpus_node(options.corpus) if options.corpus else None
     change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
     with open_trained(project, options, *ports, change=change) as (run, step):
@@ -73,14 +73,14 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
         if not rows.count(split):
             raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        return _measure(run, split, options.run_folder, step)
+        return _measure_loss(run, split, options.run_folder, step)
 
 
-def _measure(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
-    """Evaluate all rows of a split, and return the mean loss per token or pair."""
+def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
+    """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
-    for batches in _batches(rows, split, run.get(Batching).micro_size):
+    for batches in _read_microbatches(rows, split, run.get(Batching).micro_size):
         state = state_of_batches(batches)
         run.get(Executor).evaluate(state)
         sums = [float(number) for number in sum_losses(state)]
@@ -99,11 +99,11 @@ def _measure(run: Container, split: Split, folder: Path, step: int) -> EvaluateR
         unit=unit,
         perplexity=math.exp(min(nats / weight, 700)) if has_nats else None,
         bits_per_byte=nats / math.log(2) / text_bytes if has_nats and text_bytes else None,
-        documents=_count_windows(rows, run, split) if isinstance(rows, Windows) else "",
+        documents=_describe_long_documents(rows, run, split) if isinstance(rows, Windows) else "",
     )
 
 
-def _corpus(globs: list[str]) -> dict[str, Any]:
+def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
     """Return a corpus node for the files. Raises UserError for no files, or for several formats."""
     try:
         files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find(globs)}
@@ -139,16 +139,16 @@ def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = No
     return recipe
 
 
-def _count_windows(rows: Windows, run: Container, split: Split) -> str:
-    """Return a text with the count of documents longer than a row; a row's last token is only predicted."""
+def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str:
+    """Return a text with the counts of documents, and of documents longer than a row."""
     lengths = run.get(TokenCorpus).documents(split).lengths
     long, count = int((lengths > rows.length + 1).sum()), len(lengths)
     whole = f"{count:,} document{'s' * (count != 1)}, each on its own"
     return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
 
 
-def _batches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
-    """Yield lists of microbatches that together cover a split's rows."""
+def _read_microbatches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
+    """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]
     for first in range(0, len(indices), MAX_LOADED):

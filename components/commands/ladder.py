@@ -36,18 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--multiples", type=integers, default=[1, 2, 4, 8], metavar="N,N", help=help)
     parser.add_argument("--parametrization", choices=("mup", "standard"), default="mup", help="default: mup")
     parser.add_argument("--steps", type=integer(), default=8, metavar="N", help="steps of every width (default 8)")
-    parser.add_argument("--lr", type=_rates, default=[], metavar="X,X", help="also compare these learning rates")
+    parser.add_argument("--lr", type=_parse_rates, default=[], metavar="X,X", help="also compare these learning rates")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="write an overlay per width, such as x4.toml")
     parser.epilog = "Set single values with node.key=value."
 
 
-def _rates(text: str) -> list[float]:
+def _parse_rates(text: str) -> list[float]:
+    """Parse learning rates separated by commas."""
     return [positive_number(part) for part in text.split(",")]
 
 
 @output_class
 class LadderRung:
-    """A width, and the outputs of its layers."""
+    """Overlay for a multiple of the recipe's width, and the RMS of its layers' outputs."""
 
     multiple: int = output("width as a multiple of the recipe's")
     rms: Mapping[str, float] = output("root mean square of a layer's outputs in the last step, by layer")
@@ -79,20 +80,22 @@ class LadderResult(Result):
             for layer, slope in self.slopes.items()
         ]
         verdict = "flat" if self.flat else "not flat"
-        parts = [f"rms of outputs after {self.steps} steps ({self.parametrization}): {verdict}", _table(rows)]
+        parts = [f"rms of outputs after {self.steps} steps ({self.parametrization}): {verdict}", _format_table(rows)]
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *widths]]
-            rows += [[rate, *(_mark(rung.losses, rate) for rung in self.rungs)] for rate in rates]
-            parts += ["", "loss by learning rate, * is the lowest of its width", _table(rows)]
+            rows += [[rate, *(_format_loss(rung.losses, rate) for rung in self.rungs)] for rate in rates]
+            parts += ["", "loss by learning rate, * is the lowest of its width", _format_table(rows)]
         return "\n".join(parts)
 
 
-def _mark(losses: Mapping[str, float], rate: str) -> str:
+def _format_loss(losses: Mapping[str, float], rate: str) -> str:
+    """Return a learning rate's loss as text, with * if it is the smallest."""
     return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align cells to the right, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -108,19 +111,19 @@ def main(options: argparse.Namespace, project: Project) -> LadderResult:
     rungs = []
     for multiple, values in ladder.items():
         wide = recipe.with_values(values)
-        columns = _train(wide, options.steps)
-        losses = {f"{rate:g}": _final_loss(wide, options.steps, rate) for rate in options.lr}
+        columns = _train_briefly(wide, options.steps)
+        losses = {f"{rate:g}": _measure_final_loss(wide, options.steps, rate) for rate in options.lr}
         text = overlay(values, f"{multiple} times the width of {options.recipe}, {options.parametrization}.")
         measured = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
         rungs.append(LadderRung(multiple, measured, losses, text))
     if options.to is not None:
-        _write(options.to, rungs)
-    slopes = {layer: _slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
+        _write_overlays(options.to, rungs)
+    slopes = {layer: _fit_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
     flat = all(abs(slope) <= FLAT for slope in slopes.values())
     return LadderResult(options.parametrization, options.steps, rungs, slopes, flat)
 
 
-def _train(recipe: Recipe, steps: int, values: Values | None = None) -> dict[str, Column]:
+def _train_briefly(recipe: Recipe, steps: int, values: Values | None = None) -> dict[str, Column]:
     """Train for some steps in this process, and return the metrics."""
     root = recipe.project.root
     with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
@@ -135,18 +138,20 @@ def _train(recipe: Recipe, steps: int, values: Values | None = None) -> dict[str
         return read_metrics(Path(folder) / "run").columns
 
 
-def _final_loss(recipe: Recipe, steps: int, rate: float) -> float:
+def _measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
+    """Train with a learning rate, and return the mean loss over the last quarter of the steps."""
     [name] = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
-    losses = _train(recipe, steps, {name: {"lr": rate}})["loss"].values
+    losses = _train_briefly(recipe, steps, {name: {"lr": rate}})["loss"].values
     return statistics.fmean(losses[-max(1, steps // 4) :])
 
 
-def _slope(points: Sequence[tuple[int, float]]) -> float:
+def _fit_slope(points: Sequence[tuple[int, float]]) -> float:
     """Return the slope of a least-squares line through the logarithms."""
     return statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
 
 
-def _write(folder: Path, rungs: Sequence[LadderRung]) -> None:
+def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
+    """Write the overlay for every width, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
         with writing(folder / f"x{rung.multiple}.toml"):

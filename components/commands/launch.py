@@ -73,7 +73,7 @@ class LaunchResult(Result):
 
 
 class _Agent(LocalElasticAgent):
-    """Agent of torchrun that lets workers continue without a lost one, if they have declared that they do."""
+    """Agent of torchrun that keeps workers running after a loss if they have declared that they survive it."""
 
     _surviving = ""  # the attempt whose workers survive losses
 
@@ -81,7 +81,7 @@ class _Agent(LocalElasticAgent):
         """Return the workers' state; a loss that they survive counts as healthy while one of them runs."""
         workers: Any = self._pcontext  # torch's SubprocessContext, because the entry point is a command
         codes = [handler.proc.poll() for handler in workers.subprocess_handlers.values()]
-        if any(codes) and self._survives(worker_group):
+        if any(codes) and self._can_continue(worker_group):
             if None in codes:
                 return RunResult(state=WorkerState.HEALTHY)
             if OK in codes:  # of a worker that has completed the run without the lost ones
@@ -90,8 +90,8 @@ class _Agent(LocalElasticAgent):
         outcome: RunResult = super()._monitor_workers(worker_group)
         return outcome
 
-    def _survives(self, worker_group: WorkerGroup) -> bool:
-        """Return whether these workers have set the key CONTINUES in the store, as Launch.attempt names it."""
+    def _can_continue(self, worker_group: WorkerGroup) -> bool:
+        """Return whether the workers have declared, with CONTINUES in the store, that they survive a loss."""
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
 
@@ -119,7 +119,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
     launcher.LocalElasticAgent = _Agent  # elastic_launch has no argument for the agent's class
     package = project.registry.package.partition(".")[0]
     try:
-        start = elastic_launch(_config(options), sys.executable)
+        start = elastic_launch(_make_launch_config(options), sys.executable)
         start("-u", "-m", package, *command)
     except ChildFailedError as error:
         return LaunchResult(command, report_failure(error))
@@ -128,7 +128,8 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
     return LaunchResult(command, OK)
 
 
-def _config(options: argparse.Namespace) -> LaunchConfig:
+def _make_launch_config(options: argparse.Namespace) -> LaunchConfig:
+    """Return torchrun's settings for the command's options."""
     several = options.nnodes > 1
     return LaunchConfig(
         min_nodes=options.nnodes,

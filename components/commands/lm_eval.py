@@ -52,7 +52,7 @@ class LmEvalResult(Result):
 
     def render(self, format: str) -> str:
         """Return a line per task and metric."""
-        return "\n".join([f"{self.run_folder}, step {self.step}:", *_lines(self.results)])
+        return "\n".join([f"{self.run_folder}, step {self.step}:", *_format_metrics(self.results)])
 
 
 def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
@@ -82,8 +82,8 @@ def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
     return LmEvalResult(options.run_folder, step, results["results"])
 
 
-def _lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line per task and metric; keys are a name and a filter, such as acc,none."""
+def _format_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line per task and metric from results with keys such as acc,none (name and filter)."""
     for task, values in results.items():
         for key, value in values.items():
             metric, _, rest = key.partition(",")

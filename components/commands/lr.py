@@ -24,7 +24,7 @@ INK, PALE, LINE = "#1a1a1a", "#6b6b6b", "#3465a4"
 
 @attrs.frozen
 class ScheduleCurve:
-    """Curve through values at ascending steps, drawn from 0."""
+    """Curve through values at ascending steps; the vertical axis begins at 0."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -45,16 +45,17 @@ class ScheduleCurve:
 
 
 def short(value: float) -> str:
-    """Return a value in few characters."""
+    """Format a number with few characters."""
     return f"{value:,.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.3g}"
 
 
 def draw_text(curves: Sequence[ScheduleCurve], width: int) -> str:
     """Draw curves as block-character columns, `width` characters wide."""
-    return "\n\n".join("\n".join(_lines(curve, width)) for curve in curves)
+    return "\n\n".join("\n".join(_draw_text_lines(curve, width)) for curve in curves)
 
 
-def _lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
+def _draw_text_lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
+    """Yield a curve's name, and its picture from block characters with labels."""
     yield curve.name
     labels = [short(curve.highest), "0"]
     margin = max(map(len, labels))
@@ -77,33 +78,35 @@ def draw_svg(title: str, curves: Sequence[ScheduleCurve]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(LEFT, 26, title, 16, INK),
+        _svg_text(LEFT, 26, title, 16, INK),
     ]
     for number, curve in enumerate(curves):
-        parts += _panel(curve, TOP + number * (HIGH + GAP))
+        parts += _draw_svg_panel(curve, TOP + number * (HIGH + GAP))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
+def _draw_svg_panel(curve: ScheduleCurve, top: float) -> Iterator[str]:
+    """Yield the SVG elements for one curve, with axis labels and lines, below `top`."""
     bottom, span = top + 20 + HIGH, max(curve.last - 1, 1)
 
     def point(step: int, value: float) -> str:
         x = LEFT + WIDE * (step - 1) / span
         return f"{x:.1f},{bottom - HIGH * value / (curve.highest or 1):.1f}"
 
-    yield _text(LEFT, top + 10, curve.name, 13, INK)
+    yield _svg_text(LEFT, top + 10, curve.name, 13, INK)
     for share in (0.0, 0.5, 1.0):
         y = bottom - HIGH * share
         yield f'<line x1="{LEFT}" x2="{LEFT + WIDE}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ececec"/>'
-        yield _text(LEFT - 8, y + 4, short(curve.highest * share), 12, PALE, "end")
+        yield _svg_text(LEFT - 8, y + 4, short(curve.highest * share), 12, PALE, "end")
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         step = round(1 + span * share)
-        yield _text(LEFT + WIDE * share, bottom + 18, f"{step:,}", 12, PALE, "middle")
+        yield _svg_text(LEFT + WIDE * share, bottom + 18, f"{step:,}", 12, PALE, "middle")
     points = " ".join(point(step, value) for step, value in curve.points)
     yield f'<polyline points="{points}" fill="none" stroke="{LINE}" stroke-width="2"/>'
 
 
-def _text(x: float, y: float, text: str, size: int, colour: str, anchor: str = "start") -> str:
+def _svg_text(x: float, y: float, text: str, size: int, colour: str, anchor: str = "start") -> str:
+    """Return an SVG text element."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}">{escape(text)}</text>'
     )
@@ -138,10 +141,10 @@ class LrResult(Result):
 def main(options: argparse.Namespace, project: Project) -> LrResult:
     """Return the curves."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    return LrResult(options.recipe, {curve.name: curve.points for curve in _curves(recipe)})
+    return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_curves(recipe)})
 
 
-def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
+def _compute_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     """Yield one learning-rate curve per optimizer, and the batch size in rows if it changes."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
@@ -149,9 +152,9 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
         raise UserError(f"[{root}] has no steps and phases to draw", 2)
     total, phases = graph.nodes[root].settings["steps"], graph.nodes[root].edges["phases"].targets
     steps = _select_steps(total)
-    factors = [name for name in phases if "lr_factor" in _writes(graph.nodes[name])]
+    factors = [name for name in phases if "lr_factor" in _values_written_by(graph.nodes[name])]
     sizes = graph.implementers(Batching)
-    writers = [name for name in phases if "lr" in _writes(graph.nodes[name])]
+    writers = [name for name in phases if "lr" in _values_written_by(graph.nodes[name])]
     optimizers = [name for name in writers if "lr" in graph.nodes[name].settings]
     if not optimizers:
         graph.restrict_to(writers).require_valid()  # an invalid rate is missing from the settings
@@ -159,7 +162,7 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
     # The nodes are built but not opened, because opening requires the devices and data of the run.
     built = recipe.open([*factors, *sizes, *optimizers])
     built.build()
-    values = _factors([built[name] for name in factors], steps, total)
+    values = _compute_factors([built[name] for name in factors], steps, total)
     for name in optimizers:
         rate = graph.nodes[name].settings["lr"]
         yield ScheduleCurve(
@@ -171,8 +174,8 @@ def _curves(recipe: Recipe) -> Iterator[ScheduleCurve]:
             yield ScheduleCurve(f"rows in a step of [{name}]", rows)
 
 
-def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
-    """Return one factor per step. Raises UserError if it depends on values that only a run computes."""
+def _compute_factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[float]:
+    """Return the learning-rate factor at every step. Raises UserError if it depends on a run's values."""
     factors = []
     for index in steps:
         step = Step(index, total)
@@ -180,7 +183,9 @@ def _factors(phases: Sequence[Phase], steps: Sequence[int], total: int) -> list[
             for phase in phases:
                 phase.run_phase(step)
         except KeyError as error:
-            raise UserError(f"the learning rate follows from {error}, which only a run has", 2) from error
+            raise UserError(
+                f"the learning rate depends on the step value {error}, and only a run computes it", 2
+            ) from error
         factors.append(float(step.state.get("lr_factor", 1.0)))
     return factors
 
@@ -192,5 +197,6 @@ def _select_steps(total: int) -> list[int]:
     return sorted({1 + (total - 1) * number // (MAX_POINTS - 1) for number in range(MAX_POINTS)})
 
 
-def _writes(node: Node) -> Sequence[str]:
+def _values_written_by(node: Node) -> Sequence[str]:
+    """Return the step values written by a phase, as it declares."""
     return node.spec.traits.flow.writes

@@ -51,7 +51,7 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
     from mcp.server.lowlevel import Server
     from mcp.server.stdio import stdio_server
 
-    tools = [_describe(types, project, name) for name in TOOLS]
+    tools = [_describe_tool(types, project, name) for name in TOOLS]
 
     async def list_tools(_context: Any, _params: Any) -> Any:
         return types.ListToolsResult(tools=tools)
@@ -76,7 +76,8 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
         await server.run(read_stream, write_stream, server.create_initialization_options())
 
 
-def _describe(types: Any, project: Project, name: str) -> Any:
+def _describe_tool(types: Any, project: Project, name: str) -> Any:
+    """Return the tool for a command: its name, help, arguments and result schema."""
     words = {"type": "array", "items": {"type": "string"}, "description": "words as on the command line"}
     return types.Tool(
         name=name,

@@ -85,14 +85,14 @@ def _comment_out(graph: Graph) -> Iterator[str]:
         yield ""
     # The recipe's own tables come first, then the tables of its bases.
     for node in sorted(graph.nodes.values(), key=lambda node: -graph.recipe.layers.index(node.table.layer)):
-        lines = [] if node.owner or node.name == "run" else list(_settings(node))
+        lines = [] if node.owner or node.name == "run" else list(_comment_out_settings(node))
         if lines or node.name in CHOSEN:
             yield f"# [{'.'.join(map(dump_key, node.name.split('.')))}]"
             yield from [f"# use = {dumps(node.spec.use)}", *lines, ""]
 
 
-def _settings(node: Node) -> Iterator[str]:
-    """Yield a node's written settings with their docs, without edges, which follow from their nodes."""
+def _comment_out_settings(node: Node) -> Iterator[str]:
+    """Yield a node's written settings as comments with their docs, without references to other nodes."""
     for key, item in node.table.items.items():
         field = node.spec.fields.get(key)
         if field is not None and field.kind == "setting":

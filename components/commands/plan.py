@@ -8,7 +8,7 @@ from drawloom.components.commands._options import output_file, writing
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.distributed.device_model import DeviceModel, device_model
-from drawloom.components.planning.calibrate import at_hand, calibrate, here
+from drawloom.components.planning.calibrate import at_hand, calibrate, local_device
 from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", nargs="?", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder"
     )
     add_overlays(parser)
-    parser.add_argument("--ranks", type=_count, metavar="N", help="processes (default: the fewest the mesh allows)")
+    parser.add_argument(
+        "--ranks", type=_parse_count, metavar="N", help="processes (default: the fewest the mesh allows)"
+    )
     devices = "h100, h200, a100, b200, mi300x, cpu, or a TOML file (default: this machine's device)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "measure this machine's device in less than a minute, and use the result in later plans"
@@ -34,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "with --ranks: list the ten fastest meshes with microbatches, schedule and recomputation"
     parser.add_argument("--search", action="store_true", help=help)
     help = "mean time between failures of one node, in hours; recommends how often to save"
-    parser.add_argument("--mtbf", type=_positive, metavar="HOURS", help=help)
+    parser.add_argument("--mtbf", type=_parse_positive_number, metavar="HOURS", help=help)
     help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
-    parser.add_argument("--save-seconds", type=_positive, metavar="SECONDS", help=help)
+    parser.add_argument("--save-seconds", type=_parse_positive_number, metavar="SECONDS", help=help)
     help = "with --search: write the fastest as an overlay to this file"
     parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
     """Plan the recipe, after a calibration if asked for."""
-    calibration = _calibrate() if options.calibrate else None
+    calibration = _calibrate_device() if options.calibrate else None
     if not options.recipe:
         if calibration:
             return calibration
@@ -54,20 +56,21 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
     recipe.check(elsewhere=True)
     device = device_model(options.device) if options.device else at_hand()
     if options.search:
-        return _search(options, recipe, device)
+        return _search_plans(options, recipe, device)
     if options.to is not None:
-        raise UserError("--to is for the best plan of a search; write --search, too", 2)
+        raise UserError("--to writes the best plan that --search finds; add --search", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else find_remedies(recipe, planned)
-    return PlanResult.of(planned, helpful, _saves(options, recipe, planned))
+    return PlanResult.of(planned, helpful, _propose_saves(options, recipe, planned))
 
 
-def _calibrate() -> CalibrationResult:
-    path = calibrate(here())
+def _calibrate_device() -> CalibrationResult:
+    """Measure this machine's device, and return the calibration."""
+    path = calibrate(local_device())
     return CalibrationResult(path, path.read_text("utf-8"))
 
 
-def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
+def _propose_saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
     """Return the checkpoint interval, or None without --mtbf."""
     if options.mtbf is None:
         if options.save_seconds is not None:
@@ -76,7 +79,7 @@ def _saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interv
     return propose_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
-def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
+def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
     """Find the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
@@ -93,7 +96,8 @@ def _search(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) ->
     return SearchResult.of(choices, overlay)
 
 
-def _positive(text: str) -> float:
+def _parse_positive_number(text: str) -> float:
+    """Parse a finite number above 0. Raises ArgumentTypeError."""
     try:
         number = float(text)
     except ValueError:
@@ -103,7 +107,8 @@ def _positive(text: str) -> float:
     return number
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
+    """Parse a positive integer below ten million. Raises ArgumentTypeError."""
     if not re.fullmatch(r"[0-9]{1,7}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer of at most seven digits")
     return int(text)

@@ -64,7 +64,7 @@ def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     node = only(recipe.graph, Precision)
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
-    evidence = _measure(recipe.with_values({node: float8}), options.steps)
+    evidence = _measure_effects(recipe.with_values({node: float8}), options.steps)
     text = write_overlay(evidence, node, options.recipe, options.steps, options.tolerance)
     if options.to is not None:
         with writing(options.to):
@@ -95,17 +95,18 @@ class Evidence:
     seconds: float
 
     def find_excluded(self, tolerance: float) -> list[str]:
-        """Return the layers whose error is more than `tolerance` times the median."""
+        """Return the layers whose gradient error alone exceeds `tolerance` times the median over layers."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
 
 
 def write_overlay(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> str:
     """Return an overlay for a precision's node, with the evidence as comments."""
-    return "\n".join([*_lines(evidence, node, recipe, steps, tolerance), ""])
+    return "\n".join([*_overlay_lines(evidence, node, recipe, steps, tolerance), ""])
 
 
-def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
+def _overlay_lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
+    """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
     together, excluded = evidence.together, evidence.find_excluded(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {evidence.loss:.4f} {together.loss:+.5f},"
@@ -127,7 +128,7 @@ def _lines(evidence: Evidence, node: str, recipe: str, steps: int, tolerance: fl
         yield "]"
 
 
-def _measure(recipe: Recipe, steps: int) -> Evidence:
+def _measure_effects(recipe: Recipe, steps: int) -> Evidence:
     """Train for some steps in the compute dtype, and measure the effects on the next step's gradients."""
     phases = _training_phases(recipe)
     names = [only(recipe.graph, port) for port in (Stages, Parameters, Executor)]
@@ -141,7 +142,7 @@ def _measure(recipe: Recipe, steps: int) -> Evidence:
         }
         if not layers:
             raise UserError(f"no linear layer of {recipe} can use float8", 2)
-        _set_format([*layers.values()], False)
+        _set_float8([*layers.values()], False)
         for index in range(1, steps + 2):
             step = Step(index, steps + 1)
             for name in phases if index <= steps else phases[:1]:
@@ -150,7 +151,7 @@ def _measure(recipe: Recipe, steps: int) -> Evidence:
 
 
 def _training_phases(recipe: Recipe) -> list[str]:
-    """Return the names of the phases up to the update of the weights."""
+    """Return the names of the trainer's phases up to the update of the weights."""
     graph = recipe.graph
     graph.require_valid()
     root = graph.nodes[recipe.project.root]
@@ -161,7 +162,8 @@ def _training_phases(recipe: Recipe) -> list[str]:
     return list(targets[: updates[-1] + 1])
 
 
-def _set_format(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
+def _set_float8(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
+    """Turn float8 on or off in linear layers."""
     for layer in layers:
         layer.uses_float8 = uses_float8
 
@@ -177,11 +179,11 @@ class _Probe:
 
     def evidence(self) -> Evidence:
         """Measure no layer, all layers, and each layer alone."""
-        self._pass([])  # compiles and allocates
-        loss, gradients, seconds = self._pass([])
+        self._run_pass([])  # compiles and allocates
+        loss, gradients, seconds = self._run_pass([])
 
         def effect(layers: Sequence[LinearLayer]) -> Effect:
-            other_loss, others, time_of_pass = self._pass(layers)
+            other_loss, others, time_of_pass = self._run_pass(layers)
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
         effect([*self.layers.values()])
@@ -190,18 +192,18 @@ class _Probe:
         together = effect([*self.layers.values()])
         return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 
-    def _pass(self, layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
+    def _run_pass(self, layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
         """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:
             parameter.grad = None
-        _set_format(layers, True)
+        _set_float8(layers, True)
         begin = time.monotonic()
         state = state_of_batches(self.batches)
         self.executor.train(state)
         loss, weight = sum_losses(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin
-        _set_format(layers, False)
+        _set_float8(layers, False)
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -210,9 +212,10 @@ class _Probe:
 
 def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the norm of the gradients' difference (any shapes), divided by `exact`'s norm."""
-    difference = sum(_square(gradient.double() - other) for gradient, other in zip(gradients, exact, strict=True))
-    return float((difference / sum(map(_square, exact))) ** 0.5)
+    difference = sum(_sum_squares(gradient.double() - other) for gradient, other in zip(gradients, exact, strict=True))
+    return float((difference / sum(map(_sum_squares, exact))) ** 0.5)
 
 
-def _square(tensor: Tensor) -> Tensor:
+def _sum_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares, float64 ()."""
     return tensor.double().square().sum()

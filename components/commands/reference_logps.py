@@ -52,36 +52,37 @@ def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    names = [_only(recipe, port) for port in (ProgramExecutor, Preferences)]
+    names = [_find_only_node(recipe, port) for port in (ProgramExecutor, Preferences)]
     with recipe.open(names) as run:
-        rows = _with_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
+        rows = _add_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     with writing(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     return ReferenceResult(options.to, len(lines))
 
 
-def _only(recipe: Recipe, kind: type) -> str:
+def _find_only_node(recipe: Recipe, kind: type) -> str:
+    """Return the name of the only node whose component is a subclass of `kind`. Raises UserError."""
     graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
     if len(names) != 1:
-        fault = f"the recipe has {len(names)} nodes that are a {kind.__name__}, and one is required"
-        raise UserError(f"{fault}; take a recipe like `dpo`, with data.preferences and loss.dpo", 2)
+        fault = f"the recipe has {len(names)} nodes that are a {kind.__name__}; exactly one is required"
+        raise UserError(f"{fault}; use a recipe like `dpo`, with data.preferences and loss.dpo", 2)
     return names[0]
 
 
-def _with_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
-    """Yield all lines in order, pairs with their references, computed `count` lines at a time."""
+def _add_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
+    """Yield all data lines in order; pairs have log-probabilities added, computed `count` lines at a time."""
     lines = data.lines()
     while batch := [*islice(lines, count)]:
         pairs = [pair for _, pair in batch if pair]
-        sums = iter(_sums(data, executor, pairs).tolist() if pairs else [])
+        sums = iter(_sum_logps(data, executor, pairs).tolist() if pairs else [])
         for line, pair in batch:
             yield line.row | (dict(zip(REFERENCES, next(sums), strict=True)) if pair else {})
 
 
-def _sums(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
-    """Return both answers' log-probabilities, float64 (pairs, 2)."""
+def _sum_logps(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
+    """Return the log-probability of either answer (chosen, rejected), summed over its tokens: float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]
     documents = TokenArrays.of(ids, id_dtype(data.vocab_size), weights)

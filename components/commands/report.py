@@ -49,7 +49,7 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
     for folder in folders:
         check_is_run(folder)
     runs = [
-        read_run(folder, name, _drawings(project, folder))
+        read_run(folder, name, _draw_recipe(project, folder))
         for folder, name in zip(folders, names_of(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run; if not, as after a failed start, print that it is left out."""
+    """Return whether a folder holds a run; if not, as after a failed start, print a note about the folder."""
     try:
         check_is_run(folder)
     except UserError as error:
@@ -69,19 +69,20 @@ def _is_run(folder: Path) -> bool:
     return True
 
 
-def _drawings(project: Project, folder: Path) -> Drawings:
+def _draw_recipe(project: Project, folder: Path) -> Drawings:
     """Draw the run's recipe, or return why this drawloom version cannot read it (its components may be gone)."""
     if not (folder / LOCK).is_file():
         return Drawings()
     try:
         recipe = Recipe.load(folder, project=project)
-        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), _schedule(recipe))
+        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), _draw_recipe_schedule(recipe))
     except RecipeError as error:
         return Drawings(missing=format_problems(error.problems))
     except UserError as error:
         return Drawings(missing=str(error))
 
 
-def _schedule(recipe: Recipe) -> str:
+def _draw_recipe_schedule(recipe: Recipe) -> str:
+    """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
     pipeline = Pipeline.of(recipe)
     return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))

@@ -57,9 +57,9 @@ def as_text(rows: Sequence[RunRow]) -> str:
     """Return the table for a terminal, with a line per run."""
     if not rows:
         return "no runs"
-    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_cells, rows)]
+    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_format_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_align(line, widths) for line in lines)
+    return "\n".join(_align_cells(line, widths) for line in lines)
 
 
 def as_csv(rows: Sequence[RunRow]) -> str:
@@ -73,21 +73,23 @@ def as_csv(rows: Sequence[RunRow]) -> str:
     return file.getvalue().rstrip("\n")
 
 
-def _cells(row: RunRow) -> tuple[str, ...]:
+def _format_cells(row: RunRow) -> tuple[str, ...]:
+    """Return a run's cells: name, state, step, last and best loss, speed, and settings."""
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
     numbers = ["" if value is None else f"{value:.4f}" for value in (row.loss, row.best)]
     speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
-    settings = [f"{key}={_shorten(value)}" for key, value in row.differs.items()]
+    settings = [f"{key}={_shorten_value(value)}" for key, value in row.differs.items()]
     if len(settings) > MAX_SETTINGS_SHOWN:
         settings[MAX_SETTINGS_SHOWN:] = [f"and {len(settings) - MAX_SETTINGS_SHOWN} more"]
     return row.run, row.state, step, *numbers, speed, "  ".join(settings)
 
 
-def _shorten(value: str) -> str:
+def _shorten_value(value: str) -> str:
+    """Cut a long value at MAX_VALUE_LENGTH characters."""
     return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
 
 
-def _align(line: Sequence[str], widths: Sequence[int]) -> str:
+def _align_cells(line: Sequence[str], widths: Sequence[int]) -> str:
     """Align the name, the state and the settings on the left, and numbers on the right."""
     cells = [
         cell.rjust(width) if 2 <= number <= 5 else cell.ljust(width)

@@ -154,6 +154,7 @@ class ComparisonResult(Result):
 
 
 def _schedule_fields(summary: Summary) -> dict[str, Any]:
+    """Return a simulation's fields for `ScheduleData`."""
     data = summary.as_data()
     return data | {"shard_actions": [[ActionData(**bar) for bar in bars] for bars in data["shard_actions"]]}
 
@@ -163,62 +164,66 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
     options.costs = {} if options.costs is None else options.costs
     if options.run is not None:
         if any(getattr(options, name) for name in EXCLUDED_BY_RUN):
-            raise UserError("--run draws the schedule of its own recipe; leave all else out", 2)
+            raise UserError("--run takes the schedule from the run's recipe; leave the recipe and its options out", 2)
         options.recipe, options.costs = str(options.run), options.costs or options.run
     if options.compare:
-        return _comparison(options, project)
+        return _compare_schedules(options, project)
     for name in ("ranks", "microbatches"):
         values = getattr(options, name) or [None]
         if len(values) > 1:
-            raise UserError(f"--{name} {','.join(map(str, values))}: several are compared; add --compare", 2)
+            raise UserError(
+                f"--{name} {','.join(map(str, values))}: only --compare takes several values; add --compare", 2
+            )
         setattr(options, name, values[0])
-    summary = _summary(options, project)
+    summary = _simulate_requested(options, project)
     measured = None if options.run is None else _costs.read_run(options.run, project).simulation
     return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
-def _summary(options: argparse.Namespace, project: Project) -> Summary:
+def _simulate_requested(options: argparse.Namespace, project: Project) -> Summary:
     """Simulate a recipe's schedule, a schedule by name, or a schedule from a file."""
     if not options.recipe:
         raise UserError("schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare", 2)
     if options.recipe.endswith(".csv"):
-        return _summary_of_file(options, project)
+        return _simulate_file(options, project)
     if options.ranks and _is_recipe(options.recipe, project):
         hint = "leave --ranks out, and write mesh.pipeline=N, or name a schedule instead of the recipe"
         raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
     if options.ranks:
         name = options.recipe.removeprefix(FOLDER)
-        _spec(project, name)  # report a misspelt name before missing options
+        _find_spec(project, name)  # report a misspelt name before missing options
         size = Size(options.ranks, require_microbatches(options.microbatches))
         source = _costs.source(options, project, None)
-        return _simulate(options, name, _by_name(options, project, name, source, size), size, source)
+        return _simulate_schedule(options, name, _open_by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
         raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
-    if near := _near(options.recipe, project):
+    if near := _suggest_schedule(options.recipe, project):
         text = f"there is no recipe or schedule {options.recipe!r}; did you mean {near!r}"
         raise UserError(f"{text}, with --ranks 4 --microbatches 8?", 2)
-    recipe = _recipe(options, project)
+    recipe = _load_recipe(options, project)
     pipeline = Pipeline.of(recipe)
-    _check_stages(options, pipeline.use, pipeline.schedule, pipeline.ranks)
+    _check_stages_per_rank(options, pipeline.use, pipeline.schedule, pipeline.ranks)
     size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
     source = _costs.source(options, project, recipe)
-    sharding = _sharding(recipe.graph) if isinstance(source, Units) else None
-    return _simulate(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
+    sharding = _find_sharding(recipe.graph) if isinstance(source, Units) else None
+    return _simulate_schedule(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
 
 
-def _recipe(options: argparse.Namespace, project: Project) -> Recipe:
+def _load_recipe(options: argparse.Namespace, project: Project) -> Recipe:
+    """Load and check the recipe, which may need another machine's devices."""
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
     return recipe
 
 
 def _is_recipe(name: str, project: Project) -> bool:
+    """Return whether a name means a recipe: a TOML file, a run folder, or a shipped recipe."""
     is_run = (Path(name) / LOCK).is_file()
     return is_run or name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
 
 
-def _near(name: str, project: Project) -> str | None:
-    """Return the schedule with a similar name, unless a recipe has the name or a similar one."""
+def _suggest_schedule(name: str, project: Project) -> str | None:
+    """Return a schedule with a similar name, or None if the name is, or resembles, a recipe's."""
     folder = RecipeFolder(project.recipes)
     if Path(name).exists() or _is_recipe(name, project) or find_nearest(name, folder.names):
         return None
@@ -226,7 +231,8 @@ def _near(name: str, project: Project) -> str | None:
     return find_nearest(name, schedules)
 
 
-def _summary_of_file(options: argparse.Namespace, project: Project) -> Summary:
+def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
+    """Simulate a schedule from a CSV file. Raises UserError for options in conflict with the file."""
     program, path = read_file(Path(options.recipe)), options.recipe
     for option, requested, actual in (
         ("--ranks", options.ranks, program.ranks),
@@ -238,17 +244,17 @@ def _summary_of_file(options: argparse.Namespace, project: Project) -> Summary:
     return _simulate_program(options, path, program, _costs.source(options, project, None), None)
 
 
-def _comparison(options: argparse.Namespace, project: Project) -> ComparisonResult:
+def _compare_schedules(options: argparse.Namespace, project: Project) -> ComparisonResult:
     """Simulate the named schedule and all schedules without required settings: one table per size."""
     if options.format in ("svg", "csv"):
-        raise UserError(f"--format {options.format} is of one schedule; leave --compare out", 2)
-    recipe = _recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
+        raise UserError(f"--format {options.format} shows only one schedule; leave --compare out", 2)
+    recipe = _load_recipe(options, project) if options.recipe and _is_recipe(options.recipe, project) else None
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
     pipeline = None if recipe is None else Pipeline.of(recipe)
     source = _costs.source(options, project, recipe)
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
-    names = list(dict.fromkeys([*_complete(project), *named]))
+    names = list(dict.fromkeys([*_list_complete_schedules(project), *named]))
     ranks = options.ranks or [pipeline.ranks if pipeline else 1]
     microbatches = options.microbatches or [require_microbatches(pipeline.microbatches if pipeline else None)]
     sizes = [Size(count, batches) for count, batches in product(ranks, microbatches)]
@@ -262,25 +268,26 @@ def _simulate_all(
     options: argparse.Namespace, project: Project, names: Sequence[str], source: CostSource, size: "Size"
 ) -> Iterator[Summary]:
     """Simulate the schedules that suit the model. Raises UserError if no schedule does."""
-    unsuitable: list[_Unsuitable] = []
+    unsuitable: list[_UnsuitableError] = []
     for name in names:
         try:
-            schedule = _by_name(options, project, name, source, size, anyway=True)
-            yield _simulate(options, name, schedule, size, source)
-        except _Unsuitable as error:
+            schedule = _open_by_name(options, project, name, source, size, anyway=True)
+            yield _simulate_schedule(options, name, schedule, size, source)
+        except _UnsuitableError as error:
             unsuitable.append(error)
     if len(unsuitable) == len(names):
         raise unsuitable[-1]
 
 
-def _complete(project: Project) -> Iterator[str]:
+def _list_complete_schedules(project: Project) -> Iterator[str]:
+    """Yield the names of schedules without required settings."""
     for name in project.registry.names():
         spec = project.registry.find(name) if name.startswith(FOLDER) else None
         if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
             yield name.removeprefix(FOLDER)
 
 
-def _spec(project: Project, name: str) -> tuple[str, Spec]:
+def _find_spec(project: Project, name: str) -> tuple[str, Spec]:
     """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
     use = name if "." in name else FOLDER + name
     spec = project.registry.find(use)
@@ -289,7 +296,7 @@ def _spec(project: Project, name: str) -> tuple[str, Spec]:
     return use, spec
 
 
-def _by_name(
+def _open_by_name(
     options: argparse.Namespace,
     project: Project,
     name: str,
@@ -302,11 +309,11 @@ def _by_name(
 
     Raises UserError if the schedule has another number of stages per rank, unless `anyway`.
     """
-    use, spec = _spec(project, name)
+    use, spec = _find_spec(project, name)
     try:
         data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
     except UserError as error:
-        raise _Unsuitable(str(error), error.exit_code) from error
+        raise _UnsuitableError(str(error), error.exit_code) from error
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
         data["stages_per_rank"] = options.stages_per_rank
     if "microbatches" in spec.fields:
@@ -320,15 +327,16 @@ def _by_name(
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
     if not anyway:
-        _check_stages(options, name, schedule, size.ranks)
+        _check_stages_per_rank(options, name, schedule, size.ranks)
     return schedule
 
 
-def _check_stages(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int) -> None:
+def _check_stages_per_rank(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int) -> None:
+    """Raise UserError if the schedule's stages per rank differ from --stages-per-rank."""
     if options.stages_per_rank is None:
         return
     if options.stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
-        has = f"{name} takes {stages} on each rank"
+        has = f"{name} has {stages} stages per rank"
         raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
 
 
@@ -343,11 +351,11 @@ class Size:
         return f"{format_count(self.ranks, 'rank')}, {format_count(self.microbatches, 'microbatch', 'es')}"
 
 
-class _Unsuitable(UserError):
+class _UnsuitableError(UserError):
     """Error for a schedule with more stages than the model has layers, or that does not fit in memory."""
 
 
-def _simulate(
+def _simulate_schedule(
     options: argparse.Namespace,
     name: str,
     schedule: Schedule,
@@ -355,20 +363,23 @@ def _simulate(
     source: CostSource,
     sharding: Sharding | None = None,
 ) -> Summary:
+    """Simulate a schedule. Raises UserError if it is too large, _UnsuitableError if it does not suit the model."""
     ranks, microbatches = size.ranks, size.microbatches
     try:
         stages = len(schedule.stage_to_rank(ranks)) // ranks if ranks <= MAX_RANKS else 1
     except UserError as error:
-        raise _Unsuitable(str(error), error.exit_code) from error
+        raise _UnsuitableError(str(error), error.exit_code) from error
     if ranks > MAX_RANKS or ranks * microbatches * stages > MAX_WORK:
         large = f"{ranks} ranks with {microbatches} microbatches on {stages} stages each"
         limits = f"{MAX_RANKS} ranks, and {MAX_WORK} microbatches times ranks times stages"
         raise UserError(f"{large} take too long to simulate; write at most {limits}", 2)
     program = schedule.program(ranks, microbatches)
-    return _simulate_program(options, name, program, source, sharding, _sizes(options, schedule, ranks, source))
+    return _simulate_program(options, name, program, source, sharding, _count_slices(options, schedule, ranks, source))
 
 
-def _sizes(options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource) -> Sequence[int] | None:
+def _count_slices(
+    options: argparse.Namespace, schedule: Schedule, ranks: int, source: CostSource
+) -> Sequence[int] | None:
     """Return the model slice count per stage, or None if the schedule or the costs do not define slices."""
     # The trace of a recipe's own run has the costs of whole stages.
     has_stage_costs = isinstance(source, Traced) and not options.compare and not options.ranks
@@ -386,6 +397,7 @@ def _simulate_program(
     sharding: Sharding | None,
     sizes: Sequence[int] | None = None,
 ) -> Summary:
+    """Simulate a program with the source's costs, and return the summary with its memory."""
     if options.forward_only:
         program, sharding = forward_only(program.stage_to_rank, program.microbatches), None
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
@@ -393,7 +405,7 @@ def _simulate_program(
     try:
         costs = source.costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
-        raise _Unsuitable(str(error), error.exit_code) from error
+        raise _UnsuitableError(str(error), error.exit_code) from error
     try:
         simulation = simulate(program, costs, options.channels, sharding)
     except DeadlockError as deadlock:
@@ -401,7 +413,7 @@ def _simulate_program(
     return Summary(name, simulation, None if options.forward_only else source.memory(program, sizes))
 
 
-def _sharding(graph: Graph) -> Sharding | None:
+def _find_sharding(graph: Graph) -> Sharding | None:
     """Return how the recipe's mesh shards or replicates parameters; None without data parallelism."""
     sizes = mesh_sizes(graph)
     shards = sizes.data_shard * sizes.context

@@ -57,16 +57,16 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
-            encoded = ((line, _encode(tokenizer, line, template)) for line in lines_of(options.paths))
+            encoded = ((line, _encode_line(tokenizer, line, template)) for line in lines_of(options.paths))
             while batch := [*islice(encoded, options.rows)]:
-                scores = _score(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
+                scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
                 written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
     with writing(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
 
-def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
+def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
     """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
     try:
         return torch.from_numpy(encode_answer(tokenizer, line.row, template).ids.astype("int64"))
@@ -74,7 +74,7 @@ def _encode(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Ten
         raise UserError(f"{line.position}: {error}") from error
 
 
-def _score(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
+def _score_answers(executor: ProgramExecutor, scorer: Scorer, answers: Sequence[Tensor]) -> Iterator[float]:
     """Yield a score per answer, from its ids, int64 (tokens,)."""
     lengths = torch.tensor([len(ids) for ids in answers])
     tokens = torch.nn.utils.rnn.pad_sequence(list(answers), batch_first=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._process_pool import forwarding
+from drawloom.components.commands._process_pool import forward_signals
 from drawloom.components.commands._recipes import add_overlays
 from drawloom.components.commands._slurm import array_script
 from drawloom.components.commands._sweep_points import Point, points_of
@@ -35,7 +35,7 @@ from drawloom.graph.recipe.lockfile import LOCK
 
 @attrs.frozen(eq=False)
 class SweepRun:
-    """A run of the sweep: its point, its folder, its recipe, and the words that make the recipe."""
+    """A run of the sweep: its point, folder and recipe, and the words added to the sweep's recipe."""
 
     point: Point
     folder: Path
@@ -116,17 +116,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, project: Project) -> SweepResult:
     """Check and plan all runs, and then run or submit them."""
     if options.sbatch and options.submit is None:
-        raise UserError("--sbatch is for the script of --submit; write --submit FILE, too", 2)
-    runs = _check(options, project)
+        raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
+    runs = _load_runs(options, project)
     folder = runs[0].folder.parent
     if options.device:
-        _plan(runs, device_model(options.device))
+        _check_runs_fit(runs, device_model(options.device))
     print_text(f"{len(runs)} runs in {folder}")
     points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
     unfinished = [number for number, point in enumerate(points) if point.state != "finished"]
     if options.dry_run or options.submit is not None:
         if options.submit is not None:
-            _submit(options, folder, [_command(options, project, runs[number]) for number in unfinished])
+            _write_array_script(
+                options, folder, [_make_command(options, project, runs[number]) for number in unfinished]
+            )
         return SweepResult(folder, points, [], 0)
     for number in sorted({*range(len(points))} - {*unfinished}):
         print_text(f"run {number + 1} of {len(runs)}: {points[number].run} is finished")
@@ -136,8 +138,8 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         before = "" if point.state == "new" else f" ({point.state} before)"
         print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
 
-    with forwarding(options.jobs) as pool:
-        commands = [_command(options, project, runs[number]) for number in unfinished]
+    with forward_signals(options.jobs) as pool:
+        commands = [_make_command(options, project, runs[number]) for number in unfinished]
         for index, code in pool.run(commands, report_start):
             point = points[unfinished[index]]
             points[unfinished[index]] = SweepPoint(point.run, point.words, point.state, code)
@@ -150,8 +152,8 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), pool.received)
 
 
-def _plan(runs: Sequence[SweepRun], device: DeviceModel) -> None:
-    """Plan all runs. Raises UserError with those that do not fit the device."""
+def _check_runs_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+    """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
         lines = [f"  {name}: {byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
@@ -163,7 +165,8 @@ def _plan(runs: Sequence[SweepRun], device: DeviceModel) -> None:
     print_text(f"all runs fit; {hours}, the longest is {slowest[0]}")
 
 
-def _submit(options: argparse.Namespace, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+def _write_array_script(options: argparse.Namespace, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    """Write the SLURM script for unfinished runs to --submit. Raises UserError if there are none."""
     if not commands:
         raise UserError("all runs of the sweep are finished; there is nothing to submit")
     limit = options.jobs if options.jobs > 1 else None
@@ -174,8 +177,8 @@ def _submit(options: argparse.Namespace, folder: Path, commands: Sequence[Sequen
     print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
-def _check(options: argparse.Namespace, project: Project) -> list[SweepRun]:
-    """Return the runs. Raises RecipeError with the problems of all of them, each problem once."""
+def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
+    """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
     points = points_of(options.words, options.axes, options.random, options.random_seed)
     folder = options.to or _default_folder(options, project, points[0])
     problems: dict[str, Problem] = {}
@@ -195,6 +198,7 @@ def _check(options: argparse.Namespace, project: Project) -> list[SweepRun]:
 
 
 def _default_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
+    """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
     recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
     node = recipe.graph.nodes.get("run")
     if node is None or "name" not in node.settings:
@@ -203,7 +207,8 @@ def _default_folder(options: argparse.Namespace, project: Project, point: Point)
     return Path("runs") / f"{node.settings['name']}-sweep"
 
 
-def _command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+def _make_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+    """Return the command to start a run of the sweep."""
     package = project.registry.package.partition(".")[0]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]
     imports = [f"--import={path}" for path in options.imports]

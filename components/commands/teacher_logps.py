@@ -69,7 +69,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
                     (options.to / f"{split}.ids").open("wb") as ids,
                     (options.to / f"{split}.logps").open("wb") as logps,
                 ):
-                    for row_ids, row_logps in _predictions(executor, rows, split, options.top_k, options.rows):
+                    for row_ids, row_logps in _predict_tokens(executor, rows, split, options.top_k, options.rows):
                         ids.write(row_ids.tobytes())
                         logps.write(row_logps.tobytes())
             manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
@@ -77,13 +77,13 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     return TeacherResult(options.to, counts, options.top_k)
 
 
-def _predictions(
+def _predict_tokens(
     executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and log-probabilities, float16 (rows, length, k + 1), for some rows."""
+    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `count` rows at a time."""
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return torch.stack([_likeliest(row, head, top_k) for row in hidden])
+        return torch.stack([_top_tokens(row, head, top_k) for row in hidden])
 
     for first in range(0, rows.count(split), count):
         batch = rows.batch(split, range(first, min(first + count, rows.count(split))))
@@ -97,8 +97,8 @@ def _predictions(
         yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
 
 
-def _likeliest(hidden: Tensor, head: Head, top_k: int) -> Tensor:
-    """Return ids, log-probabilities and that of the rest: float64 (length, 2 k + 1), for hidden (length, width)."""
+def _top_tokens(hidden: Tensor, head: Head, top_k: int) -> Tensor:
+    """Return the k likeliest ids, their logps, and the logp for all other tokens: float64 (length, 2 k + 1)."""
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
     for chunk in torch.split(hidden, step):
         logits = head.logits(chunk).float()

@@ -54,11 +54,11 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
         raise no_checkpoint(options.run_folder)
-    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verdict(checkpoint))])
+    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verify_checkpoint(checkpoint))])
 
 
-def _verdict(checkpoint: Path) -> CheckpointVerdict | None:
-    """Return a checkpoint's verdict, or None if the run has removed it meanwhile."""
+def _verify_checkpoint(checkpoint: Path) -> CheckpointVerdict | None:
+    """Compare a checkpoint's files with its manifest; return None if the run has meanwhile removed it."""
     try:
         manifest = verify(checkpoint)
     except CorruptCheckpointError as error:

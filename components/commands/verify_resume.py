@@ -81,7 +81,7 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
     with _record_signals() as signals:
         folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
         try:
-            runs = Runs(folder, _command(options, graph), options.steps, signals)
+            runs = Runs(folder, _make_command(options, graph), options.steps, signals)
             runs.run_straight()
             killed = runs.kill_and_resume()
         except BaseException:
@@ -91,7 +91,7 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
     own = graph.implementers(Tracker)  # trackers keep a series per run
     difference = next(differences(folder / "straight", folder / "resumed", own), None)
     if difference is not None:
-        reasons = list(_reasons(difference.step <= half, _device_varies(graph)))
+        reasons = list(_other_causes(difference.step <= half, _device_varies(graph)))
         return VerifyResumeResult(options.steps, killed, str(difference), reasons, folder, "")
     summary = _summarize(folder / "straight")
     shutil.rmtree(folder)
@@ -137,39 +137,42 @@ class Runs:
 
     def run_straight(self) -> None:
         """Run without interruption."""
-        self._finish("straight")
+        self._run_to_end("straight")
 
     def kill_and_resume(self) -> int:
         """Run, kill the run when half the steps are committed, and resume it; return the last step before the kill."""
         for _ in range(MAX_TRIES):
-            step = self._kill()
+            step = self._run_half()
             if step < self.steps:
-                self._finish("resumed")
+                self._run_to_end("resumed")
                 return step
             shutil.rmtree(self.folder / "resumed")
         raise UserError(f"the run ends before it can be killed; take more steps than {self.steps} (--steps)")
 
-    def _kill(self) -> int:
+    def _run_half(self) -> int:
         """Run until half the steps are committed, kill all processes, and return the last logged step."""
         checkpoints = self.folder / "resumed" / "checkpoints"
         half = checkpoints / f"step-{self.steps // 2}"
-        self._run("resumed", until=lambda: half.exists() and self._is_hashed(self.steps // 2))
+        self._run_until("resumed", until=lambda: half.exists() and self._is_hashed(self.steps // 2))
         if not half.exists():
-            raise self._failure("resumed")
+            raise self._run_error("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
-        return max((row["step"] for row in _rows(self.folder / "resumed" / "metrics.jsonl")), default=self.steps // 2)
+        return max(
+            (row["step"] for row in _read_rows(self.folder / "resumed" / "metrics.jsonl")), default=self.steps // 2
+        )
 
     def _is_hashed(self, step: int) -> bool:
-        """Return whether all ranks have written a step's digests, which may follow its checkpoint's commit."""
+        """Return whether all ranks have written a step's state hashes, which may follow its checkpoint's commit."""
         files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
-        return all(step in _digests(self.folder / "resumed" / "digests" / path.name) for path in files)
+        return all(step in _read_digests(self.folder / "resumed" / "digests" / path.name) for path in files)
 
-    def _finish(self, name: str) -> None:
-        if self._run(name):
-            raise self._failure(name)
+    def _run_to_end(self, name: str) -> None:
+        """Run the command until it ends. Raises UserError if it fails."""
+        if self._run_until(name):
+            raise self._run_error(name)
 
-    def _run(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
+    def _run_until(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
         """Run the command, kill all its processes as soon as `until()` is true, and return the exit code."""
         command = [*self.command, f"run.folder={self.folder / name}"]
         with (
@@ -184,7 +187,8 @@ class Runs:
             raise SystemExit(128 + self.signals[0])
         return process.returncode
 
-    def _failure(self, name: str) -> UserError:
+    def _run_error(self, name: str) -> UserError:
+        """Return a UserError with the last lines of a failed run's output."""
         lines = (self.folder / f"{name}.txt").read_text("utf-8", "replace").splitlines()
         before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)
         # The warning that both runs skip final tasks is not about the recipe.
@@ -211,11 +215,11 @@ class Difference:
 
 
 def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()) -> Iterator[Difference]:
-    """Yield differences between two runs by step: metrics, then tensors, except for the nodes `own`."""
+    """Yield differences between two runs by step, metrics before tensors. Nodes in `own` are not compared."""
     tensors = sorted(path.name for path in (straight_run / "digests").glob("rank-*.jsonl"))
     runs = straight_run, resumed_run
-    metrics, others = ({row["step"]: row for row in _rows(run / "metrics.jsonl")} for run in runs)
-    digests = [[_digests(run / "digests" / name, own) for run in runs] for name in tensors]
+    metrics, others = ({row["step"]: row for row in _read_rows(run / "metrics.jsonl")} for run in runs)
+    digests = [[_read_digests(run / "digests" / name, own) for run in runs] for name in tensors]
     for step in sorted({*metrics, *others, *(step for pair in digests for by_step in pair for step in by_step)}):
         yield from _compare_metrics(step, metrics.get(step, {}), others.get(step, {}))
         for name, (straight, resumed) in zip(tensors, digests, strict=True):
@@ -225,6 +229,7 @@ def differences(straight_run: Path, resumed_run: Path, own: Collection[str] = ()
 
 
 def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield differing metrics after a step, except for machine metrics such as speeds."""
     for name in (key for key in {**straight, **resumed} if key.partition("/")[0] not in MACHINE_METRICS):
         if straight.get(name, "missing") != resumed.get(name, "missing"):
             values = f"{straight.get(name, 'missing')} uninterrupted, {resumed.get(name, 'missing')} resumed"
@@ -234,6 +239,7 @@ def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[st
 def _compare_tensors(
     step: int, rank: str, straight: Mapping[str, str], resumed: Mapping[str, str]
 ) -> Iterator[Difference]:
+    """Yield one difference for all differing tensors on a rank after a step."""
     if names := [name for name in {**straight, **resumed} if straight.get(name) != resumed.get(name)]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield Difference(step, f"{names[0]}{more} of {rank.replace('-', ' ')}")
@@ -246,8 +252,8 @@ def _device_varies(graph: Graph) -> bool:
     return ("cuda" in kinds or ("auto" in kinds and torch.cuda.is_available())) and not any(deterministic)
 
 
-def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
-    """Yield possible causes other than resuming: both runs are the same before the kill."""
+def _other_causes(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
+    """Yield sentences about causes other than resuming, if any is possible."""
     if before_the_kill:
         yield "neither run was killed before this step, so resuming is not the cause: two runs of this recipe differ"
     if device_varies:
@@ -255,7 +261,7 @@ def _reasons(before_the_kill: bool, device_varies: bool) -> Iterator[str]:
         yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
 
 
-def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
+def _make_command(options: argparse.Namespace, graph: Graph) -> list[str]:
     """Return the command for both runs, without the run folder."""
     phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
     words = [
@@ -270,16 +276,18 @@ def _command(options: argparse.Namespace, graph: Graph) -> list[str]:
 
 
 def _summarize(run: Path) -> str:
-    steps = sum(row["step"] > 0 for row in _rows(run / "metrics.jsonl"))
-    names = {name for path in (run / "digests").iterdir() for row in _digests(path).values() for name in row}
+    """Return how many steps and tensors were compared."""
+    steps = sum(row["step"] > 0 for row in _read_rows(run / "metrics.jsonl"))
+    names = {name for path in (run / "digests").iterdir() for row in _read_digests(path).values() for name in row}
     return f"{steps} steps, {len(names)} tensors and other values of the state after each"
 
 
-def _digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """Return the hashes by step and name, except for the nodes `own`."""
-    rows = {row["step"]: row["digests"].items() for row in _rows(path)}
+def _read_digests(path: Path, own: Collection[str] = ()) -> dict[int, dict[str, str]]:
+    """Return the state hashes in a file by step and name, without nodes in `own`."""
+    rows = {row["step"]: row["digests"].items() for row in _read_rows(path)}
     return {step: {name: digest for name, digest in row if name.split("/")[0] not in own} for step, row in rows.items()}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows in a file with one JSON object per step."""
     return [line.row for line in read_steps(path)[0]]

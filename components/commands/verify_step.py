@@ -14,11 +14,11 @@ from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, st
 from drawloom.components.commands._options import integer
 from drawloom.components.commands._replay import (
     Replayer,
+    find_differing_metrics,
     first_difference,
     read_metrics,
     read_nodes,
     read_trace,
-    unequal,
 )
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK
@@ -92,9 +92,9 @@ def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
         steps = [index for index in range(start + 1, step + 1) if index in recorded and index in metrics]
         hashes = [entry for entry in hashes if start < entry.step <= step]
         difference = first_difference(hashes, trace)
-        different = [index for index in steps if unequal(recorded[index], metrics[index])]
+        different = [index for index in steps if find_differing_metrics(recorded[index], metrics[index])]
         first = min([*different[:1], *([difference.step] if difference else [])], default=None)
-        names = unequal(recorded[first], metrics[first]) if first in steps and first is not None else []
+        names = find_differing_metrics(recorded[first], metrics[first]) if first in steps and first is not None else []
         is_first = difference is not None and difference.step == first
         again = None if first is None else first_difference(trace, replayer.replay(nodes, earlier.get(start), step))
     return VerifyStepResult(

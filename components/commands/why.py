@@ -17,13 +17,13 @@ from drawloom.components.commands._replay import (
     Replayer,
     TraceDifference,
     common_checkpoints,
+    find_differing_metrics,
     first_difference,
     read_metrics,
     read_nodes,
     read_trace,
     single_edits,
     start_differs,
-    unequal,
 )
 from drawloom.components.report.metrics import lines_of
 from drawloom.components.report.run_record import OWN_SETTINGS, differences
@@ -80,15 +80,16 @@ class WhyResult(Result):
             lines.append(f"the runs first differ in step {self.step}{f', {where}' if where else ''} ({self.source})")
             more = f", and {len(self.tensors) - MAX_NAMES_SHOWN} more" if len(self.tensors) > MAX_NAMES_SHOWN else ""
             lines += [f"  {', '.join(self.tensors[:MAX_NAMES_SHOWN])}{more}"] if self.tensors else []
-        lines += _section(f"recorded metrics of step {self.metrics_step}", self.metrics)
-        lines += _section("caused by", self.causes)
+        lines += _format_section(f"recorded metrics of step {self.metrics_step}", self.metrics)
+        lines += _format_section("caused by", self.causes)
         others = [setting for setting in self.settings if setting not in self.causes]
-        lines += _section("also different in the recipes" if self.causes else "different in the recipes", others)
-        lines += _section("different in the environment", self.environment)
+        lines += _format_section("also different in the recipes" if self.causes else "different in the recipes", others)
+        lines += _format_section("different in the environment", self.environment)
         return "\n".join([*lines, *self.notes])
 
 
-def _section(title: str, settings: Sequence[WhySetting]) -> list[str]:
+def _format_section(title: str, settings: Sequence[WhySetting]) -> list[str]:
+    """Return a title with a line per setting; nothing without settings."""
     rows = [f"  {setting.key}: {setting.one or 'absent'} -> {setting.other or 'absent'}" for setting in settings]
     return [title, *rows] if rows else []
 
@@ -102,10 +103,10 @@ def main(options: argparse.Namespace, project: Project) -> WhyResult:
     if options.recorded or pair.step is None:
         return pair.result(None, "metrics", notes=[] if pair.step else [pair.equal_steps()])
     with tempfile.TemporaryDirectory(prefix="why-") as folder:
-        return _replay(pair, pair.step, Replayer(project, Path(folder)))
+        return _replay_runs(pair, pair.step, Replayer(project, Path(folder)))
 
 
-def _replay(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
+def _replay_runs(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
     """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
     candidates = [*common_checkpoints(pair.one, pair.other, step), (None, None)]
     for start, other_start in candidates:
@@ -122,12 +123,12 @@ def _replay(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
         where = f"a second replay differs in step {again.step}, {again.names[0]}"
         note = f"the first run is not deterministic on this machine: {where}"
         return pair.result(difference, "replay", notes=[note])
-    causes = list(_causes(pair, one, difference, start, replayer))
+    causes = list(_find_causes(pair, one, difference, start, replayer))
     several = "no edit alone makes this difference: several together do"
     return pair.result(difference, "replay", causes, notes=[] if causes or not pair.settings else [several])
 
 
-def _causes(
+def _find_causes(
     pair: "Pair", one: Sequence[PhaseDigests], difference: TraceDifference, start: Path | None, replayer: Replayer
 ) -> Iterator[str]:
     """Yield the keys, or nodes, whose value from the second run makes the first run differ at the same phase."""
@@ -166,7 +167,9 @@ class Pair:
     def step(self) -> int | None:
         """The first common step with a different metric."""
         one, other = self.rows
-        return next((step for step in sorted(one.keys() & other.keys()) if unequal(one[step], other[step])), None)
+        return next(
+            (step for step in sorted(one.keys() & other.keys()) if find_differing_metrics(one[step], other[step])), None
+        )
 
     def equal_steps(self) -> str:
         """Return a sentence about the steps without a difference."""
@@ -180,7 +183,7 @@ class Pair:
     ) -> WhyResult:
         """Return the result for a difference, or for the metrics alone."""
         one, other = self.rows
-        names = unequal(one[self.step], other[self.step]) if self.step is not None else []
+        names = find_differing_metrics(one[self.step], other[self.step]) if self.step is not None else []
         # a swapped component is a cause as a whole node
         shown = [s for s in self.settings if s.key in causes or s.key.rpartition(".")[0] in causes]
         environments = _read_environment(self.one), _read_environment(self.other)
@@ -207,7 +210,7 @@ class Pair:
 
 
 def _read_environment(run: Path) -> dict[str, str]:
-    """Return a run's versions and choices. Empty without a record."""
+    """Return a run's recorded library versions and automatic choices; empty without a record."""
     try:
         entries = json.loads(b"".join(lines_of(run / "log" / ENVIRONMENT)) or b"{}")
     except ValueError:

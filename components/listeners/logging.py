@@ -84,11 +84,11 @@ class RunLogging:
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file comes first, so that a message that fails on the terminal is in the file
         prefix = describe_rank(self.mesh, self.launches.values())
-        self._add(top, _file_handler(rank_log(self.folder, self.mesh), prefix))
+        self._add_handler(top, _make_file_handler(rank_log(self.folder, self.mesh), prefix))
         if self.mesh.world.rank == 0:
             level = logging.getLevelNamesMapping()[self.level.upper()]
-            self._add(run, _terminal_handler("stdout", logging.INFO, is_run_line, "%(message)s"))
-            self._add(top, _terminal_handler("stderr", level, is_not_run_line))
+            self._add_handler(run, _make_terminal_handler("stdout", logging.INFO, is_run_line, "%(message)s"))
+            self._add_handler(top, _make_terminal_handler("stderr", level, is_not_run_line))
         self._level_before, self._show_before = top.level, warnings.showwarning
         top.setLevel(logging.DEBUG)
         warnings.showwarning = _log_warning
@@ -106,7 +106,8 @@ class RunLogging:
     def on_event(self, event: Event) -> None:
         """Do nothing: as a listener, the component is opened before the trainer's other nodes."""
 
-    def _add(self, logger: logging.Logger, handler: logging.Handler) -> None:
+    def _add_handler(self, logger: logging.Logger, handler: logging.Handler) -> None:
+        """Add a handler, to be removed by `close`."""
         logger.addHandler(handler)
         self._added.append((logger, handler))
 
@@ -129,7 +130,9 @@ class Terminal(logging.Handler):
             self.handleError(record)
 
 
-class _OneLine(logging.Formatter):
+class _OneLineFormatter(logging.Formatter):
+    """Formatter without tracebacks."""
+
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {record.getMessage()}"
 
@@ -144,24 +147,27 @@ def is_not_run_line(record: logging.LogRecord) -> bool:
     return not is_run_line(record) and not is_marked(record, PRINTED)
 
 
-def _file_handler(path: Path, prefix: str) -> logging.Handler:
+def _make_file_handler(path: Path, prefix: str) -> logging.Handler:
+    """Return a handler for a log file, with `prefix` before the level."""
     handler = LogFile(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"))
     return handler
 
 
-def _terminal_handler(
+def _make_terminal_handler(
     stream: Stream, level: int, accepts: Callable[[logging.LogRecord], bool], template: str | None = None
 ) -> logging.Handler:
+    """Return a handler for standard output or error, with a level and a filter."""
     handler = Terminal(stream)
     handler.setLevel(level)
     handler.addFilter(accepts)
-    handler.setFormatter(logging.Formatter(template) if template else _OneLine())
+    handler.setFormatter(logging.Formatter(template) if template else _OneLineFormatter())
     return handler
 
 
 def _log_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
+    """Log a Python warning; replaces `warnings.showwarning`."""
     text = warnings.formatwarning(message, category, filename, lineno, line)
     logging.getLogger("drawloom.warnings").warning("%s", text.strip())

@@ -62,12 +62,13 @@ class MemoryReport:
         peak = self.device.memory()
         sizes = {name(kind): size for kind, size in memory_by_kind(self.users.values(), peak).items()}
         table = [f"  {kind:25}  {byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
-        remedies = [f"  {remedy}" for remedy in self._remedies()]
+        remedies = [f"  {remedy}" for remedy in self._list_remedies()]
         allocation = _describe_allocation(error)
         lines = [f"{self.device.device} is out of memory: {allocation}", *table, "what would help:", *remedies]
         return UserError("\n".join(lines))
 
-    def _remedies(self) -> Iterator[str]:
+    def _list_remedies(self) -> Iterator[str]:
+        """Yield settings that reduce memory, with their present values."""
         for node, batching in self.batching.items():
             if batching.micro_size > 1:
                 yield f"{node}.micro_size = {batching.micro_size}: with fewer rows, activations take less"
@@ -81,10 +82,10 @@ class MemoryReport:
                 yield f'{node}.recompute = "none": with "selective" or "blocks", fewer activations are kept'
         for node, precision in self.precision.items():
             if precision.compute.itemsize > 2:
-                yield f'{node}.compute = "{_dtype(precision.compute)}": with "bfloat16", activations take half'
+                yield f'{node}.compute = "{_dtype_name(precision.compute)}": with "bfloat16", activations take half'
             elif precision.parameter.itemsize > 2:
                 yield (
-                    f'{node}.parameter = "{_dtype(precision.parameter)}": with "bfloat16" and '
+                    f'{node}.parameter = "{_dtype_name(precision.parameter)}": with "bfloat16" and '
                     "optim.stochastic_adamw, there are no masters, and the optimizer state takes half"
                 )
         for node, mesh in self.mesh.items():
@@ -113,9 +114,11 @@ def _describe_allocation(error: BaseException) -> str:
 
 
 def _format_amount(amount: str) -> str:
+    """Return an amount such as "1024 bytes" in readable units."""
     number, unit = amount.split()
     return byte_size(int(number)) if unit == "bytes" else amount
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -62,56 +62,61 @@ class Profiler:
     def close(self) -> None:
         """Discard an unfinished trace."""
         self._off = True
-        self._end()
+        self._stop_profiler()
 
     def on_event(self, event: Event) -> None:
         """Begin or end a range, and advance the profiler at a step's end."""
         if self._off or event.step is None:
             return
         try:
-            self._handle(event, event.step)
+            self._mark_event(event, event.step)
         except Exception as error:
             self._off = True
-            self._end()
+            self._stop_profiler()
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
-    def _handle(self, event: Event, step: Step) -> None:
+    def _mark_event(self, event: Event, step: Step) -> None:
+        """Begin or end the range for a step or phase."""
         if event.kind == "step_started":
             self._begin_step(step)
         elif event.kind == "phase_started" and self._is_recording:
-            self._enter(event.phase)
+            self._enter_range(event.phase)
         elif event.kind == "phase_ended" and self._is_recording:
-            self._leave()
+            self._leave_range()
         elif event.kind == "step_ended" and self._running is not None:
             self._end_step(self._running)
 
     @property
     def _is_recording(self) -> bool:
+        """Whether the current step is traced."""
         return self._running is not None and self._running.current_action in RECORDING
 
     def _begin_step(self, step: Step) -> None:
+        """Start the profiler if necessary; in a traced step also observe the layers and begin the step's range."""
         if self._running is None:
-            self._start()
+            self._start_profiler()
         self._step = step.index
         if self._is_recording:
             if not self._hooks:
                 self._first = step.index
                 self._hooks = [*self._observe_layers()]
-            self._enter(f"step {step.index}")
+            self._enter_range(f"step {step.index}")
 
     def _end_step(self, running: profile) -> None:
+        """End the step's range, and let the profiler advance, which writes the trace after the last step."""
         if self._is_recording:
-            self._leave()
+            self._leave_range()
         running.step()  # writes the trace if it is complete
         if self._failure is not None:
             raise self._failure
         if not self._is_recording:
-            self._unhook()
+            self._remove_hooks()
         if self.repeat and self._written == self.repeat:
             self._off = True
-            self._end()
+            self._stop_profiler()
 
-    def _start(self) -> None:
+    def _start_profiler(self) -> None:
+        """Create and start torch's profiler, and record GPU allocations if `memory` is set."""
         gpu = self.device.device.type == "cuda"
         if self.memory and gpu:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -125,55 +130,64 @@ class Profiler:
         )
         self._running.start()
 
-    def _end(self) -> None:
+    def _stop_profiler(self) -> None:
+        """Stop torch's profiler, and remove hooks and open ranges."""
         running, self._running = self._running, None
-        self._unhook()
+        self._remove_hooks()
         while self._ranges:
-            self._leave()
+            self._leave_range()
         if running is not None:
             running.stop()
             if self.memory and self.device.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _enter(self, name: str) -> None:
+    def _enter_range(self, name: str) -> None:
+        """Begin a named range in the trace."""
         self._ranges.append(record_function(name))
         self._ranges[-1].__enter__()
 
-    def _leave(self) -> None:
+    def _leave_range(self) -> None:
+        """End the innermost range."""
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
 
     def _observe_layers(self) -> Iterator[Any]:
+        """Add hooks with a range for every layer; yield their handles."""
         for stages in self.stages.values():
             for stage in stages.local:
                 for name, module in stage.module.named_modules():
                     if match := LAYER.search(name):
-                        yield from self._observe(module, f"layer {match[1]}")
+                        yield from self._observe_module(module, f"layer {match[1]}")
 
-    def _observe(self, module: nn.Module, name: str) -> Iterator[Any]:
+    def _observe_module(self, module: nn.Module, name: str) -> Iterator[Any]:
+        """Add hooks with a range for a module's forward pass; yield their handles."""
+
         def enter(_module: nn.Module, _inputs: Any) -> None:
-            self._enter(name)
+            self._enter_range(name)
 
         def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            self._leave()
+            self._leave_range()
 
         yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave)
 
-    def _unhook(self) -> None:
+    def _remove_hooks(self) -> None:
+        """Remove the layers' hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _on_trace_ready(self, done: profile) -> None:
+        """Write a complete trace; keep an error for the step's end."""
         if self._off:
             return  # an unfinished trace
         # An error that passes through torch 2.13's profiler makes the profiler kill the process when it stops.
         try:
-            self._write(done)
+            self._write_trace(done)
         except Exception as error:
             self._failure = error
 
-    def _write(self, done: profile) -> None:
+    def _write_trace(self, done: profile) -> None:
+        """Write the trace, and with `memory` its counters and the allocation snapshot."""
         self._written += 1
         name = f"steps-{self._first}-{self._step}-rank-{self.mesh.world.rank}"
         path = make_folder(self.folder.folder / "traces") / f"{name}.json.gz"
@@ -191,12 +205,15 @@ def add_memory_counters(path: Path) -> None:
     """Add memory graphs by device, for Perfetto, to a trace; torch writes only allocations."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace: dict[str, Any] = json.load(file)
-    trace["traceEvents"] += [_counter(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    trace["traceEvents"] += [
+        _memory_counter(event) for event in trace["traceEvents"] if event.get("name") == "[memory]"
+    ]
     with gzip.open(path, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
 
 
-def _counter(event: Mapping[str, Any]) -> dict[str, Any]:
+def _memory_counter(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn a torch memory event into a counter event for Perfetto."""
     values = event["args"]
     device = "CPU" if values["Device Id"] < 0 else f"GPU {values['Device Id']}"
     args = {key: values[key] for key in ("Total Allocated", "Total Reserved") if key in values}

@@ -53,18 +53,19 @@ class ProgressBar:
             handler.removeFilter(_is_not_step_line)
         self._filtered = []
         if self._bar is not None:
-            self._show(self._bar)
+            self._show_values(self._bar)
             self._bar.stop()
             self._bar = None
 
     def on_event(self, event: Event) -> None:
         """Start the bar at the first step, update it after every step, and stop it after the last."""
         if event.kind == "step_started" and event.step and self._bar is None:
-            self._start(event.step)
+            self._start_bar(event.step)
         elif event.kind == "step_ended" and event.step:
-            self._update(event.step)
+            self._update_bar(event.step)
 
-    def _start(self, step: Step) -> None:
+    def _start_bar(self, step: Step) -> None:
+        """Show the bar on rank 0's terminal, and hide step lines."""
         if self.console is None or not self.console.is_terminal or self.mesh.world.rank != 0:
             return
         step_column, values = [TextColumn(text) for text in COLUMNS]
@@ -76,7 +77,8 @@ class ProgressBar:
             handler.addFilter(_is_not_step_line)
         self._bar.start()
 
-    def _update(self, step: Step) -> None:
+    def _update_bar(self, step: Step) -> None:
+        """Advance the bar; at intervals also show new values."""
         if self._bar is None:
             return
         now = self.clock()
@@ -88,13 +90,13 @@ class ProgressBar:
         self._bar.update(self._task, completed=step.index)
         if now - self._refreshed >= REFRESH_INTERVAL:
             self._refreshed = now
-            self._show(self._bar)
+            self._show_values(self._bar)
             self._bar.refresh()
         if step.last:
             self.close()
 
-    def _show(self, bar: Progress) -> None:
-        """Put a step's values into the bar; called only before a refresh."""
+    def _show_values(self, bar: Progress) -> None:
+        """Put the newest known values into the bar's text."""
         if self._shown is not None:
             step, seconds = self._shown
             self._values |= values_of(step)
@@ -116,4 +118,5 @@ def values_of(step: Step) -> dict[str, str]:
 
 
 def _is_not_step_line(record: logging.LogRecord) -> bool:
+    """Return whether a log record is not a step line."""
     return not is_marked(record, STEP_LINE)

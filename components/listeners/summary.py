@@ -62,7 +62,7 @@ class RunSummary:
 
     def preview(self) -> str:
         """Return the header, with one subject per line."""
-        return "\n".join(f"{label:8}{text}" for label, text in self._header())
+        return "\n".join(f"{label:8}{text}" for label, text in self._header_lines())
 
     def on_event(self, event: Event) -> None:
         """Log the header when the run starts, count its steps, and log the summary when it ends."""
@@ -73,11 +73,12 @@ class RunSummary:
             # at the end of phases, because a later phase of the step may save a checkpoint
             self._keep_best(event.step)
         elif event.kind == "step_ended" and event.step is not None:
-            self._count(event.step)
+            self._count_step(event.step)
         elif event.kind == "run_ended":
-            log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary()))
+            log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary_lines()))
 
-    def _count(self, step: Step) -> None:
+    def _count_step(self, step: Step) -> None:
+        """Count the step's tokens; on a GPU one step later."""
         self._first, self._last = self._first or step.index, step.index
         before, self._newest = self._newest, step
         # On a GPU the host does not know this step's tokens yet, and does not wait for them.
@@ -85,24 +86,27 @@ class RunSummary:
             self._tokens += ended.tokens if ended is not None else 0
 
     def _keep_best(self, step: Step) -> None:
+        """Keep the step's validation loss if it is the lowest."""
         if "validation_loss" in step.state:
             loss = step.state.number("validation_loss")
             if loss < self._best.get("loss", float("inf")):
                 self._best = {"loss": loss, "step": step.index}
 
-    def _header(self) -> Iterator[tuple[str, str]]:
+    def _header_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the header as (subject, text): run, model, data, device."""
         yield "run", f"{self.job.name}, in {self.job.path}"
         for model in self.models.values():
             whole = _build_whole(model)
             count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
-            yield "model", ", ".join([*_architecture(model), count, *self._dtypes(whole)])
+            yield "model", ", ".join([*_describe_architecture(model), count, *self._describe_dtypes(whole)])
         for rows in self.data.values():
             steps = (_describe_step(rows, batching) for batching in self.batching.values())
             validation = map(_describe_validation, self.validation.values())
             yield "data", "; ".join([f"{_count_tokens(rows):,} tokens to learn from", *steps, *validation])
         yield "device", self._describe_device()
 
-    def _dtypes(self, whole: nn.Module) -> Iterator[str]:
+    def _describe_dtypes(self, whole: nn.Module) -> Iterator[str]:
+        """Yield the dtypes of weights and computation, with counts for float8 layers and frozen weights."""
         for precision in self.precision.values():
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
@@ -112,6 +116,7 @@ class RunSummary:
                 yield f"{stored_weights} frozen weights in {precision.frozen}"
 
     def _describe_device(self) -> str:
+        """Return device, processes, mesh sizes and hosts."""
         device = self.device.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         sizes = [f"{name} {size}" for name, size in self.mesh.sizes.settings().items() if size > 1]
@@ -122,9 +127,11 @@ class RunSummary:
         return ", ".join([*words, *([self._describe_threads()] if device.type == "cpu" else [])])
 
     def _describe_threads(self) -> str:
+        """Return the number of CPU threads."""
         return f"CPU threads{' of each' * (self.mesh.world.size > 1)}: {torch.get_num_threads()}"
 
-    def _summary(self) -> Iterator[tuple[str, str]]:
+    def _summary_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the summary as (subject, text): steps, tokens, speed, best loss and output files."""
         if self._last:
             seconds = self.clock() - self._began
             speed = f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
@@ -138,10 +145,12 @@ class RunSummary:
 
 
 def _count_tokens(rows: PackedDataset) -> int:
+    """Estimate the training tokens without padding."""
     return round(rows.fill_rate("train") * rows.count("train") * rows.length)
 
 
 def _describe_validation(validation: ValidationData) -> str:
+    """Return how many validation rows are used."""
     used, count = validation.row_counts()
     return f"validation: {used:,} of {count:,} rows"
 
@@ -155,7 +164,8 @@ def _describe_step(rows: PackedDataset, batching: Batching) -> str:
     return f"about {tokens:,} in a step, whose rows of {rows.length:,} are {100 * fill:.1f} % full"
 
 
-def _architecture(model: Model) -> list[str]:
+def _describe_architecture(model: Model) -> list[str]:
+    """Return the Hugging Face architectures of a language model, or the model's class name."""
     if not isinstance(model, LanguageModel):
         return [type(model).__name__]
     return [str(name) for name in model.hugging_face_config().get("architectures", [])]

@@ -46,7 +46,7 @@ class Watchdog:
         self._polled = 0.0
         self._until_slow = -math.inf
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._poll_until_stopped, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -83,7 +83,8 @@ class Watchdog:
         elif is_slow:
             self._slow(limit)
 
-    def _watch(self) -> None:
+    def _poll_until_stopped(self) -> None:
+        """Poll every `tick` seconds until `stop`."""
         while not self._closing.wait(self._tick):
             self.poll()
 
@@ -157,7 +158,7 @@ class Timeouts:
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""
-        self._watchdog = Watchdog(self._exit, self.tick, slow=self._slow)
+        self._watchdog = Watchdog(self._report_and_exit, self.tick, slow=self._warn_slow)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -182,10 +183,11 @@ class Timeouts:
             logging.getLogger("drawloom").removeHandler(handler)
             self._where, self._phase = before, phase
             self.processes.set_location("" if before == BEFORE else self._describe_location())
-            self._allow(None)
+            self._start_limit(None)
 
     def _allow_opening(self) -> None:
-        self._allow(self.opening, slow=min(self.opening / 2, SLOW_OPENING))
+        """Start the limit for opening or closing a component."""
+        self._start_limit(self.opening, slow=min(self.opening / 2, SLOW_OPENING))
 
     def on_event(self, event: Event) -> None:
         """Set the time limit for the run's next part."""
@@ -193,23 +195,24 @@ class Timeouts:
             self._set_location(event)
             match event.kind:
                 case "run_started":
-                    self._limit(self.first_step)
+                    self._limit_collectives(self.first_step)
                 case "step_started":
-                    self._allow(self._step_limit())
+                    self._start_limit(self._step_limit())
                 case "step_ended" if event.step:
-                    self._end_step(last=event.step.last)
+                    self._limit_next_step(last=event.step.last)
                 case "saving_started":
-                    self._limit(self.saving)
+                    self._limit_collectives(self.saving)
                 case "saving_ended":
-                    self._limit(self._step_limit())
+                    self._limit_collectives(self._step_limit())
                 case "run_ended":
-                    self._allow(None)
+                    self._start_limit(None)
         except Exception:
             # the dispatcher drops this listener: without further events, an active limit would end a healthy run
-            self._allow(None)
+            self._start_limit(None)
             raise
 
     def _set_location(self, event: Event) -> None:
+        """Note the event's step and phase for messages, also for other ranks' diagnosis."""
         if event.step is not None:
             self._where = f"step {event.step.index}"
         if event.kind in ("phase_started", "phase_ended"):
@@ -217,24 +220,29 @@ class Timeouts:
         self.processes.set_location(self._describe_location())
 
     def _describe_location(self) -> str:
+        """Return the current step and phase as text."""
         return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
 
-    def _end_step(self, last: bool) -> None:
+    def _limit_next_step(self, last: bool) -> None:
+        """Limit the time until the next step, or for the final tasks after the last step."""
         first, self._stepped = not self._stepped, True
         if last:
             self._where = "after the last step"
-            self._limit(self.saving)
+            self._limit_collectives(self.saving)
         elif first:
-            self._limit(self.step)
+            self._limit_collectives(self.step)
 
     def _step_limit(self) -> float:
+        """Return the limit for the next step; the process's first step has a longer one."""
         return self.step if self._stepped else self.first_step
 
-    def _limit(self, seconds: float) -> None:
+    def _limit_collectives(self, seconds: float) -> None:
+        """Set the timeout for collectives, and start the same limit for the watchdog and the guard."""
         self.processes.set_timeout(seconds)
-        self._allow(seconds)
+        self._start_limit(seconds)
 
-    def _allow(self, seconds: float | None, slow: float | None = None) -> None:
+    def _start_limit(self, seconds: float | None, slow: float | None = None) -> None:
+        """Start a limit for the watchdog and, a margin later, for the guard; None removes both."""
         self._allowed = seconds or 0.0
         self._slow_after = self._allowed / 2 if slow is None else slow
         limit = None if seconds is None else seconds + self.watchdog_margin
@@ -247,24 +255,26 @@ class Timeouts:
         guard.allow(None if limit is None else limit + GUARD_MARGIN, text)
 
     def _describe_delay(self) -> str:
+        """Return a sentence about the exceeded limit: step, seconds and phase."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         return f"{self._where} took more than {self._allowed:g} s{phase}"
 
-    def _slow(self, _limit: float) -> None:
-        """Warn after a part of the limit. Runs in the watchdog's thread."""
+    def _warn_slow(self, _limit: float) -> None:
+        """Warn before the limit is over. Runs in the watchdog's thread."""
         phase = f" in phase [{self._phase}]" if self._phase else ""
         text = "rank %d is slow: %s has taken more than %g s%s; its limit is %g s"
         log.warning(text, self.mesh.world.rank, self._where, self._slow_after, phase, self._allowed)
 
-    def _exit(self, _limit: float) -> None:
+    def _report_and_exit(self, _limit: float) -> None:
         """Report the hang, and exit. Runs in the watchdog's thread."""
         delay = self._describe_delay()
-        reporter = threading.Thread(target=self._report, args=(delay,), name="hang report", daemon=True)
+        reporter = threading.Thread(target=self._report_hang, args=(delay,), name="hang report", daemon=True)
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
         self.exit(1)
 
-    def _report(self, delay: str) -> None:
+    def _report_hang(self, delay: str) -> None:
+        """Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks."""
         path = rank_log(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log(path) as file:

@@ -50,8 +50,8 @@ class ActivationRms:
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
-        self._hooks = [stage.module.register_forward_pre_hook(self._count) for stage in self.stages.local]
-        self._hooks += [self._observe(module, self._layers.index(number)) for number, module in local.items()]
+        self._hooks = [stage.module.register_forward_pre_hook(self._count_forward) for stage in self.stages.local]
+        self._hooks += [self._observe_layer(module, self._layers.index(number)) for number, module in local.items()]
 
     def close(self) -> None:
         """Stop observing layers."""
@@ -78,11 +78,14 @@ class ActivationRms:
             for layer, value, is_known in zip(self._layers, means.tolist(), known, strict=True)
         }
 
-    def _count(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
+    def _count_forward(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
+        """Note the microbatch's token count before a forward pass, to exclude padding along `tensor`."""
         shared = inputs[1]
         self._tokens = shared.positions.numel() if isinstance(shared, TokenContext) else None
 
-    def _observe(self, module: nn.Module, index: int) -> Any:
+    def _observe_layer(self, module: nn.Module, index: int) -> Any:
+        """Add a hook to sum a layer's squared outputs."""
+
         def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
             # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.
             if torch.is_grad_enabled():

@@ -74,7 +74,7 @@ def score_histogram(scores: Tensor, labels: Tensor, bins: int, weights: Tensor |
 
 def auroc(histogram: Tensor) -> float | None:
     """
-    Return the area under the ROC curve from a float64 `score_histogram` (2, bins), or None if a label has no items.
+    Return the area under the ROC curve from a `score_histogram`, float64 (2, bins), or None without items of a label.
 
     The area is the probability that an item with label 1 has a higher score than an item with label 0. Scores in the
     same bin are equal and count one half, as in the trapezoidal rule.
@@ -94,8 +94,8 @@ def scores(confusion: Tensor, averages: Sequence[Average], beta: float = 1.0) ->
     averages equal the accuracy, because an item has one target and one prediction.
     """
     hits, support = confusion.diagonal(), confusion.sum(1)
-    accuracy = _ratio(hits.sum(), support.sum())
-    return {"accuracy": accuracy, **_by_class(hits, support, confusion.sum(0), averages, beta)}
+    accuracy = _divide(hits.sum(), support.sum())
+    return {"accuracy": accuracy, **_average_scores(hits, support, confusion.sum(0), averages, beta)}
 
 
 def label_scores(counts: Tensor, averages: Sequence[Average], beta: float = 1.0) -> Mapping[str, float | None]:
@@ -107,17 +107,20 @@ def label_scores(counts: Tensor, averages: Sequence[Average], beta: float = 1.0)
     before it divides.
     """
     hits, support, predicted = counts[:, 1, 1], counts[:, 1].sum(-1), counts[..., 1].sum(-1)
-    accuracy = _ratio(hits.sum() + counts[:, 0, 0].sum(), counts.sum())
-    return {"label_accuracy": accuracy, **_by_class(hits, support, predicted, averages, beta)}
+    accuracy = _divide(hits.sum() + counts[:, 0, 0].sum(), counts.sum())
+    return {"label_accuracy": accuracy, **_average_scores(hits, support, predicted, averages, beta)}
 
 
-def _by_class(
+def _average_scores(
     hits: Tensor, support: Tensor, predicted: Tensor, averages: Sequence[Average], beta: float
 ) -> Mapping[str, float | None]:
-    """Return score averages by name; all three counts are float64 (classes,)."""
+    """Return scores by name and average, from counts by class: hits, true items, predictions; float64 (classes,)."""
     is_target = support > 0
     weights = {"macro": is_target.double(), "weighted": support}
-    by_class, total = _score(hits, support, predicted, beta), _score(hits.sum(), support.sum(), predicted.sum(), beta)
+    by_class, total = (
+        _scores_by_class(hits, support, predicted, beta),
+        _scores_by_class(hits.sum(), support.sum(), predicted.sum(), beta),
+    )
     averaged: dict[str, float | None] = {}
     for name, values in by_class.items():
         for average in averages:
@@ -129,12 +132,12 @@ def _by_class(
             else:
                 # Indexing, because a class without items may be NaN, and NaN times 0 is NaN.
                 weighted = (values * weights[average])[is_target].sum()
-                averaged[f"{name}/{average}"] = _ratio(weighted, weights[average].sum())
+                averaged[f"{name}/{average}"] = _divide(weighted, weights[average].sum())
     return averaged
 
 
-def _score(hits: Tensor, support: Tensor, predicted: Tensor, beta: float) -> dict[str, Tensor]:
-    """Return precision, recall and F-beta by name, NaN for classes without items."""
+def _scores_by_class(hits: Tensor, support: Tensor, predicted: Tensor, beta: float) -> dict[str, Tensor]:
+    """Return precision, recall and F-beta from counts; NaN for classes without items."""
     square = beta**2
     return {
         "precision": hits / predicted.clamp(min=torch.finfo(torch.float64).tiny),
@@ -143,5 +146,6 @@ def _score(hits: Tensor, support: Tensor, predicted: Tensor, beta: float) -> dic
     }
 
 
-def _ratio(part: Tensor, whole: Tensor) -> float | None:
+def _divide(part: Tensor, whole: Tensor) -> float | None:
+    """Divide, or return None if the divisor is 0."""
     return float(part / whole) if whole > 0 else None

@@ -27,6 +27,7 @@ class Classification:
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
+        """The confusion matrix."""
         return {"confusion": Accumulator(shape=(self.classes, self.classes))}
 
     def update(self, step: Step) -> Mapping[str, Tensor]:

@@ -40,7 +40,7 @@ class ExpertLoad:
 
     def open(self) -> None:
         """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""
-        local = {_name(path): router for path, router in routers_of(self.stages).items()}
+        local = {_layer_name(path): router for path, router in routers_of(self.stages).items()}
         by_rank = self.mesh.pipeline_group.gather_json({name: router.num_experts for name, router in local.items()})
         sizes: dict[str, int] = {name: size for rank_sizes in by_rank for name, size in rank_sizes.items()}
         if not sizes:
@@ -50,7 +50,7 @@ class ExpertLoad:
         shape = self.accumulators["sums"].shape
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
         for name, router in local.items():
-            observer = self._observer(self._names.index(name))
+            observer = self._make_observer(self._names.index(name))
             router.observe(observer)
             self._observed.append((router, observer))
 
@@ -87,7 +87,9 @@ class ExpertLoad:
         if self.by_expert:
             yield from ((f"expert_tokens/{name}/{expert}", number) for expert, number in enumerate(tokens.tolist()))
 
-    def _observer(self, index: int) -> Callable[[Tensor, Tensor], None]:
+    def _make_observer(self, index: int) -> Callable[[Tensor, Tensor], None]:
+        """Return a function to add a router's token counts and score entropies to a layer's sums."""
+
         def add(tokens: Tensor, scores: Tensor) -> None:
             row = self._sums[index]
             row[:-2] += tokens
@@ -97,7 +99,7 @@ class ExpertLoad:
         return add
 
 
-def _name(path: str) -> str:
+def _layer_name(path: str) -> str:
     """Return a router's layer number, or its whole path outside numbered layers."""
     match = LAYER.search(f"{path}.")
     return match[1] if match else path

@@ -22,14 +22,14 @@ CHUNK = 2**22
 
 
 def check_bins(value: int) -> str | None:
-    """Return why a number of bins is invalid, or None."""
+    """Check the setting: return why a number of bins is invalid, or None."""
     return at_least(1)(value) or (
         f"{value} is more than {MAX_BINS}, the most that trackers take" if value > MAX_BINS else None
     )
 
 
 def check_targets(patterns: list[str]) -> str | None:
-    """Return why patterns are invalid, or None."""
+    """Check the setting: return why parameter name patterns are invalid, or None."""
     return None if patterns else 'an empty list names no parameter; write ["*"] for all'
 
 
@@ -75,9 +75,9 @@ class Histograms:
         """Count elements in gradients and weights while there are gradients, at the steps in `every`."""
         self._measured = {}
         if due(self.every, step):
-            parts = [*self._parts()]
-            low, high = self._bounds(parts)
-            self._measured = {"low": low, "high": high, "counts": self._counts(parts, low, high)}
+            parts = [*self._read_chunks()]
+            low, high = self._find_bounds(parts)
+            self._measured = {"low": low, "high": high, "counts": self._count_elements(parts, low, high)}
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -107,21 +107,21 @@ class Histograms:
             if low < high < float("inf")
         }
 
-    def _parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's tensors in flat chunks, with their histogram's index."""
+    def _read_chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's gradients and weights in flat chunks, once per histogram index in which they count."""
         for name, parameter in self.parameters.owned_parameters():
             for kind in self.of:
                 tensor = parameter if kind == "weights" else parameter.grad
                 chunks = () if tensor is None else torch.split(tensor.detach().flatten(), CHUNK)
-                yield from ((index, chunk) for index in self._indices(kind, name) for chunk in chunks)
+                yield from ((index, chunk) for index in self._histogram_indices(kind, name) for chunk in chunks)
 
-    def _indices(self, kind: str, name: str) -> list[int]:
-        """Return the histogram indices that count a tensor."""
+    def _histogram_indices(self, kind: str, name: str) -> list[int]:
+        """Return the indices of the histograms that count a parameter's gradients or weights (`kind`)."""
         matching = [pattern for pattern in self.targets if fnmatchcase(name, pattern)]
         names = matching if self.per == "pattern" else [name] if matching else []
         return [self._series.index(f"{kind}/{label}") for label in names]
 
-    def _bounds(self, parts: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _find_bounds(self, parts: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return the finite minimum and maximum over all ranks, float64 (histograms,), widened if they are equal."""
         size, device = len(self._series), self.device.device
         bounds = torch.full((2, size), float("-inf"), dtype=torch.float64, device=device)
@@ -137,7 +137,7 @@ class Histograms:
         margin = 0.5 * (low == high)
         return low - margin, high + margin
 
-    def _counts(self, parts: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
+    def _count_elements(self, parts: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
         """Count this rank's elements by histogram and bin: float64 (histograms, bins)."""
         counts = torch.zeros(len(self._series), self.bins, dtype=torch.float64, device=low.device)
         for index, chunk in parts:

@@ -82,7 +82,7 @@ class LayerNorms:
 
 
 def layer_of(name: str) -> str:
-    """Return a parameter's layer number, or its module's name: `norm` for `model.norm.weight`."""
+    """Return the layer number in a parameter's name, or its module's name: `norm` for `model.norm.weight`."""
     if match := LAYER.match(name):
         return match[1]
     parts = name.split(".")

@@ -26,7 +26,7 @@ def weight_of(losses: Mapping[str, Any]) -> Tensor:
 
 def total_of(losses: Mapping[str, Any], name: str) -> Tensor:
     """Return a named sum, or `loss`, over this rank's microbatches: float64 (). Raises UserError for tensors."""
-    total = _by_microbatch(losses, name).double().sum(0)
+    total = _stack_microbatches(losses, name).double().sum(0)
     if total.ndim:
         text = f"the loss's sum {name!r} is a tensor of shape {tuple(total.shape)}, and the metric needs a number"
         raise UserError(f"{text}; write the name of another sum, or use another metric", exit_code=2)
@@ -35,10 +35,10 @@ def total_of(losses: Mapping[str, Any], name: str) -> Tensor:
 
 def tensor_sum(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], setting: str) -> Tensor:
     """Return a named sum over this rank's microbatches, float64 (*shape,). Raises UserError for other shapes."""
-    total = _by_microbatch(losses, name).double().sum(0)
+    total = _stack_microbatches(losses, name).double().sum(0)
     if total.shape != shape:
         text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric needs shape {shape}"
-        raise UserError(f"{text}; write another name in `of`, or set `{setting}` to the loss's value", exit_code=2)
+        raise UserError(f"{text}; set `{setting}` to the value in the loss, or name another sum in `of`", exit_code=2)
     return total
 
 
@@ -49,16 +49,19 @@ def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tens
     Collective along `context`: ranks with parts of the same rows return the mean over whole rows.
     """
     total_of(losses, name)
-    both = torch.stack([_by_microbatch(losses, name).double(), losses["weight"].double()])
+    both = torch.stack([_stack_microbatches(losses, name).double(), losses["weight"].double()])
     mesh.context_group.sum(both)
     return both[0] / both[1]
 
 
-def _by_microbatch(losses: Mapping[str, Any], name: str) -> Tensor:
-    """Return `loss` or a named sum by microbatch: (microbatches, ...). Raises UserError for other names."""
+def _stack_microbatches(losses: Mapping[str, Any], name: str) -> Tensor:
+    """Return a named sum's value, or the loss, for every microbatch: (microbatches, ...). Raises UserError."""
     values = {"loss": losses["loss"], **losses["sums"]}
     if name not in values:
         known = ", ".join(values)
-        raise UserError(f"the loss has no sum called {name!r}, which a metric is of; write one of {known}", exit_code=2)
+        raise UserError(
+            f"the loss has no sum called {name!r}, but a metric reads it; write one of {known}",
+            exit_code=2,
+        )
     value: Tensor = values[name]
     return value

@@ -28,11 +28,12 @@ class Perplexity:
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values, None without tokens or if infinite."""
-        values: dict[str, Value] = {"perplexity": _exp(float(totals["total"] / totals["weight"]))}
+        values: dict[str, Value] = {"perplexity": _finite_exp(float(totals["total"] / totals["weight"]))}
         if "validation_loss" in step.state:
-            values["validation_perplexity"] = _exp(step.state.number("validation_loss"))
+            values["validation_perplexity"] = _finite_exp(step.state.number("validation_loss"))
         return values
 
 
-def _exp(nats: float) -> float | None:
+def _finite_exp(nats: float) -> float | None:
+    """Return exp(nats), or None if it is not finite."""
     return math.exp(nats) if nats < MAX_NATS else None  # NaN is not less

@@ -42,11 +42,11 @@ class PhaseTimes:
         if event.kind == "step_started":
             self._marks = []
         elif event.kind == "data_loaded":
-            self._mark(DATA)
+            self._add_mark(DATA)
         elif event.kind == "phase_started":
-            self._mark("")
+            self._add_mark("")
         elif event.kind == "phase_ended":
-            self._mark(self._kind(event.phase))
+            self._add_mark(self._phase_kind(event.phase))
 
     def update(self, step: Step) -> Mapping[str, Tensor]:
         """Keep this step's marks until `compute`, which on a GPU is a step later."""
@@ -58,10 +58,11 @@ class PhaseTimes:
         times: dict[str, float] = {}
         for (_, start), (name, end) in pairwise(self._measured):
             if name:
-                times[name] = times.get(name, 0.0) + _seconds(start, end)
+                times[name] = times.get(name, 0.0) + _seconds_between(start, end)
         return {f"seconds/{name}": seconds for name, seconds in times.items()}
 
-    def _mark(self, name: str) -> None:
+    def _add_mark(self, name: str) -> None:
+        """Record the present time, on a GPU by an event, under a name."""
         if self.device.device.type == "cuda":
             mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             mark.record()
@@ -69,8 +70,8 @@ class PhaseTimes:
             mark = self.clock()
         self._marks.append((name, mark))
 
-    def _kind(self, phase: str) -> str:
-        """Return a phase's kind, by the values that it declares to write and change."""
+    def _phase_kind(self, phase: str) -> str:
+        """Return `forward_backward`, `sync` or `update` by a phase's declared values; otherwise the phase's name."""
         if phase not in self.phases:
             return phase
         flow = flow_of(self.phases[phase])
@@ -82,7 +83,8 @@ class PhaseTimes:
         return UPDATE if changed & {"gradients", "weights", "lr_factor"} else phase
 
 
-def _seconds(start: Any, end: Any) -> float:
+def _seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks."""
     if not isinstance(start, float):
         end.synchronize()  # does not block, because the totals of the step have arrived
         return float(start.elapsed_time(end)) / 1000

@@ -42,7 +42,7 @@ class RolloutMetrics:
         values: dict[str, Tensor] = {}
         if self.mesh.indices.pipeline == 0:
             for scored in step.state.get("rollouts", []):
-                for name, value in _sums(scored, [*self.rewards]).items():
+                for name, value in _sum_scores(scored, [*self.rewards]).items():
                     values[name] = values[name] + value if name in values else value
         losses = losses_of(step)
         if losses is not None and LARGEST_DIFFERENCE in losses["sums"]:
@@ -53,21 +53,22 @@ class RolloutMetrics:
         """Return the means; None for a mean over nothing."""
         rows = totals["rows"]
         values = {
-            "reward": _ratio(totals["reward"], totals["scored"]),
-            "length": _ratio(totals["tokens"], rows),
-            "entropy": _ratio(totals["entropy"], totals["tokens"]),
-            "truncated": _ratio(totals["truncated"], rows),
-            "unscored": _ratio(rows - totals["scored"], rows),
-            "equal_groups": _ratio(totals["equal"], totals["groups"]),
+            "reward": _divide(totals["reward"], totals["scored"]),
+            "length": _divide(totals["tokens"], rows),
+            "entropy": _divide(totals["entropy"], totals["tokens"]),
+            "truncated": _divide(totals["truncated"], rows),
+            "unscored": _divide(rows - totals["scored"], rows),
+            "equal_groups": _divide(totals["equal"], totals["groups"]),
         }
         if len(self.rewards) > 1:
             means = zip(self.rewards, *totals["rewards"], strict=True)
-            values |= {f"reward/{name}": _ratio(total, count) for name, total, count in means}
+            values |= {f"reward/{name}": _divide(total, count) for name, total, count in means}
         largest = totals[LARGEST_DIFFERENCE]
         return values | {"sampler_difference": float(largest) if largest.isfinite() else None}
 
 
-def _sums(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
+def _sum_scores(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
+    """Return the sums over a microbatch's completions, by name."""
     scores = scored.scores[:, [scored.names.index(name) for name in rewards]]
     completions, groups = scored.completions, scored.totals.view(-1, scored.group_size)
     is_scored = ~groups.isnan()
@@ -85,5 +86,6 @@ def _sums(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
     }
 
 
-def _ratio(total: Tensor, count: Tensor) -> float | None:
+def _divide(total: Tensor, count: Tensor) -> float | None:
+    """Divide, or return None if there is nothing to average."""
     return float(total / count) if count > 0 else None

@@ -67,11 +67,11 @@ class Spread:
         ends = {f"{self.of}_{name}": float(totals[name]) for name in ("min", "max")}
         values: dict[str, Value] = {key: value if abs(value) != float("inf") else None for key, value in ends.items()}
         for part in self.quantiles:
-            values[f"{self.of}_p{100 * part:g}"] = self._quantile(totals["histogram"], part)
+            values[f"{self.of}_p{100 * part:g}"] = self._find_quantile(totals["histogram"], part)
         return values
 
-    def _quantile(self, counts: Tensor, part: float) -> float | None:
-        """Return the center of the first bin where the cumulative count reaches the fraction `part`."""
+    def _find_quantile(self, counts: Tensor, part: float) -> float | None:
+        """Return the center of the first bin with a cumulative count of at least the fraction `part`."""
         reached = counts.cumsum(0)
         if reached[-1] == 0:
             return None

@@ -104,4 +104,5 @@ class Utilization:
 
 
 def _count_pairs(batch: Batch, window: int | None) -> float:
+    """Count the query-key pairs that causal attention computes in a batch, optionally within a window."""
     return count_attended_pairs(token_batch(batch, "utilization").document_ids, window)

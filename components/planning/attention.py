@@ -16,9 +16,7 @@ from drawloom.components.ports.flops import ForwardFlops
 
 @attrs.frozen
 class Rows:
-    """
-    `count` rows with `length` tokens in documents with mean length `document`, or inf if every row is one document.
-    """
+    """`count` rows of `length` tokens; documents have the mean length `document`, or inf for one document per row."""
 
     count: int
     length: int
@@ -42,7 +40,7 @@ class Rows:
 
 @attrs.frozen
 class AttentionFractions:
-    """Fraction of query-key pairs that attention computes, and the packed kernel's share."""
+    """Fractions for attention: `pairs`, computed query-key pairs; `packed`, the packed kernel's share in them."""
 
     pairs: float = 1.0
     packed: float = 0.0

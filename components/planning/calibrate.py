@@ -62,7 +62,7 @@ class Sizes:
 SIZES = {"cpu": Sizes(1024, 2**27, 512), "cuda": Sizes(8192, 2**31, 4096)}
 
 
-def here() -> torch.device:
+def local_device() -> torch.device:
     """Return this machine's device for plans: the first GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -75,8 +75,8 @@ def calibration_path(device: torch.device) -> Path:
 
 
 def at_hand() -> DeviceModel:
-    """Return this machine's calibrated device, or its entry in the table; UserError if there is none."""
-    device = here()
+    """Return this machine's device model: its calibration, or its table entry. Raises UserError without either."""
+    device = local_device()
     if (path := calibration_path(device)).is_file():
         try:
             return device_model(str(path))
@@ -92,22 +92,23 @@ def at_hand() -> DeviceModel:
 
 
 def calibrate(device: torch.device, sizes: Sizes | None = None, seconds: float = SECONDS) -> Path:
-    """Measure a device, which takes less than a minute, save its speeds, and return the file."""
+    """Measure a device for less than a minute, save its speeds as TOML, and return the path."""
     path = calibration_path(device)
-    text = "\n".join(_lines(device, sizes or SIZES[device.type], seconds))
+    text = "\n".join(_calibration_lines(device, sizes or SIZES[device.type], seconds))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{text}\n".encode())
     return path
 
 
-def _lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
+def _calibration_lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
     """Yield the calibration as TOML; values that are not measured, such as links, come from the table."""
     known = model_of_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else device_model("cpu")
     known = known or device_model("a100")
-    wide, *others = _dtypes(device)
+    wide, *others = _dtypes_to_measure(device)
     speeds = _measure_speeds(device, sizes, wide, 3 * seconds)
     rates = {wide: speeds.products} | {
-        dtype: _product_flops(sizes) / _duration(device, _products(device, dtype, sizes), seconds) for dtype in others
+        dtype: _product_flops(sizes) / _time_call(device, _make_product(device, dtype, sizes), seconds)
+        for dtype in others
     }
     for dtype, rate in rates.items():
         yield f"{products_in(dtype)} = {rate / 1e12:.6g}"
@@ -116,36 +117,37 @@ def _lines(device: torch.device, sizes: Sizes, seconds: float) -> Iterator[str]:
     yield f"bandwidth = {speeds.bandwidth / 1e9:.6g}"
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
-    launch, host = _launches(device, seconds)
+    launch, host = _measure_launches(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
-    yield f"memory = {_memory_fraction(device)}"
+    yield f"memory = {_reachable_memory_fraction(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
 
-def _dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes whose products are measured; layers compute in the first."""
+def _dtypes_to_measure(device: torch.device) -> list[torch.dtype]:
+    """Return the dtypes whose matrix products are measured; the first is also the dtype for attention."""
     return [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32, torch.bfloat16, torch.float64]
 
 
-def _duration(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
+def _time_call(device: torch.device, run: Callable[[], object], seconds: float, calls: int | None = None) -> float:
     """Return the seconds per call. Several calls run between two clock reads, so a GPU never waits."""
     calls = calls or (1 if device.type == "cpu" else 10)
     run()
     times, end = list[float](), time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
-        _wait(device)
+        _synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             run()
-        _wait(device)
+        _synchronize(device)
         times.append((time.perf_counter() - start) / calls)
     return min(times) if device.type == "cpu" else statistics.mean(times[len(times) // 2 :])
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -166,14 +168,18 @@ def _measure_speeds(device: torch.device, sizes: Sizes, dtype: torch.dtype, seco
     A second with only products would draw more power and lower the clock further than a step does, where products take
     three quarters of the time.
     """
-    kinds = [_products(device, dtype, sizes), _attention(device, dtype, sizes), _addition(device, sizes.vector)]
+    kinds = [
+        _make_product(device, dtype, sizes),
+        _make_attention(device, dtype, sizes),
+        _make_addition(device, sizes.vector),
+    ]
     if device.type == "cpu":
-        products, attention, addition = (_duration(device, run, seconds / 3) for run in kinds)
+        products, attention, addition = (_time_call(device, run, seconds / 3) for run in kinds)
     else:
         *_, products, attention, addition = _time_alternating([kinds[0], kinds[0], *kinds], seconds)
     pairs, bandwidth = ROWS * HEADS * sizes.length**2 / 2, 2 * (sizes.vector // 4 * 4) / addition
     flops = sum(attention_flops(pairs, HEAD_SIZE, HEAD_SIZE, backward=backward) for backward in (False, True))
-    inside = attention - _traffic(device, dtype, sizes, bandwidth)
+    inside = attention - _attention_traffic_seconds(device, dtype, sizes, bandwidth)
     return _Speeds(_product_flops(sizes) / products, flops / max(inside, attention / 2), bandwidth)
 
 
@@ -201,22 +207,23 @@ def _time_alternating(runs: Sequence[Callable[[], object]], seconds: float) -> l
 
 
 def _product_flops(sizes: Sizes) -> float:
+    """Return the FLOPs in a product of two square matrices."""
     return 2.0 * sizes.matrix**3
 
 
-def _products(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+def _make_product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
     """Return a function that multiplies square matrices."""
     a = torch.randn(sizes.matrix, sizes.matrix, device=device).to(dtype)
     return lambda: a @ a
 
 
-def _addition(device: torch.device, size: int) -> Callable[[], object]:
+def _make_addition(device: torch.device, size: int) -> Callable[[], object]:
     """Return a function that reads, adds to and writes a vector."""
     x = torch.zeros(size // 4, device=device)
     return lambda: x.add_(1)
 
 
-def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
+def _make_attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callable[[], object]:
     """Return a function that runs causal attention forward and backward."""
     # The import takes a second, and plans do not need it.
     from drawloom.kernels.attention_cudnn import WHOLE_ROWS, attention_cudnn
@@ -227,15 +234,15 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Callab
     return lambda: torch.autograd.grad(attention_cudnn(q, k, v, WHOLE_ROWS), (q, k, v), grad)
 
 
-def _traffic(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
-    """Return the seconds that a plan counts for attention's memory traffic."""
-    reached = Reached(attention=math.inf, memory=_memory_fraction(device), launch=0.0, host=0.0)
+def _attention_traffic_seconds(device: torch.device, dtype: torch.dtype, sizes: Sizes, bandwidth: float) -> float:
+    """Return a plan's seconds for attention's memory traffic."""
+    reached = Reached(attention=math.inf, memory=_reachable_memory_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(device_model("h200"), bandwidth=bandwidth, reached=reached)
-    return _record(_attention(torch.device("meta"), dtype, sizes), model).seconds
+    return _record_costs(_make_attention(torch.device("meta"), dtype, sizes), model).seconds
 
 
-def _record(run: Callable[[], object], model: DeviceModel) -> PassCost:
-    """Return a plan's costs for a call with meta tensors on a device."""
+def _record_costs(run: Callable[[], object], model: DeviceModel) -> PassCost:
+    """Record a call on meta tensors, as a plan does, and return the costs."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
         recorder.begin()
@@ -243,16 +250,17 @@ def _record(run: Callable[[], object], model: DeviceModel) -> PassCost:
         return recorder.end()
 
 
-def _memory_fraction(device: torch.device) -> float:
+def _reachable_memory_fraction(device: torch.device) -> float:
+    """Return which fraction of the memory bandwidth kernels reach."""
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
-def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
+def _measure_launches(device: torch.device, seconds: float) -> tuple[float, float]:
     """Return the seconds that a small operation takes on the device, and on the issuing host; a CPU is both."""
     if device.type == "cpu":
         x = torch.zeros(16)
-        return _duration(device, lambda: x.add_(1), seconds, 1000), 0.0
-    layers = _layers(device)
+        return _time_call(device, lambda: x.add_(1), seconds, 1000), 0.0
+    layers = _make_small_layers(device)
     for _ in range(3):  # the first call compiles kernels
         layers()
     times, end = list[float](), time.perf_counter() + seconds
@@ -260,10 +268,10 @@ def _launches(device: torch.device, seconds: float) -> tuple[float, float]:
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)
-    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _operations()
+    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_operations()
 
 
-def _layers(device: torch.device) -> Callable[[], object]:
+def _make_small_layers(device: torch.device) -> Callable[[], object]:
     """Return a function that runs norms and linear layers forward and backward, tiny so that the host is the limit."""
     from drawloom.kernels.linear import linear_eager
     from drawloom.kernels.triton.rms_norm import rms_norm_triton
@@ -283,7 +291,7 @@ def _layers(device: torch.device) -> Callable[[], object]:
     return run_layers
 
 
-def _operations() -> float:
-    """Count the measured layers' operations in a plan."""
+def _count_operations() -> float:
+    """Return how many small operations a plan counts in the measured layers."""
     model = attrs.evolve(device_model("h200"), reached=Reached(host=1.0))
-    return _record(_layers(torch.device("meta")), model).host
+    return _record_costs(_make_small_layers(torch.device("meta")), model).host

@@ -63,7 +63,7 @@ class PlanCheck:
             and self._plan
             and REFUSAL_FRACTION * max(self._plan.peak_memory_bytes) > self._plan.device.memory
         ):
-            raise UserError(self._refusal(self._plan))
+            raise UserError(self._describe_excess(self._plan))
 
     def on_event(self, event: Event) -> None:
         """Measure steps, and write the comparison before the final tasks write the report."""
@@ -72,11 +72,12 @@ class PlanCheck:
         elif event.kind == "step_ended" and event.step is not None:
             self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
             if event.step.last and self.processes.rank == 0:
-                self._compare()
+                self._write_comparison()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)
 
-    def _compare(self) -> None:
+    def _write_comparison(self) -> None:
+        """Compare the plan with measured memory and median step time, and write the line to `plan.txt`."""
         self._plan = self._plan or self._make_plan()
         if self._plan is None:
             return
@@ -97,7 +98,8 @@ class PlanCheck:
             log.info("plan    none: %s", error)
             return None
 
-    def _refusal(self, planned: Plan) -> str:
+    def _describe_excess(self, planned: Plan) -> str:
+        """Return the error message for a run that can't fit, with settings for a run that fits."""
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
         fitting = [
             remedy
@@ -108,21 +110,22 @@ class PlanCheck:
         fullest = max(planned.memory, key=lambda rank: rank.peak)
         needed, available = map(byte_size, (fullest.peak, planned.device.memory))
         return (
-            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; what "
-            f"would fit: {settings}; write refuse = false in the node of this plan to try the run anyway"
+            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; settings "
+            f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
         )
 
 
 def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
     """Return planned and measured values, and the plan's relative error, as one line."""
     parts = [
-        _pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
-        _pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
+        _format_pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
+        _format_pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"
 
 
-def _pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
+def _format_pair(name: str, planned: float, measured: float | None, text: Callable[[float], str]) -> str:
+    """Return a quantity's planned and measured values as text, with the plan's relative error."""
     if not measured:
         return f"{name} {text(planned)} planned"
     return f"{name} {text(planned)} planned, {text(measured)} measured ({planned / measured - 1:+.1%})"

@@ -42,7 +42,7 @@ class Interval:
 
     @property
     def lost(self) -> float:
-        """Return the time fraction lost to saves and repeated steps; restarts are not included."""
+        """Return the fraction of the time lost to saves and to steps repeated after failures, without restarts."""
         interval = self.every * self.step
         return self.cost / interval + interval / 2 / self.between_failures
 

@@ -81,7 +81,7 @@ class Units:
         """Return None: units have no bytes."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
-        """Return a rank's costs without slices: its stages share them evenly."""
+        """Return the costs of a rank instead of slices; the schedule divides them evenly among its stages."""
         return {name: getattr(self.given, name) for name in ("forward", "backward_input", "backward_weight", "comm")}
 
 
@@ -92,21 +92,22 @@ class Traced:
     measured: TracedStep
 
     @cached_property
-    def _table(self) -> CostTable:
+    def _op_table(self) -> CostTable:
+        """The traced costs by stage and op."""
         return self.measured.table()
 
     def costs(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
-        return self._table.resample(sizes or (1,) * (ranks * stages_per_rank))
+        return self._op_table.resample(sizes or (1,) * (ranks * stages_per_rank))
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
     def slices(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return slices_of(self._table.resample((1,) * (2 * ranks)))
+        return slices_of(self._op_table.resample((1,) * (2 * ranks)))
 
 
 @attrs.frozen
@@ -118,12 +119,15 @@ class PlacedSchedule:
     recompute: tuple[Recompute, ...] = ()
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
+        """Return the given ranks."""
         return self.placement
 
     def layers_by_stage(self, ranks: int, layers: int) -> tuple[int, ...]:
+        """Return the given sizes."""
         return self.sizes
 
     def program(self, ranks: int, microbatches: int) -> Program:
+        """Return a program with forward passes as early as possible, with the given recompute policies."""
         activations = (1.0,) * len(self.placement)
         task = Task(self.placement, microbatches, Costs(), activations, microbatches * sum(activations))
         return attrs.evolve(list_schedule(task, FORWARDS_FIRST), recompute=self.recompute)
@@ -131,7 +135,7 @@ class PlacedSchedule:
 
 @attrs.frozen(eq=False)
 class Planned:
-    """Seconds and bytes from plans, one plan for every rank and stage count."""
+    """Seconds and bytes from plans, made once for every partition into stages."""
 
     recipe: Recipe
     device: DeviceModel
@@ -149,15 +153,18 @@ class Planned:
             nodes = Nodes.of(self.recipe)
             layers = nodes.settings(nodes.model).get("num_hidden_layers")
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
-                raise UserError(f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; take fewer", 2)
+                raise UserError(
+                    f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; use fewer stages", 2
+                )
             schedule = {"use": "pipeline.schedules.zero_bubble_1p", "stages_per_rank": stages_per_rank}
             values = {nodes.mesh: {PipelineDimension.name: ranks}, nodes.schedule: schedule}
             self._plans[key] = plan(self.recipe.with_values(values), self.device, None, self.cache, cut)
         return self._plans[key]
 
-    def _cut(
+    def _plan_partition(
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None, recompute: Sequence[Recompute]
     ) -> Plan:
+        """Plan a pipeline with these layers and recompute policies by stage; by default, those in the recipe."""
         if sizes is None and not recompute:
             return self.plan(ranks, stages_per_rank)
         placement = loop(ranks, stages_per_rank)
@@ -168,11 +175,11 @@ class Planned:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds."""
-        return self._cut(ranks, stages_per_rank, sizes, recompute).table
+        return self._plan_partition(ranks, stages_per_rank, sizes, recompute).table
 
     def memory(self, program: Program, sizes: Sequence[int] | None = None) -> list[int]:
         """Return the peak activation bytes by rank, without gradients and persistent bytes."""
-        costs = self._cut(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
+        costs = self._plan_partition(program.ranks, program.stages // program.ranks, sizes, program.recompute).costs
         whole, none = with_whole_backwards(program), dict.fromkeys(costs, 0)
         return [peak_of(whole, rank, costs, none).bytes for rank in range(program.ranks)]
 
@@ -194,7 +201,7 @@ class Planned:
         per_stage = np.clip(excess / max(1, count - ranks), 0, 0.9 * by_layer.table.lengths.min(0))
         lengths = by_layer.table.lengths - per_stage
         settings = slices_of(attrs.evolve(one.table, lengths=lengths))
-        settings["per_stage"] = _round(per_stage)
+        settings["per_stage"] = _round_costs(per_stage)
         if self.device.memory:
             activations, plans = _bytes_by_stage(by_layer, "F"), [one]
             nodes = Nodes.of(self.recipe)
@@ -203,12 +210,14 @@ class Planned:
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(cut, recompute=(policy,) * count))
                     recompute[policy] = {
-                        "again": _ratios((again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]),
-                        "kept": _ratios(_bytes_by_stage(again, "F"), activations),
+                        "again": _compute_ratios(
+                            (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]
+                        ),
+                        "kept": _compute_ratios(_bytes_by_stage(again, "F"), activations),
                     }
-                    plans.append(self._cut(ranks, 1, even(count, ranks), (policy,) * ranks))
+                    plans.append(self._plan_partition(ranks, 1, even(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
-            used = max(_other_bytes(planned, rank) for planned in plans for rank in planned.memory)
+            used = max(_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
             settings["pending"] = _bytes_by_stage(by_layer, "I").tolist()
@@ -217,23 +226,24 @@ class Planned:
 
 
 def _bytes_by_stage(by_layer: Plan, op: str) -> NDArray[np.float64]:
-    """Return every stage's kept bytes after a microbatch's pass, at least 1."""
+    """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
-def _ratios(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
+def _compute_ratios(some: NDArray[np.float64], whole: NDArray[np.float64]) -> list[float]:
+    """Divide by element, and round; negative ratios become 0."""
     return [round(max(0.0, float(ratio)), 4) for ratio in some / whole]
 
 
-def _other_bytes(planned: Plan, rank: RankMemory) -> int:
+def _non_activation_bytes(planned: Plan, rank: RankMemory) -> int:
     """Sum a rank's bytes besides activations: persistent bytes, gradients, buffers, and temporary tensors."""
     temporary = (_temporary_bytes(planned.costs[stage].passes) for stage in rank.stages)
     return sum(rank.persistent.values()) + rank.whole_gradients + sum(rank.buffers.values()) + max(temporary)
 
 
 def _temporary_bytes(passes: Passes) -> int:
-    """Return a pass's peak bytes beyond the bytes alive before and after it."""
+    """Return the maximum bytes alive in a pass beyond its inputs and results."""
     forward, pending = passes["F"].total_kept_bytes, passes["I"].total_kept_bytes
     growth = {"F": forward, "I": max(0, pending - forward)}
     return max(cost.peak_delta - growth.get(op, 0) for op, cost in passes.items())
@@ -243,8 +253,9 @@ def slices_of(table: CostTable) -> dict[str, Any]:
     """Return settings for `pipeline.schedules.auto` whose slices are the stages in a cost table."""
     # A pass without duration, such as the gradients of frozen weights, could be anywhere in a schedule.
     lengths = np.maximum(table.lengths, MIN_SLICE_SECONDS)
-    return {"comm": round(table.comm, 9), "slices": [_round(costs) for costs in lengths]}
+    return {"comm": round(table.comm, 9), "slices": [_round_costs(costs) for costs in lengths]}
 
 
-def _round(costs: NDArray[np.float64]) -> list[float]:
+def _round_costs(costs: NDArray[np.float64]) -> list[float]:
+    """Round seconds to nanoseconds."""
     return [round(float(cost), 9) for cost in costs]

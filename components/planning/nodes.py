@@ -40,17 +40,20 @@ class Nodes:
 
     def only(self, port: type) -> str:
         """Return the node for a port; UserError if there is not exactly one."""
-        names = self._all(port)
+        names = self._find_used_nodes(port)
         if len(names) != 1:
-            raise UserError(f"a plan needs one node that is a {port.__name__}, and the recipe has {len(names)}", 2)
+            raise UserError(
+                f"a plan needs exactly one node that implements {port.__name__}, and the recipe has {len(names)}", 2
+            )
         return names[0]
 
-    def _all(self, port: type) -> list[str]:
+    def _find_used_nodes(self, port: type) -> list[str]:
+        """Return a port's nodes, without nodes unused in a run."""
         return [name for name in self.graph.implementers(port) if name in self.used]
 
     def has(self, port: type) -> bool:
         """Return whether a run uses a node for a port."""
-        return bool(self._all(port))
+        return bool(self._find_used_nodes(port))
 
     @property
     def checkpointer(self) -> str:
@@ -63,14 +66,17 @@ class Nodes:
 
     @cached_property
     def mesh(self) -> str:
+        """The mesh's node."""
         return self.only(Mesh)
 
     @cached_property
     def devices(self) -> list[str]:
-        return self._all(Device)
+        """The devices' nodes."""
+        return self._find_used_nodes(Device)
 
     @cached_property
     def model(self) -> str:
+        """The stages' model node."""
         [edge] = self.graph.nodes[self.stages].edges["model"].targets
         return edge
 
@@ -86,28 +92,32 @@ class Nodes:
 
     @cached_property
     def loss(self) -> str:
+        """The loss's node."""
         return self.only(Loss)
 
     @cached_property
     def precision(self) -> str:
+        """The precision's node."""
         return self.only(Precision)
 
     @cached_property
     def schedule(self) -> str:
+        """The schedule's node."""
         return self.only(Schedule)
 
     @cached_property
     def stages(self) -> str:
+        """The stages' node."""
         return self.only(TrainableStages)
 
     @cached_property
     def memory_users(self) -> list[str]:
-        """Return the nodes with memory, including the stages."""
-        return self._all(MemoryUser)
+        """The nodes with memory to report by kind, including the stages."""
+        return self._find_used_nodes(MemoryUser)
 
     @property
     def needed_by_stages(self) -> list[str]:
-        """Return the stages' dependencies."""
+        """The nodes to which the stages refer."""
         return [name for edge in self.graph.nodes[self.stages].edges.values() for name in edge.targets]
 
     @property
@@ -133,8 +143,8 @@ class Nodes:
 
     @cached_property
     def made_rows(self) -> tuple[int, int]:
-        """Return how many rows a phase makes from a row of the data set, and how many tokens it adds to a row."""
-        for name in self._all(Phase):
+        """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
+        for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
                 return component.made_rows(self.graph.view(name))
         return 1, 0
@@ -143,10 +153,10 @@ class Nodes:
     def batch_type(self) -> type[Batch]:
         """Return the run's batch class; UserError if there is not exactly one."""
         ports = (Phase,) if self.made_rows != (1, 0) else (PackedDataset, Collator)
-        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._all(port)]
+        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_used_nodes(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
-            raise UserError(f"a plan needs one class of batches, and the recipe's data sets have {len(types)}", 2)
+            raise UserError(f"a plan needs exactly one batch class, and the recipe's data sets have {len(types)}", 2)
         return types.pop()
 
     @property
@@ -154,7 +164,7 @@ class Nodes:
         """Return the sequence length, or 1 if rows are not tokens; UserError if no node has it."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
-        for name in self._all(PackedDataset):
+        for name in self._find_used_nodes(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
                     return length + self.made_rows[1]
@@ -163,7 +173,7 @@ class Nodes:
     @property
     def document_length(self) -> float:
         """Return the mean document length in tokens, or inf if the data are not available or do not know it."""
-        names = self._all(TokenCorpus)
+        names = self._find_used_nodes(TokenCorpus)
         if len(names) != 1 or not issubclass(self.graph.nodes[names[0]].spec.cls, KnownDocuments):
             return math.inf
         container = self.recipe.project.container(self.graph, *names)
@@ -174,7 +184,7 @@ class Nodes:
     @property
     def attention(self) -> str:
         """Return the recipe's attention kernel, or `auto`."""
-        settings = [self.settings(name).get("attention", "auto") for name in self._all(Kernels)]
+        settings = [self.settings(name).get("attention", "auto") for name in self._find_used_nodes(Kernels)]
         return next(iter(settings), "auto")
 
     @property

@@ -72,7 +72,7 @@ class RankMemory:
 
     @property
     def when(self) -> str:
-        """Return the action at the peak."""
+        """Return the name of the action at the peak."""
         return self.step.action if self.step.bytes >= self.final_peak else "sums of gradients"
 
 
@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Return the rank count."""
+        """Return the number of ranks in the mesh."""
         return self.mesh.layout.world_size
 
     @property
     def peak_memory_bytes(self) -> list[int]:
-        """Return the peak by rank: ranks with the same stages need the same memory."""
+        """Return the peak bytes of every rank in the mesh; ranks with the same stages have the same peak."""
         copies = self.ranks // len(self.memory)
         return [rank.peak for rank in self.memory for _ in range(copies)]
 
@@ -139,7 +139,7 @@ class PlanCache:
     values: dict[str, Any] = attrs.field(factory=dict)
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the cached value with this name; compute it for the first plan."""
+        """Return the cached value with this name, or compute and cache it."""
         if name not in self.values:
             self.values[name] = compute()
         value: T = self.values[name]
@@ -203,7 +203,7 @@ class Planner:
     memory_limit: int = 0
 
     def plan(self) -> Plan:
-        """Return the plan for all ranks."""
+        """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
         schedule = self.objects[self.nodes.schedule]
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; use the plan with schedule.use = "
@@ -213,18 +213,18 @@ class Planner:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
             raise UserError(f"{self.nodes.schedule} can't be executed: {deadlock}") from deadlock
-        views = self._views(program)
-        persistent = max(sum(_persistent(view).values()) for view in views)
+        views = self._rank_views(program)
+        persistent = max(sum(_persistent_bytes(view).values()) for view in views)
         if self.memory_limit and persistent > self.memory_limit:
             raise TooLargeError(persistent)
-        costs = self._costs(views, program, rows)
+        costs = self._measure_stages(views, program, rows)
         program = with_whole_backwards(program)
-        memory = [self._memory(view, index, program, costs) for index, view in enumerate(views)]
+        memory = [self._rank_memory(view, index, program, costs) for index, view in enumerate(views)]
         precision = self.objects[self.nodes.precision]
-        document_rows = self._rows(rows)
+        document_rows = self._describe_rows(rows)
         tokens = self.nodes.global_size * self.nodes.made_rows[0] * self.nodes.length
         exchanges = [view.exchange(self.device) for view in views]
-        table = cost_table(costs, exchanges, self._message(costs))
+        table = cost_table(costs, exchanges, self._message_seconds(costs))
         frozen = set[str]().union(*(view.frozen for view in views))
         return Plan(
             device=self.device,
@@ -232,14 +232,14 @@ class Planner:
             program=program,
             rows=document_rows,
             microbatches=microbatches,
-            layers=self._layers,
+            layers=self._layer_count,
             elements={stage: elements for view in views for stage, elements in view.elements.items()},
             costs=costs,
             table=table,
             memory=memory,
             time=estimate_step_time(program, table, costs, exchanges, self._has_reference),
             tokens=tokens,
-            flops=_flops(self._forward_flops, tokens, document_rows, frozen),
+            flops=_training_flops(self._forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
             steps=self.nodes.steps,
         )
@@ -251,18 +251,19 @@ class Planner:
         return isinstance(loss, Referenced) and loss.reference == "adapters"
 
     @property
-    def _layers(self) -> int:
+    def _layer_count(self) -> int:
+        """The model's layer count."""
         layers: int = self.objects[self.nodes.model].num_hidden_layers
         return layers
 
-    def _rows(self, count: int) -> Rows:
-        """Return the row count of a microbatch."""
+    def _describe_rows(self, count: int) -> Rows:
+        """Return microbatch rows for the estimates: `count`, sequence length, and mean document length."""
         # The length may require opening a store of many shards.
         document = self.cache.once("document length", lambda: self.nodes.document_length)
         return Rows(count, self.nodes.length, document)
 
-    def _fractions(self, rows: Rows) -> AttentionFractions:
-        """Estimate attention; cuDNN computes single-document rows, unless the recipe names another kernel."""
+    def _estimate_attention(self, rows: Rows) -> AttentionFractions:
+        """Estimate the attention fractions; cuDNN gets single-document rows, unless another kernel is configured."""
         if not self.device.is_gpu:
             fractions = estimate_attention_fractions(self._forward_flops, Rows(rows.count, rows.length), 1.0)
             return attrs.evolve(fractions, packed=0.0)
@@ -278,16 +279,18 @@ class Planner:
         model: CountsFlops = self.objects[self.nodes.model]
         return self.cache.once("operations", model.forward_flops)  # it builds the model
 
-    def _views(self, program: Program) -> list[RankView]:
+    def _rank_views(self, program: Program) -> list[RankView]:
+        """Return the views by pipeline rank, from the cache if another plan has the same partition."""
         schedule = self.objects[self.nodes.schedule]
         cuts = isinstance(schedule, PartitioningSchedule)
-        sizes = tuple(schedule.layers_by_stage(program.ranks, self._layers)) if cuts else ()
+        sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
         key = self.mesh.sizes, program.stage_to_rank, sizes
         if key not in self.cache.views:
-            self.cache.views[key] = [self._view(index, program) for index in range(self.mesh.sizes.pipeline)]
+            self.cache.views[key] = [self._build_rank_view(index, program) for index in range(self.mesh.sizes.pipeline)]
         return self.cache.views[key]
 
-    def _view(self, index: int, program: Program) -> "RankView":
+    def _build_rank_view(self, index: int, program: Program) -> "RankView":
+        """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
         mesh = self.mesh.at(index)
         replacements = {**self.objects, self.nodes.mesh: mesh}
         container = self.nodes.recipe.project.container(
@@ -302,7 +305,8 @@ class Planner:
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
         return RankView(mesh, stages, sizes, update_flops, host_bytes)
 
-    def _costs(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
+    def _measure_stages(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
+        """Record every stage's passes on the meta device, and return the costs by stage."""
         model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
         stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
         meter = StageMeter(
@@ -315,7 +319,7 @@ class Planner:
             gradient=self.objects[self.nodes.precision].gradient,
             device=self.device.without_host() if stages.get("capture") else self.device,
             links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
-            fractions=self._fractions(self._rows(rows)),
+            fractions=self._estimate_attention(self._describe_rows(rows)),
             cache_key=tuple((sizes[name], link_bandwidth(self.mesh, self.device, name)) for name in WITHIN_STAGES),
             recordings=self.cache.recordings,
         )
@@ -327,13 +331,16 @@ class Planner:
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
         return {stage.index: meter.costs(stage, stage.index in split_stages) for stage in recomputing}
 
-    def _memory(self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]) -> RankMemory:
+    def _rank_memory(
+        self, view: "RankView", index: int, program: Program, costs: Mapping[int, StageCosts]
+    ) -> RankMemory:
+        """Return a pipeline rank's memory: persistent bytes, peak, and buffers."""
         gradients = {stage.index: view.gradient_bytes(stage, program.microbatches) for stage in view.stages.local}
         offloaded = {stage.index for stage in view.stages.local if stage.offload}
         peak = peak_of(program, index, costs, gradients, offloaded)
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
-            persistent=_persistent(view),
+            persistent=_persistent_bytes(view),
             gradients=view.bytes_by_kind.get("gradients", 0),
             whole_gradients=sum(gradients.values()),
             step=peak,
@@ -342,7 +349,7 @@ class Planner:
             host=view.host_bytes,
         )
 
-    def _message(self, costs: Mapping[int, StageCosts]) -> float:
+    def _message_seconds(self, costs: Mapping[int, StageCosts]) -> float:
         """Return the seconds for a message from a stage to the next."""
         size = max(stage_costs.sent for stage_costs in costs.values())
         return size / link_bandwidth(self.mesh, self.device, PipelineDimension.name)
@@ -353,12 +360,13 @@ class Planner:
         return microbatches * rows * self.nodes.length // self.mesh.sizes.context * (4 * 8 + 4)
 
 
-def _persistent(view: RankView) -> dict[str, int]:
+def _persistent_bytes(view: RankView) -> dict[str, int]:
     """Return a rank's persistent bytes by kind: all but gradients."""
     return {kind: size for kind, size in view.bytes_by_kind.items() if kind != "gradients"}
 
 
-def _flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:
+def _training_flops(counted: ForwardFlops | None, tokens: int, rows: Rows, frozen: set[str]) -> float | None:
+    """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
     if counted is None:
         return None
     pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}

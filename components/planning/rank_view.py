@@ -55,12 +55,12 @@ class RankView:
 
     @cached_property
     def trainable_elements(self) -> int:
-        """Count this rank's trained elements."""
+        """Count the trained elements owned by this rank."""
         return sum(parameter.numel() for _, parameter in self.stages.named_parameters())
 
     @cached_property
     def frozen(self) -> set[str]:
-        """Return the frozen parameters' names."""
+        """Return the names of untrained parameters."""
         named = (pair for stage in self.stages.local for pair in stage.named_parameters())
         return {name for name, parameter in named if not parameter.requires_grad}
 
@@ -68,9 +68,10 @@ class RankView:
     def elements(self) -> dict[int, Elements]:
         """Return the element counts by stage."""
         owned = dict(self.stages.named_parameters())
-        return {stage.index: self._elements(stage, owned) for stage in self.stages.local}
+        return {stage.index: self._count_elements(stage, owned) for stage in self.stages.local}
 
-    def _elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
+    def _count_elements(self, stage: Stage, owned: Mapping[str, torch.Tensor]) -> Elements:
+        """Count a stage's elements: all, trained, owned by this rank, and in the largest reduction unit."""
         parameters = list(stage.module.parameters())
         return Elements(
             all=sum(parameter.numel() for parameter in parameters),
@@ -119,7 +120,7 @@ class RankView:
         return {name: size for name, size in sizes.items() if size}
 
     def exchange(self, device: DeviceModel) -> ReplicaTimes:
-        """Return the seconds for gathering parameters, reducing gradients and updating weights."""
+        """Return the seconds for gathers, reductions and the update: in every pass, or once a step."""
         gathers = {} if self.shard_store is None else self._gather_seconds(self.shard_store, device)
         by_block = self.shard_store is not None and self.shard_store.by_block
         reduces = self._reduce_seconds(device)

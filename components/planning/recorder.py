@@ -47,7 +47,7 @@ class PassCost:
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
     def plus(self, other: "PassCost", times: int = 1) -> "PassCost":
-        """Add the costs of `times` repetitions of another pass; `peak_delta` is the maximum of both."""
+        """Return the costs plus `times` repetitions of another pass; `peak_delta` is the maximum of both."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
         return PassCost(
@@ -71,7 +71,7 @@ Links = Callable[[str], float]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context to record operations on meta tensors, for a device and a query-key fraction."""
+    """Context to sum the costs of operations on meta tensors, for a device and attention fractions."""
 
     def __init__(self, device: DeviceModel, links: Links, fractions: AttentionFractions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,32 +122,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
-            self._add(tensor)
+            self._add_storage(tensor)
         if function.overloadpacket is COLLECTIVE:
             self._count_collective(bind_arguments(function, args, kwargs), result)
         elif moves_data(function, bool(new)):
-            self._count(operation_costs(function, args, kwargs, result), inputs, outputs)
+            self._count_operation(operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add_storage(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as alive, unless it is already counted."""
         storage = tensor.untyped_storage()
-        reference = weakref.ref(storage, self._drop)
+        reference = weakref.ref(storage, self._drop_storage)
         if reference not in self._sizes:
             # Allocators hand out whole blocks of 512 bytes.
             self._sizes[reference] = size, _ = -(-storage.nbytes() // 512) * 512, self._label[-1]
             self._now += size
             self._peak = max(self._peak, self._now)
 
-    def _drop(self, reference: Any) -> None:
+    def _drop_storage(self, reference: Any) -> None:
+        """Subtract a storage's bytes when Python frees it."""
         self._now -= self._sizes.pop(reference)[0]
 
     def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
+        """Add the seconds for a collective over its link."""
         sent = message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])
         self._seconds += seconds
         self._comm_seconds += seconds
 
-    def _count(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _count_operation(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
         rate = self._device.product_rate(_factor_dtype(inputs)) if flops else math.inf
@@ -164,6 +168,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _factor_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
-    """Return the narrowest dtype, the one of a product's factors: the sum it is added to may be wider."""
+    """Return the narrowest input dtype: the dtype of the factors in a product, whose added sum may be wider."""
     dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()] or [inputs[0].dtype]
     return min(dtypes, key=lambda dtype: dtype.itemsize)

@@ -32,12 +32,17 @@ class Remedy:
 
 def toml_lines(values: Values) -> list[str]:
     """Return settings as TOML lines with dotted keys."""
-    return [f"{node}.{key} = {_toml(value)}" for node, settings in values.items() for key, value in settings.items()]
+    return [
+        f"{node}.{key} = {_format_toml_value(value)}"
+        for node, settings in values.items()
+        for key, value in settings.items()
+    ]
 
 
-def _toml(value: Any) -> str:
+def _format_toml_value(value: Any) -> str:
+    """Return a value in TOML."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_format_toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -47,26 +52,26 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
     Return remedies for a plan over its memory limit, sorted by decreasing memory; all take less than the plan.
 
-    If no remedy fits by itself, the last remedy combines as many candidates as needed, in `_candidates` order.
+    If no remedy fits by itself, the last remedy combines as many candidates as needed, in `_list_candidates` order.
     """
     helpful = [
         remedy
-        for values, cost, ranks in _candidates(Nodes.of(recipe), planned)
-        if (remedy := _try(recipe, values, cost, planned, ranks)) is not None
+        for values, cost, ranks in _list_candidates(Nodes.of(recipe), planned)
+        if (remedy := _try_values(recipe, values, cost, planned, ranks)) is not None
     ]
     helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
     if not any(remedy.plan.fits for remedy in helpful):
-        helpful += _combine(recipe, planned)
+        helpful += _combine_candidates(recipe, planned)
     return helpful
 
 
-def _combine(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
+def _combine_candidates(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in _candidates(Nodes.of(recipe), planned):
+    for values, _, ranks in _list_candidates(Nodes.of(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
-        remedy = _try(recipe, merged, "together", best, ranks)
+        remedy = _try_values(recipe, merged, "together", best, ranks)
         if remedy is not None:
             so_far, best = merged, remedy.plan
             if best.fits:
@@ -74,8 +79,8 @@ def _combine(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
                 return
 
 
-def _try(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
-    """Plan with these settings; return None if they are invalid in this recipe or do not save memory."""
+def _try_values(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -> Remedy | None:
+    """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
     try:
         changed_plan = plan(recipe.with_values(values), planned.device, ranks)
     except (RecipeError, UserError):
@@ -84,8 +89,8 @@ def _try(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks: int) -
     return Remedy(values, cost, changed_plan) if less else None
 
 
-def _candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
-    """Yield possible settings, their cost in words, and the rank count; cheap settings first."""
+def _list_candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+    """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings(nodes.stages)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:

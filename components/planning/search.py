@@ -74,12 +74,12 @@ def search(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
     tried += searched.try_auto(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
-    fitting = sorted((choice for choice in tried if choice.plan.fits), key=_order)
+    fitting = sorted((choice for choice in tried if choice.plan.fits), key=_sort_key)
     return (fitting or sorted(tried, key=lambda choice: max(choice.plan.peak_memory_bytes)))[:MAX_PLANS_SHOWN]
 
 
-def _order(choice: PlanChoice) -> tuple[int, int]:
-    """Return the step time in TIME_TOLERANCE units, then the memory."""
+def _sort_key(choice: PlanChoice) -> tuple[int, int]:
+    """Return a sort key: the step time in TIME_TOLERANCE units, then the memory."""
     return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
 
 
@@ -98,15 +98,15 @@ class _Search:
     def try_meshes(self) -> Iterator[PlanChoice]:
         """Yield plans for all promising meshes; if nothing fits, plans for the meshes with the least memory."""
         before = math.inf
-        for tensor in _divisors(self.ranks, min(8, self.device.per_host)):
-            for mesh in _meshes(self.nodes, self.device, self.ranks, tensor):
+        for tensor in _list_divisors(self.ranks, min(8, self.device.per_host)):
+            for mesh in _list_meshes(self.nodes, self.device, self.ranks, tensor):
                 yield from self._try_mesh(mesh)
             if self.best == before < math.inf:
                 return
             before = self.best
         if self.best == math.inf:
             for _, mesh in sorted(self.too_large, key=lambda pair: pair[0])[:MAX_PLANS_SHOWN]:
-                if (choice := self._plan(mesh, 1, _schedules(mesh)[0], POLICIES[-1], None)) is not None:
+                if (choice := self._plan_policy(mesh, 1, _list_schedules(mesh)[0], POLICIES[-1], None)) is not None:
                     yield choice
 
     def try_auto(self, tried: Sequence[PlanChoice]) -> list[PlanChoice]:
@@ -132,7 +132,7 @@ class _Search:
 
     def _try_mesh(self, mesh: PerDimension) -> Iterator[PlanChoice]:
         """Yield plans on one mesh: for every schedule and microbatch size the first fitting policy, or the last."""
-        for schedule in _schedules(mesh):
+        for schedule in _list_schedules(mesh):
             best = math.inf
             for rows in MICRO_SIZES:
                 if self.nodes.global_size % (rows * mesh.data_replicate * mesh.data_shard):
@@ -150,9 +150,10 @@ class _Search:
                 best = choice.plan.time.seconds
 
     def _try_policies(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
+        """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
         for policy in POLICIES:
-            choice = self._plan(mesh, rows, schedule, policy, self.cache) or choice
+            choice = self._plan_policy(mesh, rows, schedule, policy, self.cache) or choice
             if choice is None:
                 break
             if choice.plan.fits:
@@ -162,7 +163,7 @@ class _Search:
                 break  # more recomputation takes even longer
         return choice
 
-    def _plan(
+    def _plan_policy(
         self, mesh: PerDimension, rows: int, schedule: str, policy: str, cache: PlanCache | None
     ) -> PlanChoice | None:
         """Plan with these settings; return None if they are invalid. Raises TooLargeError if parameters do not fit."""
@@ -172,7 +173,7 @@ class _Search:
             stages["dispatcher"] = {"use": "experts.all_to_all" if mesh.expert > 1 else "experts.local"}
         batch = {"micro_size": rows}
         values: dict[str, dict[str, Any]] = {
-            nodes.mesh: _settings(nodes, mesh),
+            nodes.mesh: _mesh_settings(nodes, mesh),
             nodes.only(Batching): batch,
             nodes.stages: stages,
         }
@@ -181,6 +182,7 @@ class _Search:
         return self._try_settings(values, cache)
 
     def _try_settings(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:
+        """Plan with these settings; return None if they are invalid, and keep the first reason."""
         try:
             return PlanChoice(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
         except TooLargeError:
@@ -190,14 +192,15 @@ class _Search:
             return None
 
 
-def _schedules(mesh: PerDimension) -> tuple[str, ...]:
+def _list_schedules(mesh: PerDimension) -> tuple[str, ...]:
+    """Return the schedules to try on a mesh; "" leaves the recipe's schedule."""
     return SCHEDULES if mesh.pipeline > 1 else ("",)
 
 
-def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
+def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
     """Yield meshes with this `tensor` size: pipelines and shards in powers of two; the context size does not change."""
     context = PerDimension.of_settings(nodes.mesh_settings).context
-    for pipeline in _divisors(ranks, 8):
+    for pipeline in _list_divisors(ranks, 8):
         rest, remainder = divmod(ranks, tensor * pipeline * context)
         if remainder:
             continue
@@ -215,13 +218,13 @@ def _meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Itera
                 )
 
 
-def _settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
+def _mesh_settings(nodes: Nodes, mesh: PerDimension) -> dict[str, int]:
     """Return a mesh's settings for a plan: contexts stay, and models without experts have no `expert`."""
     kept = {ContextDimension.name, *(() if nodes.has_experts else (ExpertDimension.name,))}
     return {name: size for name, size in mesh.settings().items() if name not in kept}
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def _list_divisors(number: int, most: int) -> list[int]:
     """Return a number's divisors among the powers of two, up to `most`."""
     return [size for size in (2**power for power in range(12)) if size <= most and number % size == 0]
 
@@ -240,10 +243,11 @@ def search_text(choices: Sequence[PlanChoice]) -> str:
             if name != "compute" and seconds > 0.01 * time.seconds
         )
         speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {byte_size(peak)}"
-        settings = "; ".join(_abbreviate(line) for line in toml_lines(choice.values))
+        settings = "; ".join(_abbreviate_lists(line) for line in toml_lines(choice.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")
 
 
-def _abbreviate(line: str) -> str:
+def _abbreviate_lists(line: str) -> str:
+    """Replace long lists in a line by [...]."""
     return LISTS.sub(lambda match: match[0] if len(match[0]) < MAX_LIST_LENGTH else "[...]", line)

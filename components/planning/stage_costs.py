@@ -79,12 +79,12 @@ class StageMeter:
     def costs(self, stage: Stage, split: bool) -> StageCosts:
         """Return a stage's costs. The first stage must come first, because its outputs are the other stages' inputs."""
         blocks = [
-            _Block(_kind(block), _is_recomputed(stage.recompute, number), number)
+            _Block(_block_key(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))
         ]
         # The last block is recorded alone: when an earlier block is recomputed, the tensors of the last are free.
         earlier, examples = blocks[:-1], blocks[-1:]
-        before = self._record(stage, examples, split)
+        before = self._record_blocks(stage, examples, split)
         passes, recorded = dict(before), [before]
         for kind, count in Counter(earlier).items():
             # Blocks that are recorded already keep what blocks share, such as masks, so that an example adds its own.
@@ -92,7 +92,7 @@ class StageMeter:
             added = same[:1] if kind.kind in {example.kind for example in examples} else same
             for number, block in enumerate(added, 1):
                 examples = sorted([*examples, block], key=lambda block: block.number)
-                more = self._record(stage, examples, split)
+                more = self._record_blocks(stage, examples, split)
                 times = count - len(added) + 1 if number == len(added) else 1
                 passes = {op: cost.plus(more[op].plus(before[op], -1), times) for op, cost in passes.items()}
                 recorded.append(more)
@@ -103,8 +103,8 @@ class StageMeter:
             passes[op] = attrs.evolve(cost, peak_delta=max(cost.peak_delta, cost.net_delta + beyond))
         return StageCosts(passes, sum(leaf.nbytes for leaf in leaves(self._hidden) if isinstance(leaf, Tensor)))
 
-    def _record(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
-        """Return a stage's costs with only these blocks, recorded once for all equal stages."""
+    def _record_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
+        """Record a stage's passes with only these blocks in place, or return the recording for an equal stage."""
         parameters = _outer_parameters(stage.module, self.blocks(stage.module))
         features = stage.span.embedding, stage.span.head, stage.recompute == "selective"
         passes: Passes = {}
@@ -113,15 +113,15 @@ class StageMeter:
             if key not in self.recordings:
                 with _keep_only(self.blocks(stage.module), blocks):
                     policy: Recompute = "selective" if stage.recompute == "selective" else "blocks"
-                    recorded = self._passes(attrs.evolve(stage, recompute=policy), is_split)
+                    recorded = self._record_passes(attrs.evolve(stage, recompute=policy), is_split)
                 self.recordings[key] = recorded, self._hidden
             more, self._hidden = self.recordings[key]
             passes |= more
         return passes
 
-    def _passes(self, stage: Stage, split: bool) -> Passes:
+    def _record_passes(self, stage: Stage, split: bool) -> Passes:
         """Record one microbatch's passes: F and B, or with `split` F, I and W."""
-        first_inputs, context, batch = self._batch()
+        first_inputs, context, batch = self._make_batch()
         runner = StageRunner(stage, self.loss, split=split)
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
         for parameter in stage.module.parameters():
@@ -130,10 +130,10 @@ class StageMeter:
                 parameter.grad = torch.empty_like(parameter, dtype=self.gradient)
         fused = fuse_on_meta() if self.device.is_gpu else nullcontext()
         with ExitStack() as hooks, fused, recorder:
-            for handle in self._labels(recorder, stage):
+            for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)
             with recorder.label("hidden states"):
-                inputs = first_inputs if stage.index == 0 else as_input(transform(_allocate, self._hidden))
+                inputs = first_inputs if stage.index == 0 else as_input(transform(_allocate_like, self._hidden))
             recorder.begin()
             with recorder.label("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
@@ -142,19 +142,21 @@ class StageMeter:
             shapes = [on_meta(leaf) for leaf in floating(outputs)]
             del inputs, outputs
             passes["F"] = recorder.end()
-            for op, run in self._backwards(runner, split):
+            for op, run in self._backward_calls(runner, split):
                 recorder.begin()
                 with recorder.label("pending weight gradients"):
                     run(None if runner.last else shapes) if op != "W" else run()
                 passes[op] = recorder.end()
         return passes
 
-    def _backwards(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
+    def _backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the backward ops with a function for each: B, or I and W."""
         if not split:
             return [("B", partial(_run_backward, runner.backward))]
         return [("I", partial(_run_backward, runner.backward_input)), ("W", partial(runner.backward_weight, 0))]
 
-    def _labels(self, recorder: Recorder, stage: Stage) -> Iterator[Any]:
+    def _label_modules(self, recorder: Recorder, stage: Stage) -> Iterator[Any]:
+        """Label the storages by module name: blocks' children, and leaf modules outside blocks. Yield hook handles."""
         inside: set[nn.Module] = set()
         for block in self.blocks(stage.module):
             for name, child in block.named_children():
@@ -164,8 +166,8 @@ class StageMeter:
             if part not in inside and not [*part.children()]:
                 yield from recorder.label_module(part, name.rpartition(".")[2])
 
-    def _batch(self) -> tuple[Any, Any, Batch]:
-        """Return a microbatch's inputs on the meta device, its context, and its batch."""
+    def _make_batch(self) -> tuple[Any, Any, Batch]:
+        """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
                 batch = self.batch_type.outline(self.rows, self.length)
@@ -183,11 +185,12 @@ class StageMeter:
 
 
 def _run_backward(backward: Callable[..., Any], shapes: Sequence[Tensor] | None) -> None:
-    """Run a backward pass with newly received output gradients."""
+    """Run a backward pass with new output gradients in these shapes."""
     backward(0, None if shapes is None else [torch.empty_like(shape) for shape in shapes])
 
 
-def _allocate(leaf: Any) -> Any:
+def _allocate_like(leaf: Any) -> Any:
+    """Allocate a tensor like this one; return other values unchanged."""
     return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -200,8 +203,8 @@ class _Block:
     number: int = attrs.field(eq=False)
 
 
-def _kind(block: nn.Module) -> Hashable:
-    """Return a key, equal for blocks with the same costs: type, parameters' shapes and dtypes, and the block's own."""
+def _block_key(block: nn.Module) -> Hashable:
+    """Return a key, equal for blocks with equal costs: type, parameters' shapes and dtypes, and `cost_key`."""
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return type(block), tuple(parameters), block.cost_key if isinstance(block, HasCostKey) else None
 

@@ -32,6 +32,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _rank_data(memory: RankMemory) -> dict[str, Any]:
+    """Return a rank's memory for JSON."""
     return {
         "stages": list(memory.stages),
         "kept": dict(memory.persistent),
@@ -60,11 +61,12 @@ def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
 
 def format_plan(plan: Plan) -> str:
     """Return a plan as text: a line per subject, and a table by rank."""
-    lines = [f"{label:8}{text}" for label, text in _subjects(plan)]
-    return "\n".join([*lines, "", *_table(plan)])
+    lines = [f"{label:8}{text}" for label, text in _describe_subjects(plan)]
+    return "\n".join([*lines, "", *_format_rank_table(plan)])
 
 
-def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
+def _describe_subjects(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield lines about a plan as (subject, text): device, step, memory and time."""
     sizes = [f"{name} {size}" for name, size in plan.mesh.sizes.dense().items() if size > 1]
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     yield "device", f"{plan.device.name}, {': '.join([ranks, ' x '.join(sizes)] if sizes else [ranks])}"
@@ -78,7 +80,7 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "memory", f"{byte_size(fullest.peak)}{limit} at most, in {fullest.when}{verdict}"
     if host := max(memory.host for memory in plan.memory):
         yield "host", f"{byte_size(host)} of each rank in host memory, at most"
-    yield "time", f"{plan.time.seconds:.3g} s a step: {_parts(plan)}"
+    yield "time", f"{plan.time.seconds:.3g} s a step: {_format_time_parts(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
     yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{per_rank}{mfu}"
@@ -87,7 +89,8 @@ def _subjects(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "run", f"{plan.steps:,} steps in {length}, without evaluations and checkpoints"
 
 
-def _parts(plan: Plan) -> str:
+def _format_time_parts(plan: Plan) -> str:
+    """Return the step time's parts in %, without parts near 0."""
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]
     shown = {name: parts[name] for name in ("passes", "sending", "bubble", "reference", "gather", "sync", "update")}
@@ -98,11 +101,11 @@ def _parts(plan: Plan) -> str:
 KINDS = ("parameters", "masters", "compute_copies", "optimizer_state")
 
 
-def _table(plan: Plan) -> Iterator[str]:
+def _format_rank_table(plan: Plan) -> Iterator[str]:
     """Yield a table with a column per pipeline rank: persistent bytes, and bytes at the peak."""
     kinds = [kind for kind in KINDS if any(kind in memory.persistent for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activations))
-    shown = [label for label in labels if any(_fraction(memory, label) >= 0.01 for memory in plan.memory)]
+    shown = [label for label in labels if any(_peak_fraction(memory, label) >= 0.01 for memory in plan.memory)]
     unit, scale = unit_of(max(plan.peak_memory_bytes))
     sizes = [(kind.replace("_", " "), [memory.persistent.get(kind, 0) for memory in plan.memory]) for kind in kinds]
     sizes += [("gradients", [memory.peak_gradients for memory in plan.memory])]
@@ -121,15 +124,18 @@ def _table(plan: Plan) -> Iterator[str]:
     )
 
 
-def _fraction(memory: RankMemory, label: str) -> float:
+def _peak_fraction(memory: RankMemory, label: str) -> float:
+    """Return which fraction of a rank's peak the activations with a label are."""
     return memory.activations.get(label, 0) / max(1, memory.peak)
 
 
 def _first_ranks(plan: Plan) -> Sequence[int]:
+    """Return the first global rank in every pipeline stage's ranks."""
     return range(0, plan.ranks, plan.ranks // len(plan.memory))
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows as lines: the name on the left, cells aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]

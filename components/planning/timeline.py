@@ -63,14 +63,14 @@ def peak_of(
             if allocates_gradients:
                 delta = max(0, total - activations - gradient_bytes)
                 shown = min(gradient_bytes, max(0, total - activations))
-            kinds = _kinds(live, costs, delta, own) | {"gradients": shown}
+            kinds = _sum_by_label(live, costs, delta, own) | {"gradients": shown}
         activations += {"F": forward, "B": -forward, "I": pending - forward, "W": -pending}[action.op]
         live[action.stage, "F"] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.op]
         live[action.stage, "I"] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.op]
     return Peak(peak, peak_action, {name: size for name, size in kinds.items() if size})
 
 
-def _kinds(
+def _sum_by_label(
     live: Counter[tuple[int, str]], costs: Mapping[int, StageCosts], peak_delta: int, own: Mapping[str, int]
 ) -> dict[str, int]:
     """Sum bytes by label: live activations, a forward pass's new activations (`own`), and temporary tensors."""

@@ -53,9 +53,10 @@ class TracedStep:
         whole[:] = np.where(np.isnan(whole), inputs + weights, whole)
         for part in (inputs, weights):
             part[:] = np.where(np.isnan(part), whole / 2, part)
-        return CostTable(comm=self._message(), lengths=lengths)
+        return CostTable(comm=self._message_seconds(), lengths=lengths)
 
-    def _message(self) -> float:
+    def _message_seconds(self) -> float:
+        """Return the minimum seconds between a result and its use on another rank; 0 without messages."""
         produces, consumes, delay = dependencies(self.program, Costs(comm=1.0))
         ready = np.zeros(int(produces.max(initial=0)) + 1)
         ready[produces] = self.end
@@ -71,8 +72,8 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     belongs to another program.
     """
     program = with_whole_backwards(program)
-    paths = _newest(folder, program.ranks)
-    ranks = [_actions(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
+    paths = _newest_trace_files(folder, program.ranks)
+    ranks = [_read_action_spans(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
     for rank, actions in enumerate(ranks):
         for row in range(*program.bounds[rank : rank + 2]):
@@ -84,7 +85,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     return TracedStep(program, times[:, 0], times[:, 1])
 
 
-def _newest(folder: Path, multiple: int) -> Sequence[Path]:
+def _newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
     """Return the newest complete trace's files by rank; their number is a multiple of the pipeline ranks."""
     traces: dict[tuple[int, int], dict[int, Path]] = {}
     for path in (folder / "traces").glob("*.json.gz"):
@@ -103,16 +104,16 @@ def _newest(folder: Path, multiple: int) -> Sequence[Path]:
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _actions(path: Path) -> dict[str, Span]:
-    """Return the last step's action spans by name, without waits; GPU spans if the trace has a GPU."""
+def _read_action_spans(path: Path) -> dict[str, Span]:
+    """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
     try:
         with regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         ranges = [event for event in events if event.get("cat") == "user_annotation"]
-        spans = sorted((*_span(event, base), event["name"]) for event in ranges)
-        launched = _launches(events, base)
+        spans = sorted((*_event_span(event, base), event["name"]) for event in ranges)
+        launched = _gpu_operations(events, base)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} can't be read as a trace: {error}; remove it, or trace the run again") from error
     start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
@@ -129,15 +130,15 @@ Launches = Sequence[tuple[float, Span]]
 """Time at which the host issued a GPU operation, and the span in which it ran, sorted by the former."""
 
 
-def _launches(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
+def _gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
     """Return all GPU operations except messages between ranks; none in a CPU trace."""
     issued = {
-        event["args"]["correlation"]: _span(event, base)[0]
+        event["args"]["correlation"]: _event_span(event, base)[0]
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     ran = [event for event in events if event.get("cat") in ON_GPU and "nccl" not in event["name"].lower()]
-    pairs = ((issued.get(event["args"].get("correlation")), _span(event, base)) for event in ran)
+    pairs = ((issued.get(event["args"].get("correlation")), _event_span(event, base)) for event in ran)
     return sorted((when, span) for when, span in pairs if when is not None)
 
 
@@ -154,7 +155,8 @@ def _gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
     return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
 
-def _span(event: Mapping[str, Any], base: int) -> Span:
+def _event_span(event: Mapping[str, Any], base: int) -> Span:
+    """Return an event's start and end in seconds."""
     # Nanoseconds since 1970 have more digits than a float; nanoseconds of a day do not.
     start = base % (86_400 * 10**9) / 1e9 + float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6

@@ -67,7 +67,7 @@ class RunLog:
         """Update the events with a line; a line without a time continues the previous message."""
         if (match := LINE.match(line)) is None:
             if self._in_header:
-                self._add_label(line)
+                self._add_header_line(line)
             return
         self._in_header = False
         time, level, logger, text = match.groups()
@@ -86,12 +86,13 @@ class RunLog:
             self._time = time
 
     def _read_run_line(self, time: str, text: str) -> None:
+        """Update the events with an INFO line from the run: a step, start, resume, stop or end."""
         if step := STEP.match(text):
             self._set_step(step)
         elif text.startswith("run     "):
-            self._start(time, text)
+            self._start_process(time, text)
         elif text.startswith("memory  "):
-            self._add_label(text)
+            self._add_header_line(text)
         elif match := RESUMED.match(text):
             self.lost += max(0, self.step - int(match[1]))
             self.step = int(match[1])
@@ -108,11 +109,12 @@ class RunLog:
         elif ": the recipe changed: " in text:
             self._add_event(time, "recipe", text.partition(": ")[2])
 
-    def _start(self, time: str, text: str) -> None:
+    def _start_process(self, time: str, text: str) -> None:
+        """Note a new process; if the earlier one did not end, note its kill."""
         if self.running:
             self.add_kill()
         self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True
-        self._add_label(text)
+        self._add_header_line(text)
         if self.starts == 1:
             self._add_event(time, "started", "the first process of the run")
 
@@ -127,15 +129,18 @@ class RunLog:
         self.running, self.step, self.last = False, step, time
         self._add_event(time, "ended", f"all {step:,} steps are done")
 
-    def _add_label(self, line: str) -> None:
+    def _add_header_line(self, line: str) -> None:
+        """Add a header line, a label and a text."""
         label, text = line[:LABEL_WIDTH].strip(), line[LABEL_WIDTH:].strip()
         if label and text and len(self.header) < 20:
             self.header[label] = text[:MAX_TEXT_LENGTH]
 
     def _set_step(self, match: re.Match[str]) -> None:
+        """Note the last step, and the total."""
         self.step, self.total = int(match[1]), int(match[2])
 
     def _add_event(self, time: str, kind: Kind, text: str) -> None:
+        """Add an event after the last step; with too many, leave out one in the middle."""
         self.events.append(LogEvent(time, kind, self.step, text[:MAX_TEXT_LENGTH]))
         if len(self.events) > MAX_EVENTS:
             del self.events[MAX_EVENTS // 2]

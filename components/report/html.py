@@ -42,20 +42,22 @@ class HtmlReport:
         """Write the report on rank 0."""
         if self.mesh.world.rank == 0:
             try:
-                self._write(step)
+                self._write_report(step)
             except Exception as error:  # a failed report must not fail the run
                 log.warning("the report can't be written: %s: %s", type(error).__name__, error)
 
-    def _write(self, step: int) -> None:
+    def _write_report(self, step: int) -> None:
+        """Write the report, and log its path and the ETTR."""
         folder = self.folder.folder
-        run = read_run(folder, folder.resolve().name, self._draw(step))
+        run = read_run(folder, folder.resolve().name, self._draw_run(step))
         run.log.end(time.strftime(TIME_FORMAT), step)
-        replace_file(self._target, render_page([run], _heading(step)).encode())
-        log.info("report in %s", self._target)
+        replace_file(self._report_path, render_page([run], _heading(step)).encode())
+        log.info("report in %s", self._report_path)
         if (ratio := compute_ettr(run.log, run.metrics)) is not None:
             log.info("time    %s", ratio)
 
-    def _draw(self, step: int) -> Drawings:
+    def _draw_run(self, step: int) -> Drawings:
+        """Draw the run's graph, step and schedule, or return why they can't be drawn."""
         pictures = [
             draw_schedule(
                 type(schedule).__module__.rpartition(".")[2],
@@ -68,17 +70,20 @@ class HtmlReport:
         return Drawings(self.recipe.draw(False), self.recipe.draw(True), "\n".join(pictures))
 
     def _has_report(self, step: int) -> bool:
+        """Return whether the report in the run folder is about this step."""
         beginning = f"<!doctype html><!-- {_heading(step)} -->".encode()
         try:
-            with regular_file(self._target) as file:
+            with regular_file(self._report_path) as file:
                 return file.read(0, min(file.size, len(beginning))) == beginning
         except OSError:
             return False
 
     @property
-    def _target(self) -> Path:
+    def _report_path(self) -> Path:
+        """The report's path in the run folder."""
         return self.folder.folder / REPORT
 
 
 def _heading(step: int) -> str:
+    """Return the comment for a report's step."""
     return f"after step {step}"

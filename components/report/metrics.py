@@ -64,7 +64,7 @@ class Metrics:
     _step: int = -1  # of the last row; 0 is before training
 
     def add_row(self, row: dict[str, Any]) -> None:
-        """Add a row, or leave it out if its step is not later than the previous step."""
+        """Add a step's metrics; leave out a row whose step is not later than the previous one."""
         step = row.get("step")
         if type(step) is not int or not self._step < step < 2**53:
             return
@@ -127,7 +127,7 @@ class Metrics:
         axes: dict[str, list[float]] = {"step": [self.steps[index] for index in chosen]}
         for name, numbers in (("tokens", self.tokens), ("seconds", self.seconds)):
             if count and numbers[-1] > 0:
-                axes[name] = _short(numbers[chosen], digits=9)
+                axes[name] = _round_values(numbers[chosen], digits=9)
         return axes
 
     def _add_column(self, name: str) -> Column | None:
@@ -139,7 +139,7 @@ class Metrics:
 
 
 def point_count(series: int) -> int:
-    """Return the most points of a curve, for a run with this many metrics."""
+    """Return the maximum points per curve for a run with `series` metrics."""
     return min(MAX_POINTS, max(MIN_POINTS, MAX_NUMBERS // (4 * max(1, series))))
 
 
@@ -152,14 +152,14 @@ def thin(
 ) -> MetricCurve:
     """Return a curve with at most this many points, through values with a band from `low` to `high`, all (steps,)."""
     if len(steps) <= points:
-        bounds = [[] if bound is None else _short(bound) for bound in (low, high)]
-        return MetricCurve(steps.tolist(), _short(values), low=bounds[0], high=bounds[1])
+        bounds = [[] if bound is None else _round_values(bound) for bound in (low, high)]
+        return MetricCurve(steps.tolist(), _round_values(values), low=bounds[0], high=bounds[1])
     starts = np.arange(0, len(steps), math.ceil(len(steps) / points))
     ends = np.append(starts[1:], len(steps))
     means = np.add.reduceat(values, starts) / (ends - starts)
     smallest = np.minimum.reduceat(values if low is None else low, starts)
     largest = np.maximum.reduceat(values if high is None else high, starts)
-    return MetricCurve(steps[ends - 1].tolist(), _short(means), _short(smallest), _short(largest))
+    return MetricCurve(steps[ends - 1].tolist(), _round_values(means), _round_values(smallest), _round_values(largest))
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -176,14 +176,14 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield a regular file's lines, split after MAX_LINE_BYTES; nothing if the file is missing."""
+    """Yield a regular file's lines as bytes, longer ones in parts of MAX_LINE_BYTES; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return
     with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
         yield from iter(lambda: lines.readline(MAX_LINE_BYTES), b"")
 
 
-def _short(values: NDArray[np.float64], digits: int = 6) -> list[float]:
+def _round_values(values: NDArray[np.float64], digits: int = 6) -> list[float]:
     """Round values to visible digits; whole numbers become integers, which are shorter in JSON."""
     rounded = [float(f"{value:.{digits}g}") for value in values.tolist()]
     return [int(value) if value.is_integer() and abs(value) < 2**53 else value for value in rounded]

@@ -39,7 +39,7 @@ CURVES = {
 def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
     """Return the report about runs as HTML; `heading` is a comment on the first line, after the doctype."""
     script, style = ((FOLDER / name).read_text("utf-8") for name in ("page.js", "page.css"))
-    allowed = f"script-src {_hash(script)}; style-src {_hash(style)}"
+    allowed = f"script-src {_csp_hash(script)}; style-src {_csp_hash(style)}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
     title = ", ".join(run.name for run in runs)
     groups = group_seeds(runs)
@@ -51,12 +51,12 @@ def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
         '<meta name="color-scheme" content="light dark">',
         f"<title>{text(title)}</title><style>{style}</style></head><body>",
         f"<header><h1>{text(title)}</h1></header><main>",
-        *(_comparison(groups) if len(runs) > 1 else ()),
-        *_overview(runs, groups),
+        *(_render_comparison(groups) if len(runs) > 1 else ()),
+        *_render_overview(runs, groups),
         *CONTROLS,
-        *(part for number, group in enumerate(groups) for run in group.runs for part in _run_section(run, number)),
+        *(part for number, group in enumerate(groups) for run in group.runs for part in _render_run(run, number)),
         "</main>",
-        f'<script type="application/json" id="data">{_json(groups)}</script>',
+        f'<script type="application/json" id="data">{_dump_curves(groups)}</script>',
         f"<script>{script}</script></body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -76,36 +76,47 @@ CONTROLS = (
 
 def text(words: str) -> str:
     """Escape text for HTML, and replace unprintable characters, such as direction marks, by U+FFFD."""
-    return html.escape(_printable(words))
+    return html.escape(_replace_unprintable(words))
 
 
-def _printable(words: str) -> str:
+def _replace_unprintable(words: str) -> str:
+    """Replace unprintable characters by U+FFFD."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
 
 
-def _hash(content: str) -> str:
+def _csp_hash(content: str) -> str:
+    """Return the content's hash for the page's content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _json(groups: Sequence[SeedGroup]) -> str:
-    """Return the curves as JSON, escaped to not close the HTML element."""
-    data = {"titles": CURVES, "runs": [_data(group) for group in groups]}
+def _dump_curves(groups: Sequence[SeedGroup]) -> str:
+    """Return all groups' curves as JSON, escaped so that it can't close its HTML element."""
+    data = {"titles": CURVES, "runs": [_group_data(group) for group in groups]}
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII, without surrogates
     return encoded.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(group: SeedGroup) -> dict[str, object]:
-    """Return a group's curves; over several seeds, the mean with a band from the smallest to the largest value."""
+def _group_data(group: SeedGroup) -> dict[str, object]:
+    """Return a group's curves and marks for JSON; over several seeds, means with bands from minimum to maximum."""
     curves = {
-        _printable(name): {"x": curve.x, "y": curve.y, **({"low": curve.low, "high": curve.high} if curve.low else {})}
+        _replace_unprintable(name): {
+            "x": curve.x,
+            "y": curve.y,
+            **({"low": curve.low, "high": curve.high} if curve.low else {}),
+        }
         for name, curve in group.curves().items()
     }
     marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
-    return {"name": _printable(group.title), "axes": group.runs[0].metrics.axes(), "curves": curves, "marks": marks}
+    return {
+        "name": _replace_unprintable(group.title),
+        "axes": group.runs[0].metrics.axes(),
+        "curves": curves,
+        "marks": marks,
+    }
 
 
-def _comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
-    """Yield a table with a row per group of seeds: the settings in which they differ, and their losses."""
+def _render_comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
+    """Yield a table with a row per group of seeds: differing settings, and losses."""
     keys = list(groups[0].settings)
     losses = [name for name in ("loss", "validation_loss") if last_common_step(groups, name) is not None]
     ends = {name: last_common_step(groups, name) for name in losses}
@@ -125,7 +136,7 @@ def _comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
     head, rows, equal = _drop_equal_columns(head, rows)
     colours = [number % COLOURS for number in range(len(groups))]
     yield '<section id="differences"><h2>Recipes</h2>'
-    yield from _table(head, rows, row_colours=colours)
+    yield from _render_table(head, rows, row_colours=colours)
     if equal:
         yield f'<p class="equal">{text(equal)}</p>'
     if len(groups) > 1 and not keys:
@@ -135,19 +146,20 @@ def _comparison(groups: Sequence[SeedGroup]) -> Iterator[str]:
     yield "</section>"
 
 
-def _overview(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
+def _render_overview(runs: Sequence[RunRecord], groups: Sequence[SeedGroup]) -> Iterator[str]:
     """Yield a table with planned and measured figures, with a column per run in the colour of its group."""
-    columns = [dict(_figures(run)) for run in runs]
+    columns = [dict(_list_figures(run)) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = [[label, *(column.get(label, "") for column in columns)] for label in labels]
     numbers = {id(run): number for number, group in enumerate(groups) for run in group.runs}
     colours = [numbers[id(run)] % COLOURS for run in runs]
     yield '<section id="overview">'
-    yield from _table(["", *(run.name for run in runs)], rows, column_colours=colours)
+    yield from _render_table(["", *(run.name for run in runs)], rows, column_colours=colours)
     yield "</section>"
 
 
-def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _list_figures(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield a run's figures as (label, text): model, data, steps, tokens, times, losses."""
     metrics, log = run.metrics, run.log
     yield from ((label, words) for label, words in log.header.items() if label in ("model", "data", "device"))
     if metrics.steps:
@@ -174,13 +186,14 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "processes", f"{log.starts}, one after another"
 
 
-def _run_section(run: RunRecord, number: int) -> Iterator[str]:
+def _render_run(run: RunRecord, number: int) -> Iterator[str]:
+    """Yield a run's section: events, checkpoints, plan, sample and drawings."""
     yield f'<section class="run"><h2 class="c{number % COLOURS}">{text(run.name)}</h2>'
-    yield from _events(run)
-    yield from _checkpoints(run)
+    yield from _render_events(run)
+    yield from _render_checkpoints(run)
     if run.plan:
         yield f"<h3>Planned and measured</h3><pre>{text(run.plan)}</pre>"
-    yield from _sample(run.sample)
+    yield from _render_sample(run.sample)
     if run.drawings.missing:
         yield f"<p>The graph is not drawn: {text(run.drawings.missing)}</p>"
     # drawloom's own drawings are not escaped here, because they escape the names that they contain
@@ -197,7 +210,8 @@ def _run_section(run: RunRecord, number: int) -> Iterator[str]:
     yield "</section>"
 
 
-def _sample(sample: str) -> Iterator[str]:
+def _render_sample(sample: str) -> Iterator[str]:
+    """Yield the sample; a long one is folded."""
     if not sample:
         return
     heading, line, words = sample.partition("\n")
@@ -209,20 +223,23 @@ def _sample(sample: str) -> Iterator[str]:
         yield f"<details><summary>All of the sample</summary><pre>{text(sample)}</pre></details>"
 
 
-def _events(run: RunRecord) -> Iterator[str]:
+def _render_events(run: RunRecord) -> Iterator[str]:
+    """Yield the table of events."""
     if not run.log.events:
         return
     omitted = f" ({run.log.omitted:,} in the middle are left out)" if run.log.omitted else ""
     yield f"<h3>Events{omitted}</h3>"
     head = ["time", "after step", "event", "what the log says"]
-    yield from _table(head, [_event_row(event) for event in run.log.events], prose=True)
+    yield from _render_table(head, [_event_row(event) for event in run.log.events], prose=True)
 
 
 def _event_row(event: LogEvent) -> list[str]:
+    """Return an event's cells."""
     return [event.time, f"{event.step:,}", event.kind, event.text]
 
 
-def _checkpoints(run: RunRecord) -> Iterator[str]:
+def _render_checkpoints(run: RunRecord) -> Iterator[str]:
+    """Yield the table of checkpoints."""
     if not run.checkpoints:
         return
     yield "<h3>Checkpoints</h3>"
@@ -235,7 +252,7 @@ def _checkpoints(run: RunRecord) -> Iterator[str]:
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         rows.append([f"{step:,}", *cells, byte_size(manifest.bytes), f"{manifest.world_size}"])
     head, rows, equal = _drop_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
-    yield from _table(head, rows)
+    yield from _render_table(head, rows)
     if equal:
         yield f'<p class="equal">{text(equal)}</p>'
 
@@ -254,7 +271,7 @@ def _drop_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[st
     )
 
 
-def _table(
+def _render_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,

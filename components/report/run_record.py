@@ -77,7 +77,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def differences(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
     """
-    Return the settings that differ between the runs' resolved recipes: `node.key` and all runs' values.
+    Return differing settings of resolved recipes in TOML: `node.key`, and its value in every run.
 
     A missing value is "". A recipe that can't be read counts as empty.
     """

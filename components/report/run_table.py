@@ -63,7 +63,7 @@ def read_rows(folder: Path) -> list[RunRow]:
     return [
         RunRow(name, "unreadable", problem=str(record))
         if isinstance(record, UserError)
-        else _row(name, record, run_state(path, record.log), differs)
+        else _make_row(name, record, run_state(path, record.log), differs)
         for (path, name, record), differs in zip(records, settings, strict=True)
     ]
 
@@ -85,17 +85,18 @@ def sort_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) -> lis
     keys = [*COLUMNS, *difference_keys(rows)]
     if key not in keys:
         raise UserError(f"--sort {key}: there is no such column; write one of {', '.join(keys)}", 2)
-    known = [row for row in rows if _value(row, key) is not None]
-    unknown = [row for row in rows if _value(row, key) is None]
-    return [*sorted(known, key=lambda row: _order(_value(row, key)), reverse=reverse), *unknown]
+    known = [row for row in rows if _cell_value(row, key) is not None]
+    unknown = [row for row in rows if _cell_value(row, key) is None]
+    return [*sorted(known, key=lambda row: _sort_key(_cell_value(row, key)), reverse=reverse), *unknown]
 
 
 def difference_keys(rows: Sequence[RunRow]) -> list[str]:
-    """Return the settings in which the recipes of the runs differ."""
+    """Return the keys of the settings in which the runs' recipes differ."""
     return list(dict.fromkeys(key for row in rows for key in row.differs))
 
 
-def _row(name: str, record: RunRecord, state: State, differs: dict[str, str]) -> RunRow:
+def _make_row(name: str, record: RunRecord, state: State, differs: dict[str, str]) -> RunRow:
+    """Return a run's row from its record."""
     metrics = record.metrics
     best = metrics.smallest("validation_loss")
     tokens = float(metrics.tokens[-1]) if metrics.steps else 0.0
@@ -125,11 +126,12 @@ def _differing_settings(recipes: Sequence[str]) -> list[dict[str, str]]:
     return differing
 
 
-def _value(row: RunRow, key: str) -> Any:
+def _cell_value(row: RunRow, key: str) -> Any:
+    """Return a column's or a setting's value."""
     return getattr(row, key) if key in COLUMNS else row.differs.get(key)
 
 
-def _order(value: Any) -> tuple[bool, float, str]:
+def _sort_key(value: Any) -> tuple[bool, float, str]:
     """Return a key that orders numbers, also those in the text of a setting, before other texts."""
     try:
         return False, float(value), ""

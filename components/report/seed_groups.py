@@ -26,7 +26,7 @@ class SeedSpread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "SeedSpread":
-        """Return the spread of one value or more."""
+        """Return the spread of one value, or of several."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class SeedSpread:
 
 @attrs.frozen(eq=False)
 class SeedGroup:
-    """Runs whose recipes differ in seeds alone; `settings` differ between groups."""
+    """Runs whose recipes differ in seeds alone. `settings` are this group's values where groups differ."""
 
     name: str
     runs: Sequence[RunRecord]
@@ -73,6 +73,7 @@ class SeedGroup:
         return {name: curve for name in first.columns if (curve := self._mean_curve(name, points)) is not None}
 
     def _mean_curve(self, metric: str, points: int) -> MetricCurve | None:
+        """Return a metric's mean over the runs with a band, at common steps; None if a run lacks the metric."""
         columns = [run.metrics.columns.get(metric) for run in self.runs]
         known = [column for column in columns if column is not None]
         steps = common_steps(known)
@@ -87,14 +88,14 @@ def group_seeds(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     grouped: dict[object, list[RunRecord]] = {}
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
-        known = {key: value for key, value in read_settings(run.recipe).items() if not _is_own(key)}
+        known = {key: value for key, value in read_settings(run.recipe).items() if not _differs_by_seed(key)}
         identity: object = frozenset(known.items()) if known else number
         grouped.setdefault(identity, []).append(run)
         settings[identity] = known
     keys = dict.fromkeys(key for known in settings.values() for key in known)
     differing = [key for key in keys if len({known.get(key, "") for known in settings.values()}) > 1]
     chosen = {identity: {key: known.get(key, "") for key in differing} for identity, known in settings.items()}
-    names = [_name(members, chosen[identity]) for identity, members in grouped.items()]
+    names = [_name_group(members, chosen[identity]) for identity, members in grouped.items()]
     return [
         SeedGroup(name if names.count(name) == 1 else members[0].name, members, chosen[identity])
         for name, (identity, members) in zip(names, grouped.items(), strict=True)
@@ -126,14 +127,17 @@ def value_at(column: Column | None, step: int) -> float | None:
 
 
 def _values_at(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a column's values at these steps, which it must have."""
     return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
 
 
-def _is_own(key: str) -> bool:
+def _differs_by_seed(key: str) -> bool:
+    """Return whether a setting may differ within a group: names, folders and seeds."""
     return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
 
 
-def _name(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
+def _name_group(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
+    """Return a group's name: its settings if there are a few, otherwise its first run's name."""
     if len(runs) == 1 or not 0 < len(settings) <= MAX_NAMED_SETTINGS:
         return runs[0].name
     short = [key.rpartition(".")[2] for key in settings]

@@ -59,7 +59,9 @@ class AimTracker:
         Raises UserError if Aim is not installed, or if the repository is a link.
         """
         if self.mesh.world.rank == 0:
-            self._run = AimRun(load_aim(), self._location(), self.job.name, self.experiment, self.system_metrics)
+            self._run = AimRun(
+                load_aim(), self._repository_location(), self.job.name, self.experiment, self.system_metrics
+            )
             self._hash = self._recall_run()
             self._background = Background("aim", self.queue_size, self._warn_of_error, self._run.close)
             self._wait_for(self._run.prepare)
@@ -96,14 +98,14 @@ class AimTracker:
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
         """Queue the finite values of a step for writing."""
         if self._run is not None:
-            self._put(partial(self._run.track, self._hash, step, finite_numbers(values), context))
+            self._queue_task(partial(self._run.track, self._hash, step, finite_numbers(values), context))
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Queue the histograms of a step for writing."""
         if self._run is not None:
-            self._put(partial(self._run.track_distributions, self._hash, step, distributions))
+            self._queue_task(partial(self._run.track_distributions, self._hash, step, distributions))
 
-    def _location(self) -> "AimLocation":
+    def _repository_location(self) -> "AimLocation":
         """Return the repository's location. Raises UserError if it is a link in the run folder."""
         if self.repository is None:
             refuse_link(self.folder.folder)
@@ -111,19 +113,22 @@ class AimTracker:
         return AimLocation(self.repository, shared_by=self.folder.folder)
 
     def _recall_run(self) -> str:
-        """Return the run folder's Aim run hash; "" before its first run in a shared repository."""
+        """Return the run folder's Aim run hash, or a new one; in a shared repository, "" before the first run."""
         folder = self.folder.folder
         return recall_run(folder, "aim") if self.repository else find_run(folder) or uuid.uuid4().hex[:24]
 
-    def _put(self, task: Task) -> None:
+    def _queue_task(self, task: Task) -> None:
+        """Queue a task on rank 0; warn if the queue is full."""
         if self._background is not None and not self._background.put(task):
             self._warn("Aim does not keep up; some steps will be missing there")
 
     def _wait_for(self, task: Task) -> None:
+        """Run a task on rank 0 and wait for it up to `timeout` seconds; warn if it takes longer."""
         if self._background is not None and not self._background.run(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
     def _warn_of_error(self, error: Exception) -> None:
+        """Warn about Aim's exception, and say if later values are lost, too."""
         is_usable = self._run is None or self._run.usable
         effect = "some steps will be missing there" if is_usable else "nothing is written to it"
         self._warn(f"Aim failed, {effect}: {type(error).__name__}: {error}")

@@ -84,13 +84,13 @@ def find_run(folder: Path) -> str:
 
     A run folder has one Aim run, even if the run is killed before its first checkpoint and starts again.
     """
-    chunks = _chunks(folder)
+    chunks = _chunks_folder(folder)
     return min((path.name for path in chunks.iterdir()), default="") if chunks.is_dir() else ""
 
 
 def has_run(folder: Path, run: str) -> bool:
     """Return whether the repository contains the run with this hash."""
-    return (_chunks(folder) / run).is_dir()
+    return (_chunks_folder(folder) / run).is_dir()
 
 
 def free_run(folder: Path, run: str) -> None:
@@ -100,11 +100,12 @@ def free_run(folder: Path, run: str) -> None:
     This process has locked the run folder, so an Aim lock is left from a killed process. Aim would trust the lock's
     process id, although it may be in use again.
     """
-    (_chunks(folder) / run).mkdir(parents=True, exist_ok=True)
+    (_chunks_folder(folder) / run).mkdir(parents=True, exist_ok=True)
     (folder / ".aim" / "locks" / f"{run}.softlock").unlink(missing_ok=True)
 
 
-def _chunks(folder: Path) -> Path:
+def _chunks_folder(folder: Path) -> Path:
+    """Return the folder in which Aim keeps one subfolder per run."""
     return folder / ".aim" / "meta" / "chunks"
 
 
@@ -201,6 +202,7 @@ class AimRun:
 
     @contextmanager
     def _unusable_on_error(self) -> Iterator[None]:
+        """Make later calls do nothing if the context raises."""
         self.usable = False
         yield
         self.usable = True
@@ -215,12 +217,12 @@ def delete_after(run: Any, step: int) -> None:
     """Delete all values after a step. The run must be open for writing, and must be closed before tracking."""
     for context, names in run.meta_run_tree.get("traces", {}).items():
         for name in (name for name in names if not name.startswith(SYSTEM_PREFIX)):
-            _truncate(run, (context, name), step)
+            _truncate_metric(run, (context, name), step)
             _truncate_objects(run, (context, name), step)
 
 
-def _truncate(run: Any, metric: tuple[int, str], step: int) -> None:
-    """Delete later steps, and steps only partly written by a killed process."""
+def _truncate_metric(run: Any, metric: tuple[int, str], step: int) -> None:
+    """Delete a metric's steps after `step`, and steps that a killed process wrote only in part."""
     series = run.series_run_trees[NUMBERS_VERSION].subtree(metric)
     columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
     complete = set.intersection(*map(set, columns.values()))

@@ -46,7 +46,7 @@ class Background:
         self._failed = failed
         self._last = last
         # a daemon, so that a task that hangs does not keep the process alive
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
         self._thread.start()
 
     def put(self, task: Task) -> bool:
@@ -79,12 +79,14 @@ class Background:
         self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
+        """Run queued tasks until `close`, and finally `last`. Runs in the thread."""
         for task in iter(self._tasks.get, None):
-            self._try(task)
-        self._try(self._last)
+            self._run_task(task)
+        self._run_task(self._last)
 
-    def _try(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
+        """Run a task, and pass its exception to `failed`."""
         try:
             task()
         except Exception as error:
@@ -92,7 +94,7 @@ class Background:
 
 
 def finite_numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Return the finite values, as floats."""
+    """Return the finite values as floats, by name."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
@@ -129,11 +131,11 @@ class TrackerInBackground(ABC):
 
     def rewind(self, step: int) -> None:
         """Queue the start of writing after this step."""
-        self._put(partial(self._begin, step))
+        self._queue_task(partial(self._begin, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue a step's finite values."""
-        self._put(partial(self._write, step, finite_numbers(values)))
+        self._queue_task(partial(self._write, step, finite_numbers(values)))
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -141,7 +143,7 @@ class TrackerInBackground(ABC):
 
     @abstractmethod
     def _begin(self, step: int) -> None:
-        """Continue after this step, also if the tracker has already written later steps."""
+        """Prepare to write after this step; later values already in the tracker are dropped if possible."""
 
     @abstractmethod
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -151,11 +153,13 @@ class TrackerInBackground(ABC):
     def _end(self) -> None:
         """Finish writing."""
 
-    def _put(self, task: Task) -> None:
+    def _queue_task(self, task: Task) -> None:
+        """Queue a task on rank 0; warn if the queue is full."""
         if self._background is not None and not self._background.put(task):
             self._warn(f"{self.called} does not keep up; some steps will be missing there")
 
     def _warn_of_error(self, error: Exception) -> None:
+        """Warn about the program's exception."""
         self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
 
 
@@ -171,7 +175,7 @@ class ServiceTracker(TrackerInBackground):
 
     def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Queue a step's histograms."""
-        self._put(partial(self._write_distributions, step, distributions))
+        self._queue_task(partial(self._write_distributions, step, distributions))
 
     @abstractmethod
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:

@@ -36,6 +36,7 @@ class CsvTracker(TrackerInBackground):
 
     @property
     def _open_file(self) -> AppendedFile:
+        """The open file. Raises ValueError before `open`."""
         if self._file is None:
             raise ValueError("metrics.csv is not open")
         return self._file
@@ -52,7 +53,7 @@ class CsvTracker(TrackerInBackground):
         rows, damaged = _skip_damaged_lines(table, names)
         if damaged:
             log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
-        self._replace(row for row in rows if int(row[STEP]) <= step)
+        self._rewrite_file(row for row in rows if int(row[STEP]) <= step)
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         if not self._names:
@@ -60,15 +61,16 @@ class CsvTracker(TrackerInBackground):
         if new := [name for name in numbers if name not in self._names]:
             rows = list(csv.DictReader(io.StringIO(self._open_file.read().decode(), newline="")))
             self._names += new
-            self._replace(rows)
+            self._rewrite_file(rows)
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
-        line = _lines([values])
+        line = _format_lines([values])
         while line:  # a disk that is nearly full accepts only a part
             line = line[self._open_file.append(line) :]
 
-    def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
+    def _rewrite_file(self, rows: Iterable[Mapping[str, str]]) -> None:
+        """Replace the file's content by these rows."""
         table = [self._names, *([row.get(name) or "" for name in self._names] for row in rows)]
-        self._open_file.replace(_lines(table))
+        self._open_file.replace(_format_lines(table))
 
     def _end(self) -> None:
         file, self._file = self._file, None
@@ -100,7 +102,8 @@ def _is_number(field: str) -> bool:
     return True
 
 
-def _lines(table: Iterable[Iterable[str]]) -> bytes:
+def _format_lines(table: Iterable[Iterable[str]]) -> bytes:
+    """Return rows as CSV."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(table)
     return text.getvalue().encode()

@@ -64,12 +64,15 @@ class JsonlTracker:
 
     @property
     def _path(self) -> Path:
+        """The path of `metrics.jsonl`."""
         return self.folder.folder / "metrics.jsonl"
 
 
 def _row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
+    """Return a step's JSON object; NaN and infinity are null."""
     return {"step": step} | {name: _finite_or_none(value) for name, value in values.items()} | {"format": FORMAT}
 
 
 def _finite_or_none(value: Value) -> Value:
+    """Return the value, or None if it is not finite."""
     return value if value is None or math.isfinite(value) else None

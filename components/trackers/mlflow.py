@@ -58,14 +58,14 @@ class MlflowTracker(ServiceTracker):
     def _prepare(self) -> None:
         self._mlflow = load_mlflow()
         if self.uri is None:
-            os.close(open_to_append(self._database))
-            make_folder(self._artifacts)
+            os.close(open_to_append(self._database_path))
+            make_folder(self._artifacts_folder)
 
     def _begin(self, step: int) -> None:
         if self._run:
             return
         is_local = self.uri is None
-        self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database.resolve()}" if is_local else self.uri)
+        self._client = self._mlflow.MlflowClient(f"sqlite:///{self._database_path.resolve()}" if is_local else self.uri)
         run = recall_run(self.folder.folder, "mlflow") or self._create_run()
         self._client.update_run(run, status="RUNNING")
         self._log_properties(run)
@@ -76,14 +76,14 @@ class MlflowTracker(ServiceTracker):
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._begin(step - 1)
         now = self._mlflow.utils.time.get_current_time_millis()
-        metrics = [self._mlflow.entities.Metric(_name(name), value, now, step) for name, value in numbers.items()]
+        metrics = [self._mlflow.entities.Metric(_clean_name(name), value, now, step) for name, value in numbers.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         self._begin(step - 1)
         for name, histogram in distributions.items():
             content = {"step": step, "edges": histogram.edges, "counts": [*histogram.counts]}
-            self._client.log_dict(self._run, content, f"distributions/{_name(name)}/{step}.json")
+            self._client.log_dict(self._run, content, f"distributions/{_clean_name(name)}/{step}.json")
 
     def _end(self) -> None:
         run, self._run = self._run, ""
@@ -91,17 +91,19 @@ class MlflowTracker(ServiceTracker):
             self._client.set_terminated(run)
 
     @property
-    def _database(self) -> Any:
+    def _database_path(self) -> Any:
+        """The path of the run folder's database."""
         return self.folder.folder / "mlflow.db"
 
     @property
-    def _artifacts(self) -> Any:
+    def _artifacts_folder(self) -> Any:
+        """The run folder's folder for histograms."""
         return self.folder.folder / "mlflow"
 
     def _create_run(self) -> str:
         """Create a run, and store its identifier in the run folder before writing to the run."""
         known = self._client.get_experiment_by_name(self.experiment)
-        location = self._artifacts.resolve().as_uri() if self.uri is None else None
+        location = self._artifacts_folder.resolve().as_uri() if self.uri is None else None
         experiment = known.experiment_id if known else self._client.create_experiment(self.experiment, location)
         run: str = self._client.create_run(experiment, run_name=self.job.name).info.run_id
         remember_run(self.folder.folder, "mlflow", run)
@@ -109,7 +111,9 @@ class MlflowTracker(ServiceTracker):
 
     def _log_properties(self, run: str) -> None:
         """Log new settings as params, and settings that differ from their params as tags."""
-        flat = {_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in flat_properties(self._properties).items()}
+        flat = {
+            _clean_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in flat_properties(self._properties).items()
+        }
         params = self._client.get_run(run).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in flat.items() if key not in params]
         for start in range(0, len(new), MAX_PARAMS):
@@ -119,8 +123,8 @@ class MlflowTracker(ServiceTracker):
                 self._client.set_tag(run, key, value)
 
 
-def _name(name: str) -> str:
-    """Replace the characters that MLflow refuses in a name by _."""
+def _clean_name(name: str) -> str:
+    """Replace characters that MLflow refuses in names by _."""
     return REFUSED_CHARACTERS.sub("_", name)
 
 

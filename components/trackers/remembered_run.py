@@ -10,14 +10,15 @@ MAX_LENGTH = 200
 
 def recall_run(folder: Path, program: str) -> str:
     """Return the identifier that `remember_run` stored, or "". Raises OSError if the file is a link or too large."""
-    path = _path(folder, program)
+    path = _identifier_path(folder, program)
     return read_file(path, MAX_LENGTH).decode("utf-8").strip() if path.exists() or path.is_symlink() else ""
 
 
 def remember_run(folder: Path, program: str, run: str) -> None:
     """Store the identifier of the run folder's run in a program, on disk."""
-    replace_file(_path(folder, program), f"{run}\n".encode())
+    replace_file(_identifier_path(folder, program), f"{run}\n".encode())
 
 
-def _path(folder: Path, program: str) -> Path:
+def _identifier_path(folder: Path, program: str) -> Path:
+    """Return the path of the file with a program's run identifier."""
     return folder / f"{program}_run.txt"

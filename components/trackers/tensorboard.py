@@ -40,6 +40,7 @@ class TensorBoardTracker(ServiceTracker):
 
     @property
     def _folder(self) -> Path:
+        """The folder for event files."""
         return self.folder.folder / "tensorboard"
 
     def _prepare(self) -> None:
@@ -80,6 +81,7 @@ class TensorBoardTracker(ServiceTracker):
         self._writer.flush()
 
     def _write_properties(self) -> None:
+        """Write the recipe's settings as hyperparameters."""
         # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
 

@@ -22,7 +22,7 @@ def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypa
     The limits around the device table are wide, since sizes are small and other processes may use the GPU.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    loaded, attention = list[bool](), calibrate._attention
+    loaded, attention = list[bool](), calibrate._make_attention
 
     def load_slowly(device: torch.device, *sizes: Any) -> object:
         run = attention(device, *sizes)
@@ -35,7 +35,7 @@ def test_slow_first_calls_do_not_change_the_calibration(tmp_path: Path, monkeypa
 
         return slow
 
-    monkeypatch.setattr(calibrate, "_attention", load_slowly)
+    monkeypatch.setattr(calibrate, "_make_attention", load_slowly)
     calibrate.calibrate(GPU, seconds=0.2)
     measured, known = at_hand(), model_of_gpu(torch.cuda.get_device_name())
     assert loaded

@@ -92,7 +92,7 @@ def test_documents_have_the_losses_that_transformers_gives_them_alone(folder: Pa
         assert f"loss {mean:.4f} over {len(losses)} tokens" in outcome.text, (mean, len(losses), outcome)
         summary = f"4 documents, each on its own; 1 longer than a row of 32 tokens, in windows that move by {stride}"
         assert summary in outcome.text
-    assert "is of windows over the documents" in drawloom(folder, "evaluate", "runs/tiny", "--stride", "5")[0].text
+    assert "moves windows over the documents" in drawloom(folder, "evaluate", "runs/tiny", "--stride", "5")[0].text
 
 
 def _sliding_losses(model: Any, ids: list[int], length: int, stride: int) -> list[float]:
@@ -159,7 +159,7 @@ def test_embeddings_are_the_means_of_hidden_states(folder: Path) -> None:
             torch.testing.assert_close(last[row, layer], expected[0, -1], rtol=1e-4, atol=1e-5)
     (folder / "empty.jsonl").write_text('{"text": ""}\n')
     empty = drawloom(folder, "embed", "runs/tiny", "empty.jsonl", "--to", "empty.safetensors")[0]
-    assert "1 of the documents without a token: their numbers are 0" in empty.text
+    assert "documents without a token: 1; their hidden states are 0" in empty.text
     refused = drawloom(folder, "embed", "runs/tiny", "some.jsonl", "--to", "new.safetensors", "--layers", "2")[0]
     assert refused.code == 2 and "--layers: there is no layer 2; the model has 0 to 1" in refused.text
 

@@ -81,7 +81,7 @@ def test_text_ends_where_a_task_says() -> None:
     assert text == "bcdefghijklm"
     (cut,) = made.generate_until([request("generate_until", "a", {"until": ["hi", "ef"], "max_gen_toks": 12})])
     assert cut == "bcd"
-    with pytest.raises(UserError, match="a task asks for text by top_p; take one that uses do_sample"):
+    with pytest.raises(UserError, match="a task sets top_p for generation, and only do_sample"):
         made.generate_until([request("generate_until", "a", {"top_p": 0.5})])
-    with pytest.raises(UserError, match="a task asks for 64 tokens; write --context 65 or more"):
+    with pytest.raises(UserError, match="the context has no room for a task's 64 tokens; write --context 65 or more"):
         made.generate_until([request("generate_until", "a", {"max_gen_toks": 64})])

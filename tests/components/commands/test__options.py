@@ -101,4 +101,4 @@ def test_a_full_disk_is_reported_in_one_line(
 def test_only_a_search_has_a_best_plan_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is left out in silence."""
     assert main(["plan", "first_run", "--device", "h100", "--to", "best.toml"]) == 2
-    assert "--to is for the best plan of a search; write --search, too" in capsys.readouterr().err
+    assert "--to writes the best plan that --search finds; add --search" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def test_a_missing_node_is_reported() -> None:
     graph = Recipe.load("first_run").graph
     assert microbatches_of(graph) is not None
     assert only(graph, Schedule) == "schedule"
-    with pytest.raises(UserError, match=r"nodes that are a Phase \(\[.*\]\); one is required"):
+    with pytest.raises(UserError, match=r"nodes that implement Phase \(\[.*\]\); exactly one is required"):
         only(graph, Phase)
     with pytest.raises(UserError, match="number of microbatches is unknown"):
         require_microbatches(None)

@@ -36,10 +36,10 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
     save_steps(tmp_path, 1, validation_loss=3.0)
     save_steps(tmp_path, 2, validation_loss=2.0)
     save_steps(tmp_path, 3)
-    taken = [_trained._checkpoint(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))]
+    taken = [_trained._choose_checkpoint(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))]
     assert [path and path.name for path in taken] == ["step-3", "step-1", "step-2"]
     with pytest.raises(UserError, match=r"--step 7: .* has checkpoints of steps 1, 2, 3"):
-        _trained._checkpoint(options(tmp_path, "--step", "7"))
+        _trained._choose_checkpoint(options(tmp_path, "--step", "7"))
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,19 @@ def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
     """The message names the cadences that must coincide."""
     save_steps(tmp_path, 1)
     with pytest.raises(UserError, match=r"no checkpoint in .* has a validation loss; let checkpoint\.every"):
-        _trained._checkpoint(options(tmp_path, "--best"))
+        _trained._choose_checkpoint(options(tmp_path, "--best"))
 
 
-@pytest.mark.parametrize("moment", ["_recipe", "load_node"])
+@pytest.mark.parametrize("moment", ["_load_run_recipe", "load_node"])
 def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """With fast rotation, `generate` and `export` never call a removed step corrupt."""
     save_steps(tmp_path, 1)
-    read: dict[str, Any] = {"_recipe": lambda _project, lock, _files: _Recipe(lock.read_text()), "load_node": load_node}
+    read: dict[str, Any] = {
+        "_load_run_recipe": lambda _project, lock, _files: _Recipe(lock.read_text()),
+        "load_node": load_node,
+    }
     began: list[Path] = []
 
     def rotating(*arguments: Any) -> Any:
@@ -87,11 +90,11 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
             shutil.rmtree(tmp_path / "checkpoints" / "step-1")
         return read[moment](*arguments)
 
-    monkeypatch.setattr(_trained, "_recipe", read["_recipe"])
+    monkeypatch.setattr(_trained, "_load_run_recipe", read["_load_run_recipe"])
     monkeypatch.setattr(_trained, "only", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, _, state = _trained._read(project, options(tmp_path), (Stages,))
+    _, _, _, state = _trained._read_run(project, options(tmp_path), (Stages,))
     assert torch.equal(state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
@@ -99,8 +102,8 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
 def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in an existing checkpoint is reported, and not retried for ever."""
     save_steps(tmp_path, 1)
-    monkeypatch.setattr(_trained, "_recipe", lambda *_: _Recipe(""))
+    monkeypatch.setattr(_trained, "_load_run_recipe", lambda *_: _Recipe(""))
     monkeypatch.setattr(_trained, "only", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._read(project, options(tmp_path), (Stages,))
+        _trained._read_run(project, options(tmp_path), (Stages,))

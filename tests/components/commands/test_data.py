@@ -98,4 +98,4 @@ def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_recipe_cannot_be_audited(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe given to `audit` or `verify` is refused with its path."""
     assert main(["data", "audit", recipe]) == 2 and "tiny.toml is not a run folder" in capsys.readouterr().err
-    assert main(["data", "verify", recipe]) == 2 and "tiny.toml is no token store" in capsys.readouterr().err
+    assert main(["data", "verify", recipe]) == 2 and "tiny.toml is not a token store" in capsys.readouterr().err

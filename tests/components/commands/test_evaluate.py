@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.commands.evaluate import _corpus, _with_corpus
+from drawloom.components.commands.evaluate import _make_corpus_node, _with_corpus
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -38,8 +38,8 @@ def test_files_are_read_by_their_format(tmp_path: Path) -> None:
     for name in ("a.txt", "b.jsonl", "c.jsonl.zst", "d.parquet", "e.arrow"):
         (tmp_path / name).touch()
     for names, use in (("a.txt", "text_files"), ("[bc].*", "jsonl"), ("[de].*", "parquet")):
-        assert _corpus([str(tmp_path / names)])["use"] == f"data.{use}"
+        assert _make_corpus_node([str(tmp_path / names)])["use"] == f"data.{use}"
     with pytest.raises(UserError, match=r"^--corpus: .*a\.txt and .*c\.jsonl\.zst differ in format; measure one"):
-        _corpus([str(tmp_path / "a.txt"), str(tmp_path / "c*")])
+        _make_corpus_node([str(tmp_path / "a.txt"), str(tmp_path / "c*")])
     with pytest.raises(UserError, match=r'^--corpus: no file matches ".*none"'):
-        _corpus([str(tmp_path / "none")])
+        _make_corpus_node([str(tmp_path / "none")])

@@ -66,7 +66,7 @@ def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None
     words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
     assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
     error = run_schedule(capsys, "dual_pipe_v", *words, "3", code=2)
-    assert error == "--stages-per-rank 3: dual_pipe_v takes 2 on each rank; leave it out\n"
+    assert error == "--stages-per-rank 3: dual_pipe_v has 2 stages per rank; leave it out\n"
 
 
 def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
@@ -219,11 +219,11 @@ def test_planned_schedules_have_no_more_stages_than_the_model_has_layers(capsys:
         ),
         (["--ranks", "2"], "schedule takes a recipe, a CSV file, the name of a schedule and --ranks, or --compare"),
         (["--compare", "--microbatches", "2"], "--compare takes a recipe, or --ranks and --microbatches"),
-        (["gpipe", "--ranks", "2,4", "--microbatches", "4"], "several are compared; add --compare"),
-        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "plan"], "--costs plan is the plan of a recipe"),
-        (["first_run", "--run", "."], "--run draws the schedule of its own recipe"),
-        (["--run", ".", "--microbatches", "3"], "--run draws the schedule of its own recipe"),
-        (["--run", ".", "schedule.use=pipeline.schedules.gpipe"], "--run draws the schedule of its own recipe"),
+        (["gpipe", "--ranks", "2,4", "--microbatches", "4"], "only --compare takes several values; add --compare"),
+        (["gpipe", "--ranks", "2", "--microbatches", "4", "--costs", "plan"], "--costs plan needs a recipe to plan"),
+        (["first_run", "--run", "."], "--run takes the schedule from the run's recipe"),
+        (["--run", ".", "--microbatches", "3"], "--run takes the schedule from the run's recipe"),
+        (["--run", ".", "schedule.use=pipeline.schedules.gpipe"], "--run takes the schedule from the run's recipe"),
         (
             ["mine.toml", "--ranks", "2", "--microbatches", "4"],
             "a recipe has its own number of ranks; leave --ranks out",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, calibration_path, here
+from drawloom.components.planning.calibrate import Sizes, at_hand, calibrate, calibration_path, local_device
 from drawloom.graph import UserError
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ def test_measured_rates_are_kept_for_later_plans(tmp_path: Path, monkeypatch: py
     """The user's cache folder has the measured rates, used in later plans; a damaged file is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert here() == CPU
+    assert local_device() == CPU
     assert at_hand() == device_model("cpu")
     path = calibrate(CPU, Sizes(256, 2**20, 64), seconds=0.05)
     assert path == calibration_path(CPU) == tmp_path / "drawloom" / "devices" / "cpu.toml"

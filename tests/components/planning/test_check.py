@@ -17,7 +17,7 @@ from support.plans import RECIPE, on_a_gpu, plan_check
 
 def test_a_run_that_does_not_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
     """The error suggests settings that would fit; a run may ask to try anyway."""
-    with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 2.0 MB; what would fit: .* = "):
+    with on_a_gpu(2_000_000), pytest.raises(UserError, match=r"each has 2.0 MB; settings that fit: .* = "):
         plan_check(tmp_path, "cuda").open()
     with on_a_gpu(2_000_000):
         plan_check(tmp_path, "cuda", refuse=False).open()

@@ -10,7 +10,7 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.planning.cost_sources import Planned
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
-from drawloom.components.planning.search import _abbreviate, search, search_text
+from drawloom.components.planning.search import _abbreviate_lists, search, search_text
 from drawloom.components.planning.text import as_data
 from drawloom.graph import UserError
 
@@ -110,7 +110,7 @@ def test_long_lists_are_left_out_of_the_table_one_by_one() -> None:
     nested = ", ".join(["[1.0, 2.0, 1.0, 1.0]"] * 5)
     line = f"slices = [{nested}]; recompute = {{ selective = {{ again = [{every}], kept = 0.5 }}, x = [1, 2] }}"
     shown = "slices = [...]; recompute = { selective = { again = [...], kept = 0.5 }, x = [1, 2] }"
-    assert _abbreviate(line) == shown
+    assert _abbreviate_lists(line) == shown
 
 
 def test_ranks_without_a_suitable_mesh_are_reported() -> None:
