@@ -41,10 +41,10 @@ def attend_with_statistics(
     kernel: StatisticsKernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     """Return attention (..., heads, v_dim) by a kernel, with sinks (heads,) if they are not None."""
-    return _Statistics.apply(q, k, v, sinks, kernel)  # type: ignore[no-untyped-call, no-any-return]
+    return _AttendWithStatistics.apply(q, k, v, sinks, kernel)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Statistics(Function):
+class _AttendWithStatistics(Function):
     """Attention by a kernel, whose result and statistics are corrected for sinks."""
 
     @staticmethod

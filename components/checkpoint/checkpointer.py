@@ -123,11 +123,11 @@ class Checkpointer:
     def run_phase(self, step: Step) -> None:
         """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
         if self._pending is not None and self._is_done(self._pending):
-            self._finish()
+            self._finish_pending_save()
         if self.saves_after(step):
-            self._start(step)
+            self._start_save(step)
             if step.last or not self._in_background:
-                self._finish(required=step.last)
+                self._finish_pending_save(required=step.last)
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
@@ -139,8 +139,8 @@ class Checkpointer:
 
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
-        self._start(step)
-        self._finish(required=True)
+        self._start_save(step)
+        self._finish_pending_save(required=True)
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
@@ -160,7 +160,7 @@ class Checkpointer:
         Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt, or if the disk has no
         space for another checkpoint.
         """
-        self._finish()  # in a run that goes back, the newest checkpoint may be pending
+        self._finish_pending_save()  # in a run that goes back, the newest checkpoint may be pending
         is_successor, self._is_successor = self._is_successor, False
         if is_successor and (done := self._restore_from_memory()):
             return done
@@ -215,11 +215,11 @@ class Checkpointer:
         for name, node in self.states.items():
             node.load_state_dict(state.states[name])
 
-    def _start(self, step: Step) -> None:
+    def _start_save(self, step: Step) -> None:
         """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
         if step.index == self._saved:
             return
-        self._finish()  # the pending save first: two copies of the state may not fit into memory
+        self._finish_pending_save()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
         snapshot, sizes = run_on_all(
             self._world,
@@ -264,7 +264,7 @@ class Checkpointer:
         self._world.max(waiting)
         return not waiting.item()
 
-    def _finish(self, *, required: bool = False) -> None:
+    def _finish_pending_save(self, *, required: bool = False) -> None:
         """
         Wait for the pending save, if there is one.
 
@@ -316,7 +316,9 @@ class Checkpointer:
         is corrupt.
         """
         world = self._world
-        loaded, outcomes = run_on_all(world, lambda: _try_read(checkpoint, self.states, world.rank), share=_outcome)
+        loaded, outcomes = run_on_all(
+            world, lambda: _try_read(checkpoint, self.states, world.rank), share=_encode_outcome
+        )
         faults = [outcome["fault"] for outcome in outcomes]
         if isinstance(loaded, LoadedCheckpoint) and not any(faults):
             verified = [outcome["verified"] for outcome in outcomes]
@@ -357,7 +359,7 @@ def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> Lo
         return error
 
 
-def _outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
+def _encode_outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
     """Return this rank's reading outcome, for the other ranks."""
     if isinstance(loaded, CorruptCheckpointError):
         return {"fault": str(loaded), "verified": {}}

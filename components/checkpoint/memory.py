@@ -46,7 +46,7 @@ class StateMemory:
         """Reference the state after a step. Tensors must not change before `copy`."""
         self._current = HeldState(
             step,
-            {name: transform(_detach, node.state_dict()) for name, node in states.items()},
+            {name: transform(_detach_leaf, node.state_dict()) for name, node in states.items()},
             {name: slices_of(node) for name, node in states.items()},
         )
 
@@ -65,5 +65,5 @@ class StateMemory:
         self._copy, self._current = state, None
 
 
-def _detach(leaf: Any) -> Any:
+def _detach_leaf(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

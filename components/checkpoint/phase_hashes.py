@@ -50,7 +50,7 @@ class PhaseHashes:
             return
         if self._file is None:
             self._file = AppendedFile.open(make_folder(self.folder.folder / FOLDER) / file_name(self.mesh.world.rank))
-        digests = dict(self._digests(event.step))
+        digests = dict(self._iterate_digests(event.step))
         line = encode_line({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:
             line = line[self._file.append(line) :]
@@ -61,11 +61,11 @@ class PhaseHashes:
             self._file.close()
             self._file = None
 
-    def _digests(self, step: Step) -> Iterator[tuple[str, str]]:
+    def _iterate_digests(self, step: Step) -> Iterator[tuple[str, str]]:
         for name in step.state:
             if name == METRIC_TOTALS:  # with measured times
                 continue
-            yield from ((path, hash_tensor(tensor)) for path, tensor in _tensors(step.state[name], name))
+            yield from ((path, hash_tensor(tensor)) for path, tensor in _iterate_tensors(step.state[name], name))
         for name, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
                 yield f"gradient of {name}", hash_tensor(parameter.grad)
@@ -74,10 +74,10 @@ class PhaseHashes:
         yield from state_hashes(states).items()
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a value, with access expressions."""
     if isinstance(value, Tensor):
         yield path, value
         return
     for access, child in branches(value) or ():
-        yield from _tensors(child, f"{path}{access}")
+        yield from _iterate_tensors(child, f"{path}{access}")

@@ -62,7 +62,7 @@ class AdapterExport:
 
     def open(self) -> None:
         """Raise UserError, before the first step, if PEFT does not support the adapters."""
-        self._plan()
+        self._plan_export()
 
     def is_finished(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
@@ -73,7 +73,7 @@ class AdapterExport:
         if self.is_finished(step):
             return
         group = self.mesh.world
-        mapper, config = self._plan()
+        mapper, config = self._plan_export()
         run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with with_averages(self.average):
@@ -86,20 +86,20 @@ class AdapterExport:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
 
-    def _plan(self) -> tuple[Mapper, dict[str, Any]]:
+    def _plan_export(self) -> tuple[Mapper, dict[str, Any]]:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
         mapper, config = adapter_mapper(whole, files, tied), adapter_config(whole, files, tied, self.base_model)
-        if (prefix := self._prefix()) != DECODER:
+        if (prefix := self._find_prefix()) != DECODER:
             # Ends of names would match modules of other parts, such as a vision tower.
-            names = [pair.target for pair in _low_ranks(whole, files) if not pair.fused]
+            names = [pair.target for pair in _list_low_ranks(whole, files) if not pair.fused]
             mapper = _rename_outputs(mapper, prefix)
             config = _rename_modules({**config, "target_modules": names}, prefix)
         return mapper, config
 
-    def _prefix(self) -> str:
+    def _find_prefix(self) -> str:
         """Return the prefix of the decoder's modules in the base model as transformers builds it."""
         folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
@@ -155,11 +155,11 @@ def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Te
 def _rename_modules(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return an `adapter_config.json` for a decoder with another prefix."""
 
-    def within(name: str) -> str:
+    def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
 
-    lists = {key: config[key] and [*map(within, config[key])] for key in LISTS}
-    tables = {key: {within(name): value for name, value in config[key].items()} for key in TABLES}
+    lists = {key: config[key] and [*map(replace_prefix, config[key])] for key in LISTS}
+    tables = {key: {replace_prefix(name): value for name, value in config[key].items()} for key in TABLES}
     return {**config, **lists, **tables}
 
 
@@ -181,7 +181,7 @@ def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
 
 def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
     """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
-    pairs = _low_ranks(whole, files)
+    pairs = _list_low_ranks(whole, files)
     if not pairs:
         raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
     if len({pair.dora for pair in pairs}) > 1:
@@ -220,16 +220,16 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
     }
 
 
-def _low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
+def _list_low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
     """Return the pairs of factors in all adapters, as PEFT has them."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
     single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
-    return [_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
+    return [_name_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
 
 
-def _by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
+def _name_by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     """
     Return a module's entry, by its parameter in a model with experts.
 

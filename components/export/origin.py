@@ -48,7 +48,7 @@ class OriginFolder:
 
     def add_to(self, share: Share) -> Share:
         """Return a rank's share of the export with the tensors not loaded."""
-        source = _Both(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
+        source = _CombinedSource(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
     def copy_processors(self, target: Path) -> None:
@@ -59,7 +59,7 @@ class OriginFolder:
 
 
 @attrs.frozen
-class _Both:
+class _CombinedSource:
     """Source for a rank's parameters, and for tensors in a folder."""
 
     own: TensorSource
@@ -83,11 +83,11 @@ def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFol
     folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
     if folder is None or not isinstance(model, KeepsConfig):
         return None
-    fields = run_on_rank0(group, lambda: _describe(model, folder))
+    fields = run_on_rank0(group, lambda: _describe_origin(model, folder))
     return None if fields is None else OriginFolder(folder, **fields)
 
 
-def _describe(model: Any, folder: Path) -> dict[str, Any] | None:
+def _describe_origin(model: Any, folder: Path) -> dict[str, Any] | None:
     """Return the fields of an OriginFolder beside its folder, as JSON; None for a folder without other parts."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored

@@ -136,12 +136,12 @@ class Piecewise:
             if phase.until_tokens is not None:
                 key, text = ("phases", number), f"phases[{number}].until_tokens"
                 yield from tokens_without_sizes(node, key, text)
-            for text, hint in _faults(phase, reached, last=number == len(phases) - 1):
+            for text, hint in _find_faults(phase, reached, last=number == len(phases) - 1):
                 yield node.problem(("phases", number), f"phases[{number}] {text}", hint)
             reached = reached if phase.until_percent is None else phase.until_percent
 
 
-def _faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
+def _find_faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
     percent = phase.until_percent
     keys = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
     if len(keys) > 1:

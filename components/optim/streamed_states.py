@@ -129,7 +129,9 @@ class StreamedStep:
 
     def __init__(self, implementation: Any, slots: Slots, params: Sequence[ParamState], maximize: bool) -> None:
         self._slots = slots
-        self._pieces = [self._piece(group, params, implementation, maximize) for group in self._groups(params)]
+        self._pieces = [
+            self._make_piece(group, params, implementation, maximize) for group in self._group_ranges(params)
+        ]
         self._stored: list[Ticket] = [None] * len(self._pieces)
         self._arrivals: list[Ticket] = []
 
@@ -166,7 +168,7 @@ class StreamedStep:
         piece = self._pieces[number]
         return self._slots.transfers.fetch(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
 
-    def _groups(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
+    def _group_ranges(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
         """Yield ranges that fill a slot together."""
         group: list[Range] = []
         for part in (part for number, param in enumerate(params) for part in cut(number, param, self._slots.size)):
@@ -177,7 +179,9 @@ class StreamedStep:
         if group:
             yield group
 
-    def _piece(self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool) -> _Piece:
+    def _make_piece(
+        self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool
+    ) -> _Piece:
         if (needed := sum(part.bytes for part in group)) > self._slots.size:
             text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
             raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
@@ -190,12 +194,12 @@ class StreamedStep:
                 on_device[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
                 fetches.append((on_device[name], tensor))
                 offset += pad_size(tensor.nbytes)
-            states.append(_part_of(params[part.number], part, on_device))
+            states.append(_cut_param(params[part.number], part, on_device))
         stores = [(host, device) for device, host in fetches]
         return _Piece(group, slot, implementation(states, maximize), fetches, stores)
 
 
-def _part_of(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
+def _cut_param(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
     """Return a range of a weight as a weight, whose noise is that of the range."""
     before = part.start if param.is_contiguous else part.start // param.width * param.stride
     width = ALL if param.is_contiguous else param.width

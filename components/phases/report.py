@@ -139,9 +139,9 @@ class Report:
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
-                self._write(step, read_measurements(self.metrics, step))
+                self._write_step(step, read_measurements(self.metrics, step))
 
-    def _write(self, step: Step, measurements: Measurements) -> None:
+    def _write_step(self, step: Step, measurements: Measurements) -> None:
         values = measurements.values
         self._call_trackers(lambda tracker: _track(tracker, step.index, measurements))
         if step.skip_reason:
@@ -202,12 +202,14 @@ def step_line(step: Step, values: Mapping[str, Value]) -> str:
     """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
     parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
     times = [
-        f"{label} {_short(number)}" for name, label in TIME_LABELS.items() if (number := values.get(name)) is not None
+        f"{label} {_format_number(number)}"
+        for name, label in TIME_LABELS.items()
+        if (number := values.get(name)) is not None
     ]
     return "  ".join([f"step {step.index}/{step.total}", *parts, *times]) + (" s" if times else "")
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:.2f}" if abs(number) >= 0.1 else f"{number:#.2g}"
 
 
@@ -216,7 +218,7 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "validation_loss": lambda number: f"validation loss {number:.4f}",
     "reward": lambda number: f"reward {number:.4f}",
     "validation_reward": lambda number: f"validation reward {number:.4f}",
-    "grad_norm": lambda number: f"grad_norm {_short(number)}",
+    "grad_norm": lambda number: f"grad_norm {_format_number(number)}",
     "lr": lambda number: f"lr {number:#.2g}",
     "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",
     "device_tokens_per_second": lambda number: f"{number:,.0f} each",

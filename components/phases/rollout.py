@@ -101,8 +101,8 @@ def score(
 
     Raises UserError on all its ranks if a reward fails, or returns other than a number or None for each completion.
     """
-    answers = [*_answers(tokenizer, batch, completions, group_size)]
-    columns = run_on_rank0(copy, lambda: [_scores(name, reward, answers) for name, reward in rewards.items()])
+    answers = [*_iterate_answers(tokenizer, batch, completions, group_size)]
+    columns = run_on_rank0(copy, lambda: [_read_scores(name, reward, answers) for name, reward in rewards.items()])
     scores = torch.tensor(columns, dtype=torch.float64).view(len(rewards), len(answers)).T
     weights = torch.tensor([reward.weight for reward in rewards.values()], dtype=torch.float64)
     is_scored = (~scores.isnan()).any(1) & (batch.weights.repeat_interleave(group_size) > 0)
@@ -110,7 +110,9 @@ def score(
     return Scored(completions, group_size, tuple(rewards), scores, totals)
 
 
-def _answers(tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int) -> Iterator[Answer]:
+def _iterate_answers(
+    tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
+) -> Iterator[Answer]:
     for row, (ids, start, end, is_ended) in enumerate(
         zip(completions.tokens, completions.starts, completions.ends, completions.is_ended, strict=True)
     ):
@@ -119,7 +121,7 @@ def _answers(tokenizer: Tokenizer, batch: PromptBatch, completions: Completions,
         yield Answer(text, last - first, bool(is_ended), batch.examples[row // group_size])
 
 
-def _scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
+def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
     """Return a reward's scores, NaN for None."""
     try:
         scores = reward.scores(answers)
@@ -130,10 +132,10 @@ def _scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
-    return [_number(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
+    return [_check_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
 
 
-def _number(name: str, answer: Answer, value: float | None) -> float:
+def _check_score(name: str, answer: Answer, value: float | None) -> float:
     if value is None:
         return torch.nan
     if not isinstance(value, int | float) or not torch.isfinite(torch.tensor(float(value))):

@@ -55,7 +55,7 @@ class LockedFolder:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
         try:
             self._compare_ranks()
-            self._is_new = run_on_rank0(self.mesh.world, self._acquire)
+            self._is_new = run_on_rank0(self.mesh.world, self._acquire_folder)
         except BaseException:
             self.close()
             raise
@@ -91,7 +91,7 @@ class LockedFolder:
             with suppress(OSError):
                 folder.rmdir()
 
-    def _acquire(self) -> bool:
+    def _acquire_folder(self) -> bool:
         """Create and lock the folder, check the recipe, and return whether the folder is new."""
         is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
             exit_code=2,
         ) from error
     if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
-        raise UserError(_refusal(folder, changes), exit_code=2)
+        raise UserError(_describe_refusal(folder, changes), exit_code=2)
     return changes
 
 
@@ -190,7 +190,7 @@ def _read_content(path: Path) -> bytes | None:
         return file.read(0, file.size)
 
 
-def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
+def _describe_refusal(folder: Path, changes: list[RecipeChange]) -> str:
     lines = [f"{folder} holds a run of another recipe; the differences are:"]
     lines += [f"  {change}" for change in changes]
     if any(change.impact == "incompatible" for change in changes):
