@@ -67,6 +67,7 @@ class FlashKernel:
 
     @property
     def _sequence_bounds(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """Arguments for torch's flash attention: query and key offsets, and the longest query and key documents."""
         return self.offsets, self.offsets, self.longest, self.longest
 
     @property

@@ -81,6 +81,7 @@ def _compile_flex_attention() -> Any:
 
 
 def _dense_mask(mask: BlockMask) -> Tensor:
+    """Return the mask for all pairs: bool (rows, heads, queries, keys)."""
     rows, heads, queries, keys = mask.shape
     return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
 

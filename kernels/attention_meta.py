@@ -77,6 +77,7 @@ def attention_flops(pairs: float, head_dim: int, v_dim: int, *, backward: bool =
 
 
 def _count_pairs(q: Tensor, k: Tensor) -> int:
+    """Return the query-key pairs over all rows and heads, without regard to a mask."""
     return q.shape[:3].numel() * k.shape[1]
 
 

@@ -45,7 +45,7 @@ def attend_with_statistics(
 
 
 class _AttendWithStatistics(Function):
-    """Attention by a kernel, whose result and statistics are corrected for sinks."""
+    """Autograd function for attention by a kernel; sinks scale its result and enter its log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: StatisticsKernel) -> Tensor:

@@ -111,6 +111,7 @@ def moves_data(operator: OpOverload, allocates: bool) -> bool:
 
 
 def _call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a cost function with the arguments named like its parameters."""
     return function(**{name: arguments[name] for name in signature(function).parameters})
 
 

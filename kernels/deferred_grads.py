@@ -336,6 +336,6 @@ def _describe_change(tensors: tuple[Tensor, ...], versions: list[int], weight: T
     changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
     texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]
     return (
-        f"a tensor {texts[0]} that the deferred gradient of a weight {texts[1]} needs was changed in place; change a "
-        "copy instead (in a custom backward `grad * 2`, not `grad.mul_(2)`)"
+        f"a tensor {texts[0]} was changed in place before the deferred gradient of a weight {texts[1]} was "
+        "computed; change a copy instead (in a custom backward `grad * 2`, not `grad.mul_(2)`)"
     )

@@ -149,6 +149,7 @@ def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _expert_slices(offsets: Tensor) -> list[slice]:
+    """Return every expert's row range, after waiting for the device."""
     bounds: list[int] = [0, *offsets.tolist()]
     return [slice(first, last) for first, last in pairwise(bounds)]
 

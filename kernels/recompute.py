@@ -314,7 +314,7 @@ class _Autocast:
 
 
 def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operation to be recomputed by `Selective`, since it costs little time for its results' memory."""
+    """Call an operation, and mark its results for `Selective` to drop and recompute: it is quick for their memory."""
     results = function(*arguments)
     note(results, function, *arguments)
     return results
@@ -418,7 +418,7 @@ class _Repeated(_Repeatable):
 
 
 class _View(Saved):
-    """Saved view of a recomputed result; both begin at the same address."""
+    """Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed result under it."""
 
     __slots__ = ("_part", "_shape", "_strides")
 

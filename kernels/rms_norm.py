@@ -61,6 +61,7 @@ class _RmsNorm(Function):
 
 
 def _widen_weight(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Tensor:
+    """Return the factor for normalized vectors in a wide dtype: the weight, or 1 + weight."""
     return weight.to(wide) + 1 if zero_centered else weight.to(wide)
 
 

@@ -31,6 +31,7 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (
 
 
 def _choose_implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...], bool], Tensor]:
+    """Return `scale_triton` or `scale_eager`; Triton is imported only if it is used."""
     if not by_triton:
         return scale_eager
     from drawloom.kernels.triton.scale import scale_triton

@@ -31,6 +31,7 @@ def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _high_word(product: Tensor) -> Tensor:
+    """Return the upper 32 bits of 64-bit products."""
     return (product >> 32) & WORD
 
 

@@ -105,11 +105,11 @@ class Checkpointer:
         run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
 
     def hand_over(self) -> StateMemory | None:
-        """Return the memory."""
+        """Return the memory with the newest states, for the run's next attempt in this process; None without one."""
         return self._memory
 
     def take_over(self, values: StateMemory | None) -> None:
-        """Restore from this memory."""
+        """Accept the failed attempt's memory; `restore` prefers its state to an older checkpoint."""
         self._memory, self._is_successor = values, values is not None
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ class Checkpointer:
 
 
 def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpointError:
-    """Return a rank's states, or the error, which the ranks exchange."""
+    """Read a rank's states; return a fault instead of raising it, because all ranks must exchange their outcomes."""
     try:
         return read_states(checkpoint, states, rank)
     except CorruptCheckpointError as error:
@@ -360,7 +360,7 @@ def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> Lo
 
 
 def _encode_outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
-    """Return this rank's reading outcome, for the other ranks."""
+    """Return this rank's fault (empty if the read succeeded) and verified blocks, as JSON for the other ranks."""
     if isinstance(loaded, CorruptCheckpointError):
         return {"fault": str(loaded), "verified": {}}
     return {"fault": "", "verified": loaded.verified}

@@ -165,6 +165,7 @@ def _remove_leftovers(checkpoints: Path) -> None:
 
 
 def _choose_corrupt_name(checkpoint: Path) -> Path:
+    """Return an unused name beside a corrupt checkpoint, under which it is kept."""
     used_names, number = set(durable_files.list_names(checkpoint.parent)), 1
     while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1

@@ -45,6 +45,7 @@ def check_space(world: Group, checkpoints: Path, expected: int, last: int) -> No
 
 
 def _check_disk(checkpoints: Path, expected: int, likely: int) -> None:
+    """Raise UserError if fewer than `expected` bytes are free; warn if fewer than twice `likely` are."""
     free = durable_files.free(checkpoints)
     if free < expected:
         raise UserError(

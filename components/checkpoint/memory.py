@@ -61,7 +61,7 @@ class StateMemory:
         return {state.step: state for state in (self._copy, self._current) if state is not None}
 
     def keep(self, state: HeldState) -> None:
-        """Hold this state alone."""
+        """Replace all states in memory by this one."""
         self._copy, self._current = state, None
 
 

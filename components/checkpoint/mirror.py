@@ -69,6 +69,7 @@ class Mirror:
         self._copy = None
 
     def _open_store(self) -> None:
+        """Connect to the store, and fetch its newest checkpoint if the run folder has none."""
         self._copy = RemoteCopy(ObjectStore.open(self.url))
         run = self.folder.folder
         if list_checkpoints(run / FOLDER):
@@ -89,12 +90,14 @@ class Mirror:
             raise UserError(f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2)
 
     def _start_copy(self) -> None:
+        """Copy new files of the run folder to the store in a background thread."""
         copy, run = self._copy, self.folder.folder
         self._last = self.clock()
         if copy is not None:
             self._pending = submit("mirror", lambda: copy.update(run))
 
     def _wait_for_copy(self) -> None:
+        """Wait up to `timeout` for the current copy, if any, and warn if it is not complete."""
         if self._pending is not None:
             wait([self._pending], self.timeout)
             if not self._pending.done():
@@ -102,7 +105,7 @@ class Mirror:
             self._log_failure()
 
     def _log_failure(self) -> None:
-        """Log the failure of a copy once, and again after a success."""
+        """Log why an ended copy failed, unless the copy before failed, too."""
         if self._pending is None or not self._pending.done():
             return
         error = self._pending.exception()

@@ -62,6 +62,7 @@ class PhaseHashes:
             self._file = None
 
     def _iterate_digests(self, step: Step) -> Iterator[tuple[str, str]]:
+        """Yield (path, digest) for the step's tensors, the gradients, and all nodes' states but trackers'."""
         for name in step.state:
             if name == METRIC_TOTALS:  # with measured times
                 continue
@@ -75,7 +76,7 @@ class PhaseHashes:
 
 
 def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, with access expressions."""
+    """Yield every tensor in a nested value, after its path, such as `batches[0].tokens`."""
     if isinstance(value, Tensor):
         yield path, value
         return

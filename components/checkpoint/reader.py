@@ -201,11 +201,11 @@ class Reader:
 
 
 def _parse_names_by_file(content: Any) -> dict[str, list[str]]:
-    """Return tensor names by file. Raises ValueError for other content."""
+    """Validate parsed JSON as tensor names by file, and return it. Raises ValueError for anything else."""
     if not isinstance(content, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in content.values()
     ):
-        raise ValueError("it does not say which tensors are in which file")
+        raise ValueError("it does not list tensor names by file")
     return content
 
 

@@ -94,7 +94,7 @@ class Retention:
                 self._verify_and_mark(path)
 
     def _list_candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
-        """Return metrics by step, without known corrupt checkpoints."""
+        """Return the metrics by step in checkpoints up to `saved`, except corrupt or incomplete ones."""
         candidates: dict[int, Values] = {}
         for path in list_checkpoints(checkpoints):
             if path in self._valid:
@@ -104,6 +104,7 @@ class Retention:
         return {step: values for step, values in candidates.items() if step <= step_of(saved)}
 
     def _verify_and_mark(self, path: Path) -> None:
+        """Verify a checkpoint's files, and record the outcome; log a warning if it is corrupt."""
         try:
             self.mark_valid(path, verify(path).values)
         except CorruptCheckpointError as error:

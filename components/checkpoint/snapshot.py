@@ -112,7 +112,7 @@ def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
 
 
 def _has_same_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
-    """Return whether another rank has an entry's same slice."""
+    """Return whether another rank's description has this node's entry with the same slice."""
     return entry in other.get(node, {}) and other[node][entry] == part
 
 
@@ -186,6 +186,7 @@ def needed_rows(
 
 
 def _is_sliced(leaf: Any, tensor_slice: TensorSlice) -> bool:
+    """Return whether a leaf has the dimensions of the slice's whole tensor."""
     # other tensors, such as a step counter without dimensions, are not sliced
     return isinstance(leaf, Tensor) and leaf.ndim == len(tensor_slice.shape) > 0
 
@@ -208,6 +209,7 @@ def _join_slices(parts: Sequence[SlicedTensor], tensor_slice: TensorSlice | None
 
 
 def _list_leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return a nested state's leaves as (path, leaf)."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     transform_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
     return leaves

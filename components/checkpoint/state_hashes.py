@@ -49,6 +49,7 @@ class StateHashes:
         self._log.close()
 
     def _open_log(self, step: int) -> StepLog:
+        """Open this rank's log, without lines from `step` on."""
         step_log = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
         step_log.rewind(step - 1)
         return step_log

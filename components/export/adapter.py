@@ -183,12 +183,18 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
     """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
     pairs = _list_low_ranks(whole, files)
     if not pairs:
-        raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
+        raise UserError(
+            "an adapter for PEFT needs LoRA, and this run tunes only whole modules; write export.hugging_face in place "
+            "of export.adapter"
+        )
     if len({pair.dora for pair in pairs}) > 1:
         raise UserError("PEFT has DoRA for all layers or for none; write the same `dora` in all adapters")
     fused = [pair for pair in pairs if pair.fused]
     if fused and pairs[0].dora:
-        raise UserError(f"PEFT has no DoRA for {fused[0].target}, in a model with experts; take the export")
+        raise UserError(
+            f"PEFT has no DoRA for {fused[0].target} in a model with experts; write export.hugging_face in place of "
+            "export.adapter"
+        )
     # PEFT warns of patterns for fused parameters, though it uses them, so fused parameters get the defaults.
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
@@ -221,7 +227,7 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
 
 
 def _list_low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
-    """Return the pairs of factors in all adapters, as PEFT has them."""
+    """Return PEFT's descriptions for all low-rank factor pairs; joined layers have one pair."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
@@ -231,7 +237,7 @@ def _list_low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
 
 def _name_by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     """
-    Return a module's entry, by its parameter in a model with experts.
+    Name a pair by its weight parameter instead of its module, in a model with experts.
 
     PEFT 0.21 treats all modules named like expert projections as experts, even if they are not.
     """
@@ -278,7 +284,8 @@ def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
             # Experts, whose tensors in files are of modules inside of theirs, are tuned by the name of their module.
             if any(module != owner and not module.startswith(f"{owner}.") for module in modules):
                 raise UserError(
-                    f"{name} is in {group.outputs[0]} in files, which PEFT tunes as a whole; take the export"
+                    f"{name} is a part of {group.outputs[0]} in model files, and PEFT can only tune the whole; write "
+                    "export.hugging_face in place of export.adapter"
                 )
 
 

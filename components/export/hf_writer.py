@@ -107,7 +107,7 @@ def _log_merge_error(error: MergeError, group: Group) -> None:
 
 
 def _list_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a config, and the text part of a multimodal model's config."""
+    """Return the config, and its `text_config` table if it has one (multimodal models)."""
     return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
 
 

@@ -41,7 +41,7 @@ class JoinedLayer:
         if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
             others = ", ".join(name for name in self._layer_names if name not in self.parts)
             raise UserError(
-                f"PEFT has {self.name} as one layer, of which a part is adapted with DoRA; adapt {others}, too"
+                f"PEFT has {self.name} as one layer, and DoRA adapts only a part of it; adapt {others}, too"
             )
         return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
 
@@ -63,7 +63,7 @@ class JoinedLayer:
 
     @property
     def _pairs_by_part(self) -> dict[str, LowRank]:
-        """The descriptions of the parts' factors, by name."""
+        """PEFT's factor descriptions for the adapted layers, by layer name."""
         return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
 
     def _join_columns(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -60,7 +60,7 @@ class OriginFolder:
 
 @attrs.frozen
 class _CombinedSource:
-    """Source for a rank's parameters, and for tensors in a folder."""
+    """Tensor source: `carried` tensors come from a folder, all others from a rank's parameters."""
 
     own: TensorSource
     folder: TensorSource
@@ -88,7 +88,7 @@ def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFol
 
 
 def _describe_origin(model: Any, folder: Path) -> dict[str, Any] | None:
-    """Return the fields of an OriginFolder beside its folder, as JSON; None for a folder without other parts."""
+    """Return OriginFolder's other fields as JSON, for all ranks; None if the folder has only the text model."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored
         carried = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -38,7 +38,7 @@ class Cached(NamedTuple):
 
 
 def _operation_setting(default: str, doc: str) -> Any:
-    """Return the setting for an operation's implementation."""
+    """Declare the setting for an operation's implementation."""
     return setting(default="auto", alias=default, doc=f"implementation of {doc}")
 
 
@@ -309,7 +309,7 @@ class AutoKernels:
 
 
 class PartMask(NamedTuple):
-    """Mask for this rank's queries and whole rows' keys, and the queries' part of every row."""
+    """Attention mask from the queries on this rank, a `part` of every row, to the keys in whole rows."""
 
     whole: Any
     part: RowPart

@@ -101,7 +101,11 @@ class PieceMask(NamedTuple):
         return mixed.reshape(inputs[2].shape)
 
     def _fold_states(self, own: Tensor, v_width: int) -> Tensor:
-        """Return the states before own pieces (rows, pieces, heads, K, V) from their maps (..., K, V + K)."""
+        """
+        Return the states before this rank's pieces: (rows, pieces, heads, K, V).
+
+        `own` (..., K, V + K) has, by piece, a summand and a factor: the piece changes state S to factor @ S + summand.
+        """
         maps = self.part.gather_pieces(own)
         states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
         for piece in range(max(self.part.pieces)):
@@ -110,7 +114,7 @@ class PieceMask(NamedTuple):
         return torch.stack([states[piece] for piece in self.part.pieces], 1)
 
     def _split_pieces(self, x: Tensor) -> Tensor:
-        """Return x (rows, tokens, ...) as (rows * pieces, tokens / pieces, ...)."""
+        """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
         return x.reshape(len(x) * len(self.part.pieces), -1, *x.shape[2:])
 
     def _ids_before(self, count: int) -> Tensor:

@@ -9,9 +9,9 @@ import attrs
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
+    report_missing_sizes,
     token_counts,
     token_counts_from_settings,
-    tokens_without_sizes,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
@@ -135,7 +135,7 @@ class Piecewise:
         for number, phase in enumerate(phases):
             if phase.until_tokens is not None:
                 key, text = ("phases", number), f"phases[{number}].until_tokens"
-                yield from tokens_without_sizes(node, key, text)
+                yield from report_missing_sizes(node, key, text)
             for text, hint in _find_faults(phase, reached, last=number == len(phases) - 1):
                 yield node.problem(("phases", number), f"phases[{number}] {text}", hint)
             reached = reached if phase.until_percent is None else phase.until_percent

@@ -97,6 +97,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         return stepper
 
     def _prepare_state(self, part: nn.Parameter) -> dict[str, Tensor]:
+        """Return a weight's state; before its first step, fill it with zeros."""
         state: dict[str, Tensor] = self.state[part]
         if not state:
             state["step"] = torch.zeros((), device=part.device)

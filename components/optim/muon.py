@@ -75,7 +75,7 @@ class Muon(TorchOptimizer):
 
     @property
     def _sharing_group(self) -> Group:
-        """Ranks with slices or copies of the same matrices."""
+        """Group with all ranks that have slices or copies of this rank's matrices."""
         return self.mesh.data_tensor_group
 
     def open(self) -> None:
@@ -142,7 +142,7 @@ class MuonStep(WideGradientStep):
                 self._assign_if_finite(part, updated.add_(directions[name], alpha=-rate))
 
     def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Add the gradient to its running mean, and return the tensor to orthogonalise."""
+        """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
         state, gradient = self.state[parameter], gradient_of(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -137,7 +137,7 @@ def match_targets(
 
 
 def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
-    """Return names with the 1-based index of their first matching group, or 0."""
+    """Pair every name with the 1-based index of its first matching group, or with 0."""
     return [
         (name, next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0))
         for name in names
@@ -147,7 +147,7 @@ def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]])
 def _find_pattern_faults(
     pairs: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], kind: ParameterKind
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield a group's 0-based index, its pattern without a match, and the fault."""
+    """Yield (0-based group index, pattern, fault) for patterns without a match, or only in other groups."""
     # A model without trained parameters is not a fault of the patterns.
     if not pairs:
         return

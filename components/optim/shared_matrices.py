@@ -171,7 +171,7 @@ class SharedMatrices:
         """
         Send flat bfloat16 pieces (elements,) by rank, and return the received pieces in rank order.
 
-        `received` are their sizes by sender. The received pieces are on the device of the tensors in `like`.
+        `received` are their sizes by sender. `like` has any tensors on the device for the received pieces.
         """
         device = next(iter(like.values())).device
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)

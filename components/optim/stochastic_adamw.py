@@ -178,18 +178,18 @@ class StochasticAdamW:
 
     @property
     def _streamed_steps(self) -> list[StreamedStep]:
-        """Return the steppers whose state is in host memory."""
+        """The launches' steppers with state in host memory."""
         return [launch.stepper for launch in self._launches if isinstance(launch.stepper, StreamedStep)]
 
     @property
     def _fields_by_key(self) -> dict[str, str]:
-        """Return ParamState's fields by their keys in the state dict."""
+        """ParamState's field names, such as exp_avg, by their keys in the state dict, such as mean."""
         fields = {"mean": "exp_avg", "square": "exp_avg_sq"}
         fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
         return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
 
     def _describe_state(self, parameter: nn.Parameter) -> Specs:
-        """Return the shapes and dtypes of a parameter's state."""
+        """Return (shape, dtype) by ParamState's fields for a parameter's state."""
         shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
         has_codes = means == torch.uint8 and parameter.ndim > 1
         if means == torch.uint8 and not has_codes:
@@ -219,7 +219,7 @@ class StochasticAdamW:
         return state
 
     def _make_stepper_factory(self) -> Any:
-        """Return the function from parameters' states to a stepper."""
+        """Return a function from ParamStates to a stepper; with state in host memory, the stepper streams it."""
         implementation = self._choose_stepper()
         if self._transfers is None:
             return implementation

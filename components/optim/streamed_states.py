@@ -47,7 +47,7 @@ class Slots:
         self.free = [self.transfers.mark()] * SLOTS
 
     def take(self) -> int:
-        """Return the number of the slot whose turn it is."""
+        """Return the next slot's number; slots take turns."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         return slot
 
@@ -109,7 +109,7 @@ def cut(number: int, param: ParamState, size: int) -> Iterator[Range]:
 
 
 def _cut_flat(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
-    """Return the elements of a flat tensor for a range of `count` elements, of which it has a number or a scale."""
+    """Return a flat state tensor's part, such as scales, for a weight's elements `start` to `stop` out of `count`."""
     return tensor[start * len(tensor) // count : stop * len(tensor) // count]
 
 
@@ -161,15 +161,16 @@ class StreamedStep:
             self._arrivals.append(self._fetch(len(self._arrivals)))
 
     def forget(self) -> None:
-        """Fetch again what has been fetched already, because the state in host memory has changed."""
+        """Drop prefetched pieces, because the state in host memory has changed; the next step fetches them again."""
         self._arrivals = []
 
     def _fetch(self, number: int) -> Ticket:
+        """Start to copy a piece's state into its slot, once the slot is free and the last step's state is stored."""
         piece = self._pieces[number]
         return self._slots.transfers.fetch(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
 
     def _group_ranges(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
-        """Yield ranges that fill a slot together."""
+        """Cut weights into ranges, and yield lists of ranges whose state fits into one slot."""
         group: list[Range] = []
         for part in (part for number, param in enumerate(params) for part in cut(number, param, self._slots.size)):
             if group and sum(other.bytes for other in group) + part.bytes > self._slots.size:
@@ -182,6 +183,7 @@ class StreamedStep:
     def _make_piece(
         self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool
     ) -> _Piece:
+        """Lay out a group's state in the next slot. Raises UserError if a single row's state exceeds a slot."""
         if (needed := sum(part.bytes for part in group)) > self._slots.size:
             text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
             raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
@@ -200,7 +202,7 @@ class StreamedStep:
 
 
 def _cut_param(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
-    """Return a range of a weight as a weight, whose noise is that of the range."""
+    """Return a weight's range as its own ParamState, with the same noise as within the whole weight."""
     before = part.start if param.is_contiguous else part.start // param.width * param.stride
     width = ALL if param.is_contiguous else param.width
     weight = param.weight.view(-1)[part.start : part.stop]

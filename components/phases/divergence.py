@@ -52,6 +52,7 @@ class Divergence:
         self._late = None
 
     def _judge_step(self, step: Step) -> None:
+        """Count consecutive lost steps. Raises UserError after `steps` lost steps in a row."""
         loss, norm = step.state.number("loss"), step.state.number("grad_norm")
         if step.goes_back or (math.isfinite(norm) and not math.isfinite(loss)):
             return  # there was no token to learn from

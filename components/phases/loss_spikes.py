@@ -82,14 +82,18 @@ class LossSpikes:
         self._times = max(self._times, int(state["times"]))
 
     def _warn_about_spikes(self, wait: bool) -> None:
-        """Compare the losses on the host, or all if `wait` is true, and warn about spikes."""
+        """Warn about spikes in late steps whose loss has reached the host; with `wait`, in all late steps."""
         while self._late and (wait or self._late[0].state.is_on_host):
             step = self._late.pop(0)
             if not step.skip_reason and (spike := self._detect_spike(step)):
                 log.warning("step %d: %s", step.index, spike)
 
     def _detect_spike(self, step: Step) -> str:
-        """Return a sentence if the step's loss is a spike; otherwise add the loss to the window and return ""."""
+        """
+        Return a sentence if the step's loss is a spike, else "".
+
+        The loss enters the window, unless it is a spike from which the run goes back.
+        """
         loss, spike = step.state.number("loss"), ""
         if len(self._losses) >= self.window:
             mean, deviation = fmean(self._losses), pstdev(self._losses)

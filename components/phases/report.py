@@ -136,12 +136,14 @@ class Report:
                 log.info("%s", step_line(Step(0, step.total), values), extra={"step_line": True})
 
     def _write_waiting(self) -> None:
+        """Report the waiting step, if there is one, after waiting for its numbers."""
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
                 self._write_step(step, read_measurements(self.metrics, step))
 
     def _write_step(self, step: Step, measurements: Measurements) -> None:
+        """Send a step to the trackers, and log its line or why it was skipped."""
         values = measurements.values
         self._call_trackers(lambda tracker: _track(tracker, step.index, measurements))
         if step.skip_reason:

@@ -113,6 +113,7 @@ def score(
 def _iterate_answers(
     tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
 ) -> Iterator[Answer]:
+    """Yield the decoded answers, in the completions' order."""
     for row, (ids, start, end, is_ended) in enumerate(
         zip(completions.tokens, completions.starts, completions.ends, completions.is_ended, strict=True)
     ):
@@ -122,7 +123,7 @@ def _iterate_answers(
 
 
 def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
-    """Return a reward's scores, NaN for None."""
+    """Return a reward's scores, NaN for None. Raises UserError if the reward fails or returns anything else."""
     try:
         scores = reward.scores(answers)
     except UserError as error:
@@ -136,6 +137,7 @@ def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[f
 
 
 def _check_score(name: str, answer: Answer, value: float | None) -> float:
+    """Return a score, NaN for None. Raises UserError unless it is a finite number or None."""
     if value is None:
         return torch.nan
     if not isinstance(value, int | float) or not torch.isfinite(torch.tensor(float(value))):

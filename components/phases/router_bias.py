@@ -112,6 +112,8 @@ def _is_trained(router: ExpertRouter) -> bool:
 
 
 def _make_counter(total: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """Return a router hook for adding token counts to `total`."""
+
     def add(tokens: Tensor, scores: Tensor) -> None:
         total.add_(tokens)
 

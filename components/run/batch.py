@@ -142,6 +142,7 @@ def explain_uneven_step(global_size: int, micro_size: int, replicas: int) -> tup
 
 
 def _suggest_sizes(global_size: int, micro_size: int, replicas: int) -> str:
+    """Return a hint with the nearest sizes divisible into whole microbatches."""
     unit = micro_size * replicas
     below = global_size // unit * unit
     nearest = [below, below + unit] if below else [unit]

@@ -26,6 +26,7 @@ def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
 def _check_leaves(
     reader: NodeView, leaves: tuple[str, ...], writer: NodeView, batch_type: type[Batch]
 ) -> Iterator[Problem]:
+    """Yield a problem if the batches from `writer` lack leaves that `reader` needs."""
     if missing := [name for name in leaves if name not in batch_type.specs]:
         plural = "leaves" if len(missing) > 1 else "leaf"
         text = (

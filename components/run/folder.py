@@ -191,6 +191,7 @@ def _read_content(path: Path) -> bytes | None:
 
 
 def _describe_refusal(folder: Path, changes: list[RecipeChange]) -> str:
+    """List the changes for which a folder's run can't continue, and the remedy."""
     lines = [f"{folder} holds a run of another recipe; the differences are:"]
     lines += [f"  {change}" for change in changes]
     if any(change.impact == "incompatible" for change in changes):

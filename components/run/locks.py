@@ -68,7 +68,7 @@ def _lock_folder(directory: int, file: int, folder: Path) -> None:
 
 def _lock_file(descriptor: int) -> str:
     """
-    Lock an open file, and return an error message if its file system has no locks.
+    Lock an open file, and return the reason if its file system has no locks, else "".
 
     Raises BlockingIOError if another process has locked it.
     """

@@ -231,7 +231,7 @@ class Trainer:
 
     @cached_property
     def _readers_of_gradients(self) -> set[str]:
-        """The phases that read gradients with all factors."""
+        """Names of phases that read gradients, and need all deferred factors multiplied in first."""
         values = {
             name: (*flow_of(phase).reads, *flow_of(phase).changes)
             for name, phase in zip(self.phases.names, self.phases, strict=True)
@@ -262,6 +262,7 @@ class Trainer:
             self.events.emit(Event("saving_ended", step))
 
     def _save_and_stop(self, step: Step, signal: int) -> None:
+        """Save the step, log the signal, and raise StoppedError."""
         if self.checkpointer and not step.goes_back:  # a step that goes back resumes from its older checkpoint
             with self._emit_saving_events(step):
                 self.checkpointer.save(step)
@@ -281,5 +282,5 @@ class Trainer:
 
 
 def _depends_on_total(phase: Any) -> bool:
-    """Return whether a phase's component declares that its values depend on the step count."""
+    """Return whether a phase, such as a decaying learning rate, depends on the run's total step count."""
     return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)

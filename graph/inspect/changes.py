@@ -63,6 +63,7 @@ def recipe_text(graph: Graph) -> str:
 
 
 def _format_comment(graph: Graph, node: Node, key: str) -> str:
+    """Return a value's origin as printable text for a TOML comment."""
     # A file name may contain a newline or a control character, which must not end the comment.
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in describe_provenance(graph, node, key))
 
@@ -98,6 +99,8 @@ def compare_graph(old: Plain, graph: Graph) -> list[RecipeChange]:
 
 @attrs.frozen
 class _Comparison:
+    """Comparison between two serialized recipes, node by node; `graph` is the new recipe's."""
+
     old: Plain
     new: Plain
     graph: Graph

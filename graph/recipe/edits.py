@@ -89,11 +89,13 @@ class _ListEdit:
                 self._read_insertions(operation, value)
 
     def _read_removals(self, value: Any) -> None:
+        """Find the indices of elements to remove."""
         indices = _index_elements(map(dump_canonical, self.old.value))
         for element, path in _iterate_elements(value, ("remove",)):
             self.removed |= {*self._find_index(dump_canonical(element), indices, path)}
 
     def _read_insertions(self, operation: str, anchors: dict[str, Any]) -> None:
+        """Find the anchors' indices, and record the elements inserted before or after them."""
         insertions = self.before if operation == "before" else self.after
         # TOML keys are strings: an anchor of another type, such as a number, is named by its TOML text.
         indices = _index_elements(element if isinstance(element, str) else dumps(element) for element in self.old.value)
@@ -128,7 +130,7 @@ class _ListEdit:
         return list(dict.fromkeys(element for element in self.old.value if isinstance(element, str)))
 
     def leaf(self) -> Leaf:
-        """Return the edited list, which overrides the old one."""
+        """Return a leaf with the list after all removals and insertions; it overrides the leaf of the list before."""
         edited: list[tuple[Any, Origin]] = []
         for index, element in enumerate(self.old.value):
             unchanged = [] if index in self.removed else [(element, self.old.origin((index,)))]
@@ -155,7 +157,7 @@ class _ListEdit:
 
 
 def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:
-    """Return the indices at which every element occurs."""
+    """Map every distinct element to all its indices in the list."""
     # A dict, because a list and its edit may have tens of thousands of elements.
     indices: dict[str, list[int]] = {}
     for index, element in enumerate(elements):

@@ -159,6 +159,7 @@ class Table:
                 items[key] = Leaf(value, layer, path, key, overridden)
 
     def _discard_settings(self, use: object) -> None:
+        """If `use` names another component, remove all keys but `use`, and record which component they belonged to."""
         old = self.use
         # The settings of one component mean nothing to another.
         if use is None or old is None or old.value == use:

@@ -118,6 +118,7 @@ class _Reader:
         self.layers.append(layer)
 
     def _iterate_bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Position]]:
+        """Yield (file, name for messages, position of the reference) for the bases in `extends`."""
         extends = layer.data.get("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -139,6 +140,7 @@ class _Reader:
     def _resolve_relative_base(
         self, layer: Layer, path: Path, name: str, position: Position
     ) -> Iterator[tuple[Path, str, Position]]:
+        """Yield a base given as a path beside the recipe; report it instead if it is outside the allowed folders."""
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
         # A recipe from a stranger must not read arbitrary files of this machine; "../mine.toml" is a user's own file.
         allowed = (Path.cwd().resolve(), path.parent.resolve().parent)
@@ -151,6 +153,7 @@ class _Reader:
         yield target, os.path.normpath(Path(layer.source).parent / name), position
 
     def _read_text(self, path: Path, name: str, requester: Position) -> str | None:
+        """Return a recipe's text, unsaved or from its file; report a problem and return None if it can't be read."""
         if (unsaved := self.unsaved.get(path.resolve())) is not None:
             return unsaved
         try:

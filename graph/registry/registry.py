@@ -212,6 +212,7 @@ class Registry:
             )
 
     def _make_import_problem(self, use: str, candidate: Candidate, error: Exception) -> Problem:
+        """Return the problem with a component whose module can't be imported: a missing package, or any other error."""
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         own = candidate.module.partition(".")[0]
         if missing and missing.partition(".")[0] != own:

@@ -250,6 +250,7 @@ class Container(Mapping[str, Any]):
             raise
 
     def _make_edge_value(self, field: Field, edge: Edge) -> Any:
+        """Return an edge's built objects as its field expects them: one object, a list, a dict or an Ordered."""
         if field.kind in ("one", "optional"):
             return self._objects[edge.targets[0]]
         objects = [self._objects[name] for name in edge.targets]
@@ -261,6 +262,7 @@ class Container(Mapping[str, Any]):
         return objects
 
     def _fill_every_fields(self) -> None:
+        """Fill every `Every` field with all objects implementing its port."""
         # Matched by class: matching a class with a port is slow, and many nodes share a class.
         kinds = {type(item) for item in self._objects.values()}
         nodes = [self.graph.nodes[name] for name in self._objects if name not in self.replacements]

@@ -20,7 +20,7 @@ SIMILARITY = 0.8
 """Of two names, by difflib: `observe` and `observes` have 0.93, `end_on_every_rank` and `embeds_on_every_rank` 0.86."""
 
 
-def misspelt(cls: type, port: type) -> list[str]:
+def find_misspelt_members(cls: type, port: type) -> list[str]:
     """Return a sentence for each public attribute of a class whose name resembles that of an optional member."""
     declared, optional = _list_declared_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
     similar = ((name, get_close_matches(name, optional, n=1, cutoff=SIMILARITY)) for name in _own_names(cls) - declared)
@@ -42,7 +42,7 @@ def _own_names(cls: type) -> set[str]:
 
 @functools.cache
 def _list_declared_members(package: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all members of the ports in a module or package and of `graph.lifecycle`, and the optional ones."""
+    """Return two sets, from a package's ports and `graph.lifecycle`: all members, and the optional members."""
     protocols = [cls for module in (*_import_modules(package), lifecycle) for cls in _iterate_protocols(module)]
     optional = [*capabilities(package), *capabilities(lifecycle.__name__)]
     names = {name for cls in optional for name in (*inspect.get_annotations(cls), *vars(cls))}

@@ -117,6 +117,7 @@ class _Matcher:
                 yield f"has a {member} that is {type_name(own_type)}, not {type_name(kind)}"
 
     def _check_method(self, promised: Any, member: str) -> Iterator[str]:
+        """Yield why the class has no such method, or can't be called like the port's."""
         implementation = inspect.getattr_static(self.cls, member, None)
         if isinstance(implementation, property | functools.cached_property):
             yield f"has an attribute {member}, but the port has a method"

@@ -56,6 +56,8 @@ class Values:
         return self._converter.get_structure_hook(kind)(value, kind)
 
     def _make_checking_hook(self, check: Check) -> Hook:
+        """Return a hook for converting a value and then rejecting it if `check` returns a reason."""
+
         def structure(value: Any, kind: Any) -> Any:
             result = self._structure(value, kind)
             if reason := check(result):
@@ -154,6 +156,7 @@ class Values:
             raise error
 
     def _find_hint(self, value: Any, kind: Any) -> str:
+        """Return a hint for a wrongly typed value: a near miss with the right type, or the nearest choice."""
         for candidate, hint in find_near_misses(value):
             with suppress(_MismatchError, BaseValidationError):
                 self._structure(candidate, kind)

@@ -168,7 +168,7 @@ class Graph:
         return True
 
     def _find_next_node(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
-        """Return the next node in a depth-first walk, after leaving the nodes whose needs are done."""
+        """Pop finished nodes from the trail, and return the first need not done; None at the end of the walk."""
         while trail:
             last = next(reversed(trail))
             for need in trail[last]:

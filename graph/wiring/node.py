@@ -48,7 +48,7 @@ class Node:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Values by setting with defaults filled in, without is_invalid settings."""
+        """Values by setting with defaults filled in, without invalid settings."""
         return MappingProxyType(self._settings)
 
     @property

@@ -49,6 +49,7 @@ class SettingsResolver:
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
     def _set_value(self, node: Node, field: Field, item: Leaf | Table) -> None:
+        """Convert and check a setting's value, and set it on the node or report its problems."""
         plain = self.resolve_value(node, item, (field.name,))
         if plain is INVALID_VALUE:
             return
@@ -103,6 +104,7 @@ class SettingsResolver:
         return item
 
     def _unescape_string(self, node: Node, text: str, path: KeyPath) -> Any:
+        """Return a string without its escape @@ or $$, or its variable's value; report other uses of @ and $."""
         if text[:2] in ("@@", "$$"):
             return text[1:]
         if text.startswith(VARIABLE):

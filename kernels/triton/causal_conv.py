@@ -144,6 +144,7 @@ def _forward_kernel(
     x, weight, ids, result, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """Store the gated convolution of a tile."""
     first, token, channel, inside = _tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
@@ -160,6 +161,7 @@ def _gate_kernel(
     BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """Store the gradient before the gate, and partial sums for the weight's gradient."""
     first, token, channel, inside = _tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
@@ -184,6 +186,7 @@ def _input_kernel(
     BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """Store the input's gradient: the convolution of the gradient before the gate, backwards in time."""
     first, token, channel, inside = _tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     grads = _convolve(

@@ -514,6 +514,7 @@ def _column_scale_kernel(
     parts, factor, scale, inverse, count, width, COLUMNS: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
 ):
     # fmt: on
+    """Reduce partial column maxima to scales by column, and their inverses."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     most = tl.zeros((PARTS_PER_STEP, COLUMNS), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):
@@ -535,6 +536,7 @@ def _transpose_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     # fmt: on
+    """Store a tile of x transposed, in float8, with zeros in padded rows."""
     across = tl.cdiv(padded_count, TOKENS)
     row = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) // across) * CHANNELS + tl.arange(0, CHANNELS)

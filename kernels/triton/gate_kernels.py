@@ -90,7 +90,7 @@ def _view_rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
 
 
 def _tile_size(count: int, width: int) -> int:
-    """Return the elements of a tile: one size for a single row of any length, so that no other kernel is compiled."""
+    """Return the tile size in elements; all single rows have the same, so no other kernel is compiled."""
     return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 

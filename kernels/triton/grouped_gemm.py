@@ -56,7 +56,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if not result.numel() or not weight.numel():
         return result.zero_()
     num_experts, inputs, outputs = weight.shape
-    if blocks.suit(num_experts, x, weight):
+    if blocks.suits_tma(num_experts, x, weight):
         blocks.rows_by_blocks(x, weight, offsets, result)
         return result
     rows = _tile_rows(len(x), num_experts)
@@ -97,7 +97,7 @@ def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if not result.numel() or not len(a):
         return result.zero_()
     num_experts, height, width = result.shape
-    if blocks.suit(num_experts, a, b):
+    if blocks.suits_tma(num_experts, a, b):
         blocks.matrices_by_blocks(a, b, offsets, result)
         return result
     down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)

@@ -37,7 +37,7 @@ HEIGHT, WIDTH, STEP = 128, 256, 64
 SETTINGS = {"HEIGHT": HEIGHT, "WIDTH": WIDTH, "STEP": STEP, "STAGES": 3, "num_warps": 8, "enable_fp_fusion": True}
 
 
-def suit(num_experts: int, *factors: Tensor) -> bool:
+def suits_tma(num_experts: int, *factors: Tensor) -> bool:
     """Return whether a product, with the first factor (rows, inputs), can use TMA and gains from it."""
     has_enough_rows = len(factors[0]) >= MIN_ROWS_PER_EXPERT * num_experts
     return (

@@ -38,6 +38,7 @@ def moe_routes_triton(expert_indices: Tensor, num_experts: int) -> Routes:
 
 
 def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized tables for `Routes`: dest_row, source_choice and offsets."""
     rows = expert_indices.new_empty(expert_indices.shape, dtype=torch.int32)
     return rows, rows.new_empty(expert_indices.numel()), rows.new_empty(num_experts)
 

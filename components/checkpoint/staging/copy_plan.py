@@ -202,7 +202,7 @@ def _allocate(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
 
 
 def _merge_ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
-    """Yield the storage ranges covered by overlapping tensors."""
+    """Yield disjoint storage ranges: tensors with overlapping memory share one."""
     by_storage: dict[Any, list[_StorageRange]] = {}
     for member in copies:
         key = member.source.device, member.source.untyped_storage().data_ptr()
@@ -219,7 +219,7 @@ def _merge_ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
 
 
 def _find_extent(member: Copy) -> _StorageRange:
-    """Return the range from a tensor's first element to its last."""
+    """Return the bytes in its storage from a tensor's first element to its last, the start rounded down."""
     tensor = member.source
     start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
