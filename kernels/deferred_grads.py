@@ -266,7 +266,7 @@ class Deferral(Recording):
 
 
 class _Deferring:
-    """Context manager in which gradients are deferred."""
+    """Context manager for a backward pass whose gradients in `deferred` are queued instead of computed."""
 
     __slots__ = ("_deferred",)
 
@@ -333,6 +333,7 @@ def _identity(part: Tensor) -> Tensor:
 
 
 def _describe_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+    """Name the tensor changed in place and the weight, by dtype and shape, and the remedy."""
     changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
     texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]
     return (

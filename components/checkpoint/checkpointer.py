@@ -252,6 +252,7 @@ class Checkpointer:
             log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
 
     def _remove_expired(self, saved: Path) -> None:
+        """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
         try:
             commit.discard(self._retention.select_expired(self._checkpoints, saved))
         except OSError as error:  # the new checkpoint is committed, and the next save tries again

@@ -159,6 +159,7 @@ def discard(checkpoints: Iterable[Path]) -> None:
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
+    """Remove temporary folders from killed saves and interrupted removals."""
     for name in durable_files.list_names(checkpoints):
         if name.startswith((TEMP, TRASH)):
             durable_files.remove_folder(checkpoints / name)

@@ -121,6 +121,7 @@ def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
 
 
 def _list_saved_entries(reader: Reader) -> dict[str, set[str]]:
+    """Return all ranks' saved entry names by sharded node."""
     names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
     for file in range(reader.manifest.world_size) if names else ():
         tree = reader.tree(file)

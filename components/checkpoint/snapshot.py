@@ -154,8 +154,8 @@ def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
 
 def is_needed(saved: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
     """
-    Return whether a piece with these slices is needed for the slice `tensor_slice`; a piece without slices is, for its
-    structure.
+    Return whether a piece saved with these slices overlaps `tensor_slice`; a piece without slices is always needed, for
+    its structure.
     """
     if not saved or tensor_slice is None or not tensor_slice.numel:
         return True

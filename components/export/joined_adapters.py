@@ -47,7 +47,7 @@ class JoinedLayer:
 
     @property
     def mapper(self) -> Mapper:
-        """The mapper from the parts' factors to the joined layer's, under PEFT's names."""
+        """Mapper for joining the parts' factors to one pair, with PEFT's tensor names."""
         joins = {A: _join_rows, B: self._join_columns} | ({MAGNITUDE: self._join_magnitudes} if self.pair.dora else {})
         groups = [
             TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
@@ -59,6 +59,7 @@ class JoinedLayer:
 
     @property
     def _layer_names(self) -> list[str]:
+        """Names of the layers that make up the joined layer."""
         return [name.removesuffix(".weight") for name in self.group.inputs]
 
     @property

@@ -54,7 +54,7 @@ class Slots:
 
 @attrs.frozen(eq=False)
 class Range:
-    """Elements `start` to `stop` of the weight of a number, and its state in host memory, flat by field."""
+    """Elements `start` to `stop` in weight `number`, with their state in host memory: a flat tensor by field."""
 
     number: int
     start: int

@@ -100,7 +100,7 @@ class Report:
         self._write_waiting()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
-            self._call_trackers(lambda tracker: _describe(tracker, properties))
+            self._call_trackers(lambda tracker: _track_properties(tracker, properties))
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
             self._call_trackers(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
@@ -154,6 +154,7 @@ class Report:
             log.info("%s%s", step_line(step, values), left, extra={STEP_LINE: True})
 
     def _has_line(self, step: Step, values: Mapping[str, Value]) -> bool:
+        """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return due(self.every, step) or (news and isinstance(self.every, int))
 
@@ -177,12 +178,13 @@ class Report:
                     log.exception(text, type(tracker).__name__, why)
 
 
-def _describe(tracker: Tracker, properties: Mapping[str, Any]) -> None:
+def _track_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
     if isinstance(tracker, PropertyTracker):
         tracker.describe(properties)
 
 
 def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
+    """Send a step's values to a tracker, by context and with histograms if it accepts them."""
     if isinstance(tracker, ContextTracker):
         for context, values in by_context(measurements.values):
             tracker.track_in_context(step, values, context)

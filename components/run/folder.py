@@ -63,7 +63,7 @@ class LockedFolder:
     def after_restore(self, done: int) -> None:
         """Write the recipe and copy its files; any earlier, a failed resume would replace them."""
         self._is_new = False
-        run_on_rank0(self.mesh.world, self._write)
+        run_on_rank0(self.mesh.world, self._write_records)
 
     def on_failure(self, error: BaseException) -> None:
         """Record whether the run is refused before it has begun."""
@@ -72,12 +72,12 @@ class LockedFolder:
     def close(self) -> None:
         """Release the lock, and remove the folder if it was created for a run that never began."""
         if self._was_refused:
-            self._remove()
+            self._remove_files()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def _remove(self) -> None:
+    def _remove_files(self) -> None:
         """Remove this rank's files, then the empty folders: the other ranks may still write to their logs."""
         logs = self.folder / "log"
         with suppress(OSError):
@@ -99,7 +99,8 @@ class LockedFolder:
         self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
         return is_new
 
-    def _write(self) -> None:
+    def _write_records(self) -> None:
+        """Write the recipe, copies of the files it names, and the versions."""
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.files_read().items():
@@ -109,6 +110,7 @@ class LockedFolder:
         replace_file(make_folder(self.folder / "log") / ENVIRONMENT, content)
 
     def _compare_ranks(self) -> None:
+        """Raise UserError on all ranks if their recipes differ."""
         hashes = self.mesh.world.gather_json(self.recipe.hash)
         if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
             raise UserError(

@@ -73,6 +73,7 @@ class Node:
         return self.position
 
     def set(self, key: str, value: Any) -> None:
+        """Record a setting's converted value."""
         self._settings[key] = value
 
     def connect(self, key: str, edge: Edge) -> None:

@@ -27,7 +27,7 @@ GELU_TANH_GATE, CLAMPED_GATE = tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED)
 
 
 class Gate(NamedTuple):
-    """A function, and the numbers of CLAMPED."""
+    """Gate function, with `alpha` and `limit` for the clamped one."""
 
     function: int
     alpha: float = 1.0

@@ -80,7 +80,7 @@ class _GatedDelta(Function):
         return *grads[:5], None, None, grads[5] if ctx.needs_input_grad[7] else None
 
 
-def _like_forward(
+def _allocate_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return results, last states, sums of decays and inverse systems."""
@@ -124,14 +124,14 @@ def _backward_scratch(k: Tensor, v: Tensor) -> int:
 @register_kernel(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_forward,
+    fake=_allocate_forward,
     flops=_forward_flops,
     scratch=_forward_scratch,
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results, last, decays, inverse = _like_forward(q, k, v, g, beta, ids, before, state)
+    results, last, decays, inverse = _allocate_forward(q, k, v, g, beta, ids, before, state)
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
         return results, last, decays, inverse
@@ -249,7 +249,7 @@ def _carry(
     return states
 
 
-def _like_backward(
+def _allocate_backward(
     grad: Tensor,
     grad_state: Tensor,
     q: Tensor,
@@ -271,7 +271,7 @@ def _like_backward(
     "gated_delta_rule_backward(Tensor grad, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
     "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=_backward_flops,
     scratch=_backward_scratch,
 )
@@ -289,7 +289,7 @@ def _backward(
     decays: Tensor,
     inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _like_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse)
+    grads = _allocate_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse)
     if not v.shape[:3].numel():
         if state is not None:
             grads[5].copy_(grad_state)
