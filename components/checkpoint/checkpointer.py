@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.memory import HeldState, StateMemory
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
-from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
+from drawloom.components.checkpoint.restore import LoadedCheckpoint, check_fit, load_states, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
@@ -333,9 +333,9 @@ class Checkpointer:
             {name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))}
         )
         run_on_all(
-            world, lambda: compare(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
+            world, lambda: check_fit(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
         )
-        run_on_all(world, lambda: load(loaded, self.states))
+        run_on_all(world, lambda: load_states(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
     def _find_changed_nodes(self, checkpoint: Path) -> set[str]:

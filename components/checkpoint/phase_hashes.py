@@ -20,7 +20,7 @@ INITIAL = "the start of the step"
 """Phase of the first line: the values before any phase."""
 
 
-def file_name(rank: int) -> str:
+def hash_file_name(rank: int) -> str:
     """Return the file of a rank, in the folder of hashes."""
     return f"phases-{rank}.jsonl"
 
@@ -49,7 +49,9 @@ class PhaseHashes:
         if event.step is None or (event.kind == "step_started" and self._file is not None):
             return
         if self._file is None:
-            self._file = AppendedFile.open(make_folder(self.folder.folder / FOLDER) / file_name(self.mesh.world.rank))
+            self._file = AppendedFile.open(
+                make_folder(self.folder.folder / FOLDER) / hash_file_name(self.mesh.world.rank)
+            )
         digests = dict(self._iterate_digests(event.step))
         line = encode_line({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:

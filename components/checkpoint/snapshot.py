@@ -101,7 +101,9 @@ class ShardPlan:
         for name, source in sources.items():
             if name in self.sharded:
                 slices = self.sharded[name]
-                own_part[name] = {key: mark(part, slices[key]) for key, part in source().items() if key in slices}
+                own_part[name] = {
+                    key: mark_slices(part, slices[key]) for key, part in source().items() if key in slices
+                }
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
         return pack(own_part)
@@ -122,7 +124,7 @@ def _collect_metrics(step: Step) -> dict[str, float | None]:
     return values | {"loss": None} if values.get("skip") else values
 
 
-def mark(state: Any, tensor_slice: TensorSlice | None) -> Any:
+def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
     Mark an entry's tensors, which have the slice's shape, as slices; without a slice, return the state
     unchanged.

@@ -13,7 +13,7 @@ from drawloom.graph import Problem
 UNITS = ("steps", "tokens", "percent")
 
 
-def steps_of(
+def convert_to_steps(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
 ) -> int:
     """
@@ -75,7 +75,7 @@ def steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> in
     sizes = token_counts_from_settings(node)
     if sizes is None and tokens is not None:
         return 0
-    return steps_of(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
+    return convert_to_steps(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
 
 
 def find_length_key(node: Any, name: str) -> str:

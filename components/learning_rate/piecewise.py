@@ -23,7 +23,7 @@ MIN_FACTOR = 1e-8
 """Replaces 0 at the ends of an exponential curve, which can't reach 0."""
 
 
-def between(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
+def interpolate(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
     """Return a curve's value at `progress` from 0 to 1; `power` is the polynomial's exponent."""
     match curve:
         case "linear":
@@ -88,7 +88,7 @@ class Piecewise:
         for phase in self.phases:
             end = max(begin, phase.end(begin, total, self._sizes))
             if done < end:
-                return between(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
+                return interpolate(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
         return value
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
+    convert_to_steps,
     find_length_key,
     report_missing_sizes,
     report_several_units,
     steps_from_settings,
-    steps_of,
     token_counts,
 )
 from drawloom.components.ports.data import PackedDataset
@@ -57,7 +57,7 @@ class AfterWarmup:
 
     def warmup(self, total: int) -> int:
         """Return the warm-up length in steps, in a run with `total` steps."""
-        return steps_of(
+        return convert_to_steps(
             self.warmup_steps, self.warmup_tokens, self.warmup_percent, total=total, sizes=self.sizes, at_end=False
         )
 

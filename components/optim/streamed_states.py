@@ -92,7 +92,7 @@ def allocate_state(
     return state
 
 
-def cut(number: int, param: ParamState, size: int) -> Iterator[Range]:
+def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in state_of(param).items()}
     unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
@@ -172,7 +172,9 @@ class StreamedStep:
     def _group_ranges(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
         """Cut weights into ranges, and yield lists of ranges whose state fits into one slot."""
         group: list[Range] = []
-        for part in (part for number, param in enumerate(params) for part in cut(number, param, self._slots.size)):
+        for part in (
+            part for number, param in enumerate(params) for part in cut_into_ranges(number, param, self._slots.size)
+        ):
             if group and sum(other.bytes for other in group) + part.bytes > self._slots.size:
                 yield group
                 group = []

@@ -59,21 +59,21 @@ class Rollout:
 
     def run_phase(self, step: Step) -> None:
         """Sample and score the step's completions, and write `rollouts`, by microbatch."""
-        batches = [prompt_batch(batch) for batch in self.data.next_step()]
+        batches = [require_prompts(batch) for batch in self.data.next_step()]
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(batches), STEP_SPECS)
         first = self.batching.start(step.index)
         numbers = [[position - first for position in rows] for rows in self.batching.positions(step.index)]
-        prompts = [repeat(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
+        prompts = [repeat_prompts(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
         completions = self.rollouts.sample(prompts, "train", step.index)
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
         step.state["rollouts"] = [
-            score(rewards, self.tokenizer, self._copy, batch, sampled, self.group_size)
+            score_completions(rewards, self.tokenizer, self._copy, batch, sampled, self.group_size)
             for batch, sampled in zip(batches, completions, strict=True)
         ]
 
 
-def prompt_batch(batch: object) -> PromptBatch:
+def require_prompts(batch: object) -> PromptBatch:
     """Return the batch if it has prompts. Raises UserError for another class."""
     if isinstance(batch, PromptBatch):
         return batch
@@ -81,14 +81,14 @@ def prompt_batch(batch: object) -> PromptBatch:
     raise UserError(f"rollouts complete prompts, and the run's batches are {type(batch).__name__}; write {hint}", 2)
 
 
-def repeat(batch: PromptBatch, numbers: Sequence[int], group_size: int) -> Prompts:
+def repeat_prompts(batch: PromptBatch, numbers: Sequence[int], group_size: int) -> Prompts:
     """Return every prompt `group_size` times in succession; `numbers` are unique by prompt, and make the keys."""
     keys = torch.tensor(numbers)[:, None] * group_size + torch.arange(group_size)
     tokens, lengths = (column.repeat_interleave(group_size, 0) for column in (batch.tokens, batch.lengths))
     return Prompts(tokens, lengths, keys.flatten())
 
 
-def score(
+def score_completions(
     rewards: Mapping[str, Reward],
     tokenizer: Tokenizer,
     copy: Group,
