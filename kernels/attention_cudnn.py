@@ -53,7 +53,7 @@ def attention_cudnn(
         return FLEX.attend(q, k, v, mask, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    server = server_of_whole_rows(q, k, v, options, sinks)
+    server = choose_whole_rows_server(q, k, v, options, sinks)
     if server == "flash":
         return attention_flash(q, k, v, None, options, sinks)
     if server == "flex":
@@ -67,7 +67,7 @@ def attention_cudnn(
     return _by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
 
 
-def server_of_whole_rows(
+def choose_whole_rows_server(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Server:
     """

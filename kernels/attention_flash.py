@@ -47,7 +47,7 @@ class FlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Statistics]:
         """Return the result (..., heads, head_dim), and the log-sum-exp (..., heads)."""
         mixed, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self._bounds, 0.0, self.window is None, False, **self._options
+            q, k, v, *self._sequence_bounds, 0.0, self.window is None, False, **self._kernel_options
         )
         return mixed, Statistics(lse.transpose(-1, -2), (seed, offset))
 
@@ -58,19 +58,20 @@ class FlashKernel:
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             *(q, k, v, mixed, lse),
-            *self._bounds,
+            *self._sequence_bounds,
             *(0.0, self.window is None),
             *statistics.random_state,
-            **self._options,
+            **self._kernel_options,
         )
         return grads
 
     @property
-    def _bounds(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+    def _sequence_bounds(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """Arguments for torch's flash attention: query and key offsets, and the longest query and key documents."""
         return self.offsets, self.offsets, self.longest, self.longest
 
     @property
-    def _options(self) -> dict[str, float | None]:
+    def _kernel_options(self) -> dict[str, float | None]:
         before = None if self.window is None else self.window - 1
         return {"scale": self.scale, "window_size_left": before, "window_size_right": None if before is None else 0}
 

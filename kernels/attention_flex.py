@@ -81,6 +81,7 @@ def _compile_flex_attention() -> Any:
 
 
 def _dense_mask(mask: BlockMask) -> Tensor:
+    """Return the mask for all pairs: bool (rows, heads, queries, keys)."""
     rows, heads, queries, keys = mask.shape
     return create_mask(mask.mask_mod, rows, heads, queries, keys, mask.kv_indices.device)
 
@@ -93,10 +94,10 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     query_positions = positions if queries is None else queries
-    least, greatest = (bound[:, None, :] for bound in _bounds(document_ids))
-    low, high = (bound[:, :, None] for bound in _bounds(document_ids[:, query_positions]))
-    first, last = (bound[:, None, :] for bound in _bounds(positions[None]))
-    begin, end = (bound[:, :, None] for bound in _bounds(query_positions[None]))
+    least, greatest = (bound[:, None, :] for bound in _block_bounds(document_ids))
+    low, high = (bound[:, :, None] for bound in _block_bounds(document_ids[:, query_positions]))
+    first, last = (bound[:, None, :] for bound in _block_bounds(positions[None]))
+    begin, end = (bound[:, :, None] for bound in _block_bounds(query_positions[None]))
     meet = (low <= greatest) & (least <= high) & (first <= end)
     whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
@@ -109,11 +110,11 @@ def block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor 
         return is_near & (document_ids[row, position] == document_ids[row, key])
 
     partial, lengths = meet & ~whole, (len(query_positions), len(positions))
-    blocks = *_lists(partial), *_lists(whole)
+    blocks = *_list_key_blocks(partial), *_list_key_blocks(whole)
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
-def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _block_bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest number in each block of (rows, length), both (rows, blocks)."""
     rows, length = numbers.shape
     count = -(-length // BLOCK)
@@ -123,15 +124,15 @@ def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.amin(-1), blocks.amax(-1)
 
 
-def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for BlockMask, each query block's number of key blocks, and their indices; all heads share them."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
 
-def _mask(document_ids: Tensor, *options: Any) -> BlockMask | None:
+def _mask_unless_meta(document_ids: Tensor, *options: Any) -> BlockMask | None:
     """Return `block_mask`, or None on the meta device, where attention takes no mask."""
     return None if document_ids.is_meta else block_mask(document_ids, *options)
 
 
-FLEX = AttentionImplementation(_mask, attention_flex)
+FLEX = AttentionImplementation(_mask_unless_meta, attention_flex)

@@ -41,11 +41,11 @@ def attend_with_statistics(
     kernel: StatisticsKernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
     """Return attention (..., heads, v_dim) by a kernel, with sinks (heads,) if they are not None."""
-    return _Statistics.apply(q, k, v, sinks, kernel)  # type: ignore[no-untyped-call, no-any-return]
+    return _AttendWithStatistics.apply(q, k, v, sinks, kernel)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Statistics(Function):
-    """Attention by a kernel, whose result and statistics are corrected for sinks."""
+class _AttendWithStatistics(Function):
+    """Autograd function for attention by a kernel; sinks scale its result and enter its log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: StatisticsKernel) -> Tensor:

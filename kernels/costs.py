@@ -49,7 +49,9 @@ class _Registration:
     is_attention: bool
 
     def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
-        return OperationCosts(_call(self.flops, arguments), _call(self.scratch, arguments), self.is_attention)
+        return OperationCosts(
+            _call_by_name(self.flops, arguments), _call_by_name(self.scratch, arguments), self.is_attention
+        )
 
 
 _REGISTERED: dict[OpOverloadPacket, _Registration] = {}
@@ -108,7 +110,8 @@ def moves_data(operator: OpOverload, allocates: bool) -> bool:
     return allocates or bool(operator._schema.is_mutable)
 
 
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a cost function with the arguments named like its parameters."""
     return function(**{name: arguments[name] for name in signature(function).parameters})
 
 

@@ -191,7 +191,7 @@ class DeferredGrad:
         while pending:
             compute, (tensors, versions) = pending.pop(0)
             if versions != [tensor._version for tensor in tensors]:
-                raise ChangedInPlaceError(_message_of_change(tensors, versions, weight))
+                raise ChangedInPlaceError(_describe_change(tensors, versions, weight))
             summand = add_to_grad(weight, compute, *tensors) if is_fused else compute(*tensors)
             if summand is None:
                 continue
@@ -266,7 +266,7 @@ class Deferral(Recording):
 
 
 class _Deferring:
-    """Context manager in which gradients are deferred."""
+    """Context manager for a backward pass whose gradients in `deferred` are queued instead of computed."""
 
     __slots__ = ("_deferred",)
 
@@ -305,7 +305,7 @@ def deferring(function: type[Function]) -> type[Function]:
     node_class: Any = function._backward_cls
 
     def register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
-        node.weight_gradient = _now
+        node.weight_gradient = _compute_now
         handle: RemovableHandle = super(node_class, node).register_hook(hook)
         return handle
 
@@ -316,15 +316,15 @@ def deferring(function: type[Function]) -> type[Function]:
 def weight_gradient_of(weight: Tensor) -> WeightGradient:
     """Return the function that accepts a weight's gradient (any shape) in an operation's backward pass."""
     if torch.compiler.is_compiling():
-        return _now  # a compiled backward pass cannot decide at run time
+        return _compute_now  # a compiled backward pass cannot decide at run time
     recording = _recording.get()
     # A weight that is computed from other tensors must pass its gradient on in the same pass.
     if recording is None or not (weight.requires_grad and weight.is_leaf):
-        return _now
+        return _compute_now
     return recording.grad_for(weight)
 
 
-def _now(compute: Compute, *tensors: Tensor) -> Tensor:
+def _compute_now(compute: Compute, *tensors: Tensor) -> Tensor:
     return compute(*tensors)
 
 
@@ -332,10 +332,11 @@ def _identity(part: Tensor) -> Tensor:
     return part
 
 
-def _message_of_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+def _describe_change(tensors: tuple[Tensor, ...], versions: list[int], weight: Tensor) -> str:
+    """Name the tensor changed in place and the weight, by dtype and shape, and the remedy."""
     changed = next(tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version)
     texts = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (changed, weight)]
     return (
-        f"a tensor {texts[0]} that the deferred gradient of a weight {texts[1]} needs was changed in place; change a "
-        "copy instead (in a custom backward `grad * 2`, not `grad.mul_(2)`)"
+        f"a tensor {texts[0]} was changed in place before the deferred gradient of a weight {texts[1]} was "
+        "computed; change a copy instead (in a custom backward `grad * 2`, not `grad.mul_(2)`)"
     )

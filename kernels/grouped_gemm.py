@@ -128,7 +128,7 @@ def _torch_flops(self: Tensor, mat2: Tensor) -> float:
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`.
     result = x.new_zeros(len(x), weight.shape[2])
-    for matrix, rows in zip(weight, _slices(offsets), strict=True):
+    for matrix, rows in zip(weight, _expert_slices(offsets), strict=True):
         result[rows] = x[rows] @ matrix
     return result
 
@@ -140,7 +140,7 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
 def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return torch.stack([a[rows].T @ b[rows] for rows in _slices(offsets)])
+    return torch.stack([a[rows].T @ b[rows] for rows in _expert_slices(offsets)])
 
 
 @_matrices.register_fake
@@ -148,7 +148,8 @@ def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
-def _slices(offsets: Tensor) -> list[slice]:
+def _expert_slices(offsets: Tensor) -> list[slice]:
+    """Return every expert's row range, after waiting for the device."""
     bounds: list[int] = [0, *offsets.tolist()]
     return [slice(first, last) for first, last in pairwise(bounds)]
 

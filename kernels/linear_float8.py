@@ -50,7 +50,7 @@ def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor])
 
 def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
     rows = _round_input(kernels, x, weights)
-    gradients = _ByWeight([weight_gradient_of(weight) for weight in weights])
+    gradients = _GradientDispatcher([weight_gradient_of(weight) for weight in weights])
     result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
 
@@ -63,7 +63,7 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     weights = gate, up, down
     check_operands(x, down)
     rows = _round_input(kernels, x, [gate, up])
-    gradients = _ByWeight([weight_gradient_of(weight) for weight in weights])
+    gradients = _GradientDispatcher([weight_gradient_of(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
 
@@ -240,8 +240,8 @@ class _WeightGradient(Addable):
 
 
 @dataclass(frozen=True)
-class _ByWeight:
-    """Weight gradients for an operation with several weights."""
+class _GradientDispatcher:
+    """Callable for an operation with several weights: passes a computed gradient to its weight's WeightGradient."""
 
     gradients: Sequence[WeightGradient]
 

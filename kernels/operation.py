@@ -25,7 +25,7 @@ def why_no_triton(device: torch.device) -> str:
         return "triton is not installed"
     if device.type == "cpu":
         # Importing triton is slow, so only a CPU, where its interpreter must be on, pays for it.
-        return "" if _interprets() else "Triton runs on GPUs, and the device is the CPU"
+        return "" if _is_interpreted() else "Triton runs on GPUs, and the device is the CPU"
     if device.type != "cuda":
         return f"Triton runs on GPUs of NVIDIA and AMD, and the device is {device.type}"
     if not torch.cuda.is_available():
@@ -36,7 +36,8 @@ def why_no_triton(device: torch.device) -> str:
     return ""
 
 
-def _interprets() -> bool:
+def _is_interpreted() -> bool:
+    """Return whether Triton interprets kernels on the CPU."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

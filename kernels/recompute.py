@@ -197,8 +197,8 @@ class _Rerun(_Repeatable):
         devices = (value.device for value in arguments if isinstance(value, Tensor) and not value.is_meta)
         device = next(devices, torch.device("cpu"))
         self._function = function
-        self._arguments = [_keep(value) for value in arguments]
-        self._named = {name: _keep(value) for name, value in named.items()}
+        self._arguments = [_wrap_argument(value) for value in arguments]
+        self._named = {name: _wrap_argument(value) for name, value in named.items()}
         self._autocast = _Autocast(device.type)
         self._random = _RandomState(device)
 
@@ -220,8 +220,8 @@ class _Rerun(_Repeatable):
                 raise _AllFilledError
             return tensor.detach()
 
-        arguments = [_restore(value) for value in self._arguments]
-        named = {name: _restore(value) for name, value in self._named.items()}
+        arguments = [_unwrap_argument(value) for value in self._arguments]
+        named = {name: _unwrap_argument(value) for name, value in self._named.items()}
         now = _RandomState(self._random.device)
         self._random.restore()
         token = _repeating.set(True)
@@ -261,11 +261,11 @@ class _Argument:
         return self._kept.value().detach().requires_grad_(self._requires_grad)
 
 
-def _keep(value: Any) -> Any:
+def _wrap_argument(value: Any) -> Any:
     return _Argument(value) if isinstance(value, Tensor) else value
 
 
-def _restore(value: Any) -> Any:
+def _unwrap_argument(value: Any) -> Any:
     return value.restore() if isinstance(value, _Argument) else value
 
 
@@ -314,7 +314,7 @@ class _Autocast:
 
 
 def cheap(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operation to be recomputed by `Selective`, since it costs little time for its results' memory."""
+    """Call an operation, and mark its results for `Selective` to drop and recompute: it is quick for their memory."""
     results = function(*arguments)
     note(results, function, *arguments)
     return results
@@ -418,7 +418,7 @@ class _Repeated(_Repeatable):
 
 
 class _View(Saved):
-    """Saved view of a recomputed result; both begin at the same address."""
+    """Wrapper saved in place of a view: it has the view's shape and strides, and the recomputed result under it."""
 
     __slots__ = ("_part", "_shape", "_strides")
 

@@ -45,13 +45,13 @@ class _RmsNorm(Function):
         rstd = _rstd(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered
-        return as_new_tensor((x * rstd).mul_(_factor(weight, rstd.dtype, zero_centered)).to(x.dtype))
+        return as_new_tensor((x * rstd).mul_(_widen_weight(weight, rstd.dtype, zero_centered)).to(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        grad, factor = grad.to(rstd.dtype), _factor(weight, rstd.dtype, ctx.zero_centered)
+        grad, factor = grad.to(rstd.dtype), _widen_weight(weight, rstd.dtype, ctx.zero_centered)
         normed = x * rstd
         product = grad * normed
         grad_weight = _weight_gradient(product).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -60,7 +60,8 @@ class _RmsNorm(Function):
         return grad_x.to(x.dtype), grad_weight, None, None
 
 
-def _factor(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Tensor:
+def _widen_weight(weight: Tensor, wide: torch.dtype, zero_centered: bool) -> Tensor:
+    """Return the factor for normalized vectors in a wide dtype: the weight, or 1 + weight."""
     return weight.to(wide) + 1 if zero_centered else weight.to(wide)
 
 

@@ -154,6 +154,7 @@ def rope_angles(positions: Tensor, rotary_dim: int, base: float, scaling: Scalin
 
 
 def _exponents(rotary_dim: int, device: torch.device | str | None) -> Tensor:
+    """Return 2 i / rotary_dim for pairs i, float32 (rotary_dim // 2,)."""
     return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
 
 

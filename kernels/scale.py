@@ -25,12 +25,13 @@ def scale(tensors: Sequence[Tensor], factor: Tensor, counted: Sequence[bool] = (
                 tensor.dtype == dtype and (has_triton and tensor.is_contiguous()) == by_triton for tensor in tensors
             ]
             if any(chosen):
-                implementation, flags = _implementation(by_triton), (*compress(counted, chosen),)
+                implementation, flags = _choose_implementation(by_triton), (*compress(counted, chosen),)
                 total += implementation([*compress(tensors, chosen)], factor, flags, write)
     return total
 
 
-def _implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...], bool], Tensor]:
+def _choose_implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...], bool], Tensor]:
+    """Return `scale_triton` or `scale_eager`; Triton is imported only if it is used."""
     if not by_triton:
         return scale_eager
     from drawloom.kernels.triton.scale import scale_triton

@@ -24,13 +24,14 @@ def philox(key: int, index: Tensor, counter: int) -> tuple[Tensor, Tensor, Tenso
     for _ in range(ROUNDS):
         # int64 products of 32-bit words may overflow into the sign; the masks below keep the correct bits.
         product, other = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
-        a, c = _high(other) ^ b ^ first, _high(product) ^ d ^ second
+        a, c = _high_word(other) ^ b ^ first, _high_word(product) ^ d ^ second
         b, d = other & WORD, product & WORD
         first, second = first + WEYL[0] & WORD, second + WEYL[1] & WORD
     return a, b, c, d
 
 
-def _high(product: Tensor) -> Tensor:
+def _high_word(product: Tensor) -> Tensor:
+    """Return the upper 32 bits of 64-bit products."""
     return (product >> 32) & WORD
 
 

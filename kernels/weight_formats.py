@@ -77,7 +77,7 @@ class WeightFormat:
         """Return a weight's storage shape. Raises ValueError unless whole blocks fill a row."""
         blocks, rest = divmod(shape[-1], self.block)
         if rest:
-            raise ValueError(f"rows of {shape[-1]} elements do not consist of blocks of {self.block}")
+            raise ValueError(f"rows of {shape[-1]} elements can't be divided into blocks of {self.block}")
         return (*shape[:-1], blocks * self.units)
 
     def weight_shape(self, storage: tuple[int, ...]) -> tuple[int, ...]:

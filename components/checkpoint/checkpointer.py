@@ -21,7 +21,7 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.memory import HeldState, StateMemory
 from drawloom.components.checkpoint.reader import no_valid_checkpoint
-from drawloom.components.checkpoint.restore import LoadedCheckpoint, compare, load, read_states, verify_rest
+from drawloom.components.checkpoint.restore import LoadedCheckpoint, check_fit, load_states, read_states, verify_rest
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_of
 from drawloom.components.checkpoint.threads import run_now, submit
@@ -105,11 +105,11 @@ class Checkpointer:
         run_on_rank0(self._world, lambda: commit.prepare(self._checkpoints))
 
     def hand_over(self) -> StateMemory | None:
-        """Return the memory."""
+        """Return the memory with the newest states, for the run's next attempt in this process; None without one."""
         return self._memory
 
     def take_over(self, values: StateMemory | None) -> None:
-        """Restore from this memory."""
+        """Accept the failed attempt's memory; `restore` prefers its state to an older checkpoint."""
         self._memory, self._is_successor = values, values is not None
 
     def close(self) -> None:
@@ -123,11 +123,11 @@ class Checkpointer:
     def run_phase(self, step: Step) -> None:
         """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
         if self._pending is not None and self._is_done(self._pending):
-            self._finish()
+            self._finish_pending_save()
         if self.saves_after(step):
-            self._start(step)
+            self._start_save(step)
             if step.last or not self._in_background:
-                self._finish(required=step.last)
+                self._finish_pending_save(required=step.last)
 
     def saves_after(self, step: Step) -> bool:
         """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
@@ -139,8 +139,8 @@ class Checkpointer:
 
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
-        self._start(step)
-        self._finish(required=True)
+        self._start_save(step)
+        self._finish_pending_save(required=True)
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
@@ -160,7 +160,7 @@ class Checkpointer:
         Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt, or if the disk has no
         space for another checkpoint.
         """
-        self._finish()  # in a run that goes back, the newest checkpoint may be pending
+        self._finish_pending_save()  # in a run that goes back, the newest checkpoint may be pending
         is_successor, self._is_successor = self._is_successor, False
         if is_successor and (done := self._restore_from_memory()):
             return done
@@ -215,11 +215,11 @@ class Checkpointer:
         for name, node in self.states.items():
             node.load_state_dict(state.states[name])
 
-    def _start(self, step: Step) -> None:
+    def _start_save(self, step: Step) -> None:
         """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
         if step.index == self._saved:
             return
-        self._finish()  # the pending save first: two copies of the state may not fit into memory
+        self._finish_pending_save()  # the pending save first: two copies of the state may not fit into memory
         plan, checkpoint = self._protocol.plan, self._checkpoints / f"step-{step.index}"
         snapshot, sizes = run_on_all(
             self._world,
@@ -252,6 +252,7 @@ class Checkpointer:
             log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
 
     def _remove_expired(self, saved: Path) -> None:
+        """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
         try:
             commit.discard(self._retention.select_expired(self._checkpoints, saved))
         except OSError as error:  # the new checkpoint is committed, and the next save tries again
@@ -264,7 +265,7 @@ class Checkpointer:
         self._world.max(waiting)
         return not waiting.item()
 
-    def _finish(self, *, required: bool = False) -> None:
+    def _finish_pending_save(self, *, required: bool = False) -> None:
         """
         Wait for the pending save, if there is one.
 
@@ -316,7 +317,9 @@ class Checkpointer:
         is corrupt.
         """
         world = self._world
-        loaded, outcomes = run_on_all(world, lambda: _try_read(checkpoint, self.states, world.rank), share=_outcome)
+        loaded, outcomes = run_on_all(
+            world, lambda: _try_read(checkpoint, self.states, world.rank), share=_encode_outcome
+        )
         faults = [outcome["fault"] for outcome in outcomes]
         if isinstance(loaded, LoadedCheckpoint) and not any(faults):
             verified = [outcome["verified"] for outcome in outcomes]
@@ -330,9 +333,9 @@ class Checkpointer:
             {name: [*parts] for name, node in self.states.items() if (parts := slices_of(node))}
         )
         run_on_all(
-            world, lambda: compare(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
+            world, lambda: check_fit(loaded, self.states, entries_by_rank, self._find_changed_nodes(loaded.checkpoint))
         )
-        run_on_all(world, lambda: load(loaded, self.states))
+        run_on_all(world, lambda: load_states(loaded, self.states))
         log.info("restored %s", loaded.checkpoint)
 
     def _find_changed_nodes(self, checkpoint: Path) -> set[str]:
@@ -350,15 +353,15 @@ class Checkpointer:
 
 
 def _try_read(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint | CorruptCheckpointError:
-    """Return a rank's states, or the error, which the ranks exchange."""
+    """Read a rank's states; return a fault instead of raising it, because all ranks must exchange their outcomes."""
     try:
         return read_states(checkpoint, states, rank)
     except CorruptCheckpointError as error:
         return error
 
 
-def _outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
-    """Return this rank's reading outcome, for the other ranks."""
+def _encode_outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
+    """Return this rank's fault (empty if the read succeeded) and verified blocks, as JSON for the other ranks."""
     if isinstance(loaded, CorruptCheckpointError):
         return {"fault": str(loaded), "verified": {}}
     return {"fault": "", "verified": loaded.verified}

@@ -144,7 +144,7 @@ def commit(temp: Path, checkpoint: Path, manifest: Manifest) -> None:
     durable_files.write_file(temp / MANIFEST, manifest.write())
     durable_files.sync(temp)
     if os.path.lexists(checkpoint):
-        durable_files.rename(checkpoint, _free_name(checkpoint))
+        durable_files.rename(checkpoint, _choose_corrupt_name(checkpoint))
     durable_files.rename(temp, checkpoint)
 
 
@@ -159,12 +159,14 @@ def discard(checkpoints: Iterable[Path]) -> None:
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
+    """Remove temporary folders from killed saves and interrupted removals."""
     for name in durable_files.list_names(checkpoints):
         if name.startswith((TEMP, TRASH)):
             durable_files.remove_folder(checkpoints / name)
 
 
-def _free_name(checkpoint: Path) -> Path:
+def _choose_corrupt_name(checkpoint: Path) -> Path:
+    """Return an unused name beside a corrupt checkpoint, under which it is kept."""
     used_names, number = set(durable_files.list_names(checkpoint.parent)), 1
     while (name := f"{CORRUPT}{checkpoint.name}-{number}") in used_names:
         number += 1

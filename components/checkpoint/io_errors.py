@@ -41,10 +41,11 @@ def check_space(world: Group, checkpoints: Path, expected: int, last: int) -> No
     ranks, or 0: a state may exceed its forecast.
     """
     total = sum(world.gather_json(expected))
-    run_on_rank0(world, lambda: _check_space(checkpoints, total, max(total, last)))
+    run_on_rank0(world, lambda: _check_disk(checkpoints, total, max(total, last)))
 
 
-def _check_space(checkpoints: Path, expected: int, likely: int) -> None:
+def _check_disk(checkpoints: Path, expected: int, likely: int) -> None:
+    """Raise UserError if fewer than `expected` bytes are free; warn if fewer than twice `likely` are."""
     free = durable_files.count_free_bytes(checkpoints)
     if free < expected:
         raise UserError(

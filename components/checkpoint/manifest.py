@@ -92,7 +92,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     manifest = _parse_manifest(content)
     if checkpoint.name != f"step-{manifest.step}":
-        raise CorruptCheckpointError(f"{MANIFEST} is of step {manifest.step}")
+        raise CorruptCheckpointError(f"{MANIFEST} has step {manifest.step}, and the folder's name has another step")
     return manifest
 
 

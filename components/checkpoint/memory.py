@@ -46,7 +46,7 @@ class StateMemory:
         """Reference the state after a step. Tensors must not change before `copy`."""
         self._current = HeldState(
             step,
-            {name: transform(_detach, node.state_dict()) for name, node in states.items()},
+            {name: transform(_detach_leaf, node.state_dict()) for name, node in states.items()},
             {name: slices_of(node) for name, node in states.items()},
         )
 
@@ -61,9 +61,9 @@ class StateMemory:
         return {state.step: state for state in (self._copy, self._current) if state is not None}
 
     def keep(self, state: HeldState) -> None:
-        """Hold this state alone."""
+        """Replace all states in memory by this one."""
         self._copy, self._current = state, None
 
 
-def _detach(leaf: Any) -> Any:
+def _detach_leaf(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

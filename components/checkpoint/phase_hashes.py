@@ -20,7 +20,7 @@ INITIAL = "the start of the step"
 """Phase of the first line: the values before any phase."""
 
 
-def file_name(rank: int) -> str:
+def hash_file_name(rank: int) -> str:
     """Return the file of a rank, in the folder of hashes."""
     return f"phases-{rank}.jsonl"
 
@@ -49,8 +49,10 @@ class PhaseHashes:
         if event.step is None or (event.kind == "step_started" and self._file is not None):
             return
         if self._file is None:
-            self._file = AppendedFile.open(make_folder(self.folder.folder / FOLDER) / file_name(self.mesh.world.rank))
-        digests = dict(self._digests(event.step))
+            self._file = AppendedFile.open(
+                make_folder(self.folder.folder / FOLDER) / hash_file_name(self.mesh.world.rank)
+            )
+        digests = dict(self._iterate_digests(event.step))
         line = encode_line({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:
             line = line[self._file.append(line) :]
@@ -61,11 +63,12 @@ class PhaseHashes:
             self._file.close()
             self._file = None
 
-    def _digests(self, step: Step) -> Iterator[tuple[str, str]]:
+    def _iterate_digests(self, step: Step) -> Iterator[tuple[str, str]]:
+        """Yield (path, digest) for the step's tensors, the gradients, and all nodes' states but trackers'."""
         for name in step.state:
             if name == METRIC_TOTALS:  # with measured times
                 continue
-            yield from ((path, hash_tensor(tensor)) for path, tensor in _tensors(step.state[name], name))
+            yield from ((path, hash_tensor(tensor)) for path, tensor in _iterate_tensors(step.state[name], name))
         for name, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
                 yield f"gradient of {name}", hash_tensor(parameter.grad)
@@ -74,10 +77,10 @@ class PhaseHashes:
         yield from state_hashes(states).items()
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, with access expressions."""
+def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in a nested value, after its path, such as `batches[0].tokens`."""
     if isinstance(value, Tensor):
         yield path, value
         return
     for access, child in branches(value) or ():
-        yield from _tensors(child, f"{path}{access}")
+        yield from _iterate_tensors(child, f"{path}{access}")

@@ -115,7 +115,7 @@ class Reader:
                 text = file.read(0, file.size)
             try:
                 content = parse(text, most=len(text))
-                self._files[rank] = _names_by_file(content["tensors"])
+                self._files[rank] = _parse_names_by_file(content["tensors"])
                 self._trees[rank] = entries(content["state"])
                 for part in self._trees[rank].values():
                     entries(part)  # the state of each node is a dict
@@ -200,12 +200,12 @@ class Reader:
             raise CorruptCheckpointError(f"{name} can't be read: {error}") from error
 
 
-def _names_by_file(content: Any) -> dict[str, list[str]]:
-    """Return tensor names by file. Raises ValueError for other content."""
+def _parse_names_by_file(content: Any) -> dict[str, list[str]]:
+    """Validate parsed JSON as tensor names by file, and return it. Raises ValueError for anything else."""
     if not isinstance(content, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in content.values()
     ):
-        raise ValueError("it does not say which tensors are in which file")
+        raise ValueError("it does not list tensor names by file")
     return content
 
 
@@ -214,10 +214,10 @@ def _pick_entries(tree: Tree, wanted: Slices | bool) -> Tree | None:
     if isinstance(wanted, bool):
         return tree if wanted else None
     picked = {name: part for name, part in entries(tree).items() if name in wanted}
-    return {"dict": {name: part for name, part in picked.items() if is_needed(_slices_in(part), wanted[name])}}
+    return {"dict": {name: part for name, part in picked.items() if is_needed(_list_slices(part), wanted[name])}}
 
 
-def _slices_in(tree: Tree) -> list[TensorSlice]:
+def _list_slices(tree: Tree) -> list[TensorSlice]:
     return [tensor_slice for _, tensor_slice in leaves(tree) if tensor_slice is not None]
 
 

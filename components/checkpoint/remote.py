@@ -79,7 +79,7 @@ class RemoteCopy:
                 faults = {**faults, name: fault}
         if faults:
             listed = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-            raise UserError(f"{self.store.url} has no checkpoint that is as it was written: {listed}")
+            raise UserError(f"{self.store.url} has only damaged checkpoints: {listed}")
         return 0
 
     def _put_checkpoint(self, checkpoint: Path) -> None:

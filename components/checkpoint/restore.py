@@ -76,7 +76,7 @@ def verify_rest(
     return "; ".join(faults_of_files(checkpoint, manifest, share))
 
 
-def compare(
+def check_fit(
     loaded: LoadedCheckpoint,
     states: Mapping[str, Stateful],
     entries_by_rank: Sequence[Mapping[str, list[str]]],
@@ -108,7 +108,7 @@ def compare(
         )
 
 
-def load(loaded: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
+def load_states(loaded: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
     """Load the states into their nodes. A node without one (a new rank of a larger world) keeps its initial state."""
     for name, node in states.items():
         if name in loaded.states:
@@ -121,6 +121,7 @@ def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
 
 
 def _list_saved_entries(reader: Reader) -> dict[str, set[str]]:
+    """Return all ranks' saved entry names by sharded node."""
     names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
     for file in range(reader.manifest.world_size) if names else ():
         tree = reader.tree(file)

@@ -41,13 +41,13 @@ class RetentionPolicy:
         """
         steps = sorted(candidates)
         finite = [step for step in steps if candidates[step].get("loss", 0.0) is not None]
-        return {*steps[-self.keep :], *finite[-1:], *self._best(candidates)}
+        return {*steps[-self.keep :], *finite[-1:], *self._find_best_step(candidates)}
 
     def permanent(self, candidates: Mapping[int, Values]) -> set[int]:
         """Return the steps that never expire."""
         return {step for step in candidates if self.every is not None and step % self.every == 0}
 
-    def _best(self, candidates: Mapping[int, Values]) -> list[int]:
+    def _find_best_step(self, candidates: Mapping[int, Values]) -> list[int]:
         """Return the best step as a list, the newest among equals; empty if no step has the metric."""
         sign = -1 if self.best_is == "lowest" else 1
         numbers = {step: None if self.best is None else values.get(self.best) for step, values in candidates.items()}
@@ -81,7 +81,7 @@ class Retention:
     def select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
         """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
-            values = self._candidates(checkpoints, saved)
+            values = self._list_candidates(checkpoints, saved)
             temporary = self._policy.temporary(values)
             kept = temporary | self._policy.permanent(values)
             expired = [checkpoints / f"step-{step}" for step in values if step not in kept]
@@ -91,10 +91,10 @@ class Retention:
                 return expired
             # verifying reads whole checkpoints, so it is done only before a removal
             for path in unverified:
-                self._verify(path)
+                self._verify_and_mark(path)
 
-    def _candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
-        """Return metrics by step, without known corrupt checkpoints."""
+    def _list_candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
+        """Return the metrics by step in checkpoints up to `saved`, except corrupt or incomplete ones."""
         candidates: dict[int, Values] = {}
         for path in list_checkpoints(checkpoints):
             if path in self._valid:
@@ -103,7 +103,8 @@ class Retention:
                 candidates[step_of(path)] = manifest.values
         return {step: values for step, values in candidates.items() if step <= step_of(saved)}
 
-    def _verify(self, path: Path) -> None:
+    def _verify_and_mark(self, path: Path) -> None:
+        """Verify a checkpoint's files, and record the outcome; log a warning if it is corrupt."""
         try:
             self.mark_valid(path, verify(path).values)
         except CorruptCheckpointError as error:

@@ -64,14 +64,16 @@ class ShardPlan:
     def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Compare all ranks' nodes. A collective over all ranks."""
         slices = {name: entries for name, node in states.items() if (entries := slices_of(node)) is not None}
-        own = {name: {entry: _as_json(part) for entry, part in entries.items()} for name, entries in slices.items()}
+        own = {
+            name: {entry: _slice_to_json(part) for entry, part in entries.items()} for name, entries in slices.items()
+        }
         local = [name for name, node in states.items() if is_local(node)]
         earlier = group.gather_json(own)[: group.rank]
         sharded = {
             name: {
                 entry: part
                 for entry, part in entries.items()
-                if not any(_has_slice(name, entry, own[name][entry], others) for others in earlier)
+                if not any(_has_same_slice(name, entry, own[name][entry], others) for others in earlier)
             }
             for name, entries in slices.items()
         }
@@ -84,7 +86,7 @@ class ShardPlan:
         """
         tree, tensors = self._pack({name: node.state_dict for name, node in states.items()})
         count = sum(tensor.nbytes for tensor in tensors.values())
-        return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _values(step))
+        return Snapshot(tree, tensors if stager is None else stager.stage(tensors), count, _collect_metrics(step))
 
     def forecast_bytes(self, states: Mapping[str, Stateful], growing: Mapping[str, GrowingState]) -> int:
         """Estimate this rank's checkpoint bytes once all state exists."""
@@ -99,28 +101,30 @@ class ShardPlan:
         for name, source in sources.items():
             if name in self.sharded:
                 slices = self.sharded[name]
-                own_part[name] = {key: mark(part, slices[key]) for key, part in source().items() if key in slices}
+                own_part[name] = {
+                    key: mark_slices(part, slices[key]) for key, part in source().items() if key in slices
+                }
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
         return pack(own_part)
 
 
-def _as_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
+def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
     return None if tensor_slice is None else [[*tensor_slice.offsets], [*tensor_slice.size]]
 
 
-def _has_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
-    """Return whether another rank has an entry's same slice."""
+def _has_same_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
+    """Return whether another rank's description has this node's entry with the same slice."""
     return entry in other.get(node, {}) and other[node][entry] == part
 
 
-def _values(step: Step) -> dict[str, float | None]:
+def _collect_metrics(step: Step) -> dict[str, float | None]:
     """Return a step's metrics by name, with None for non-finite values; a skipped step has no loss."""
     values = {name: number if math.isfinite(number) else None for name, number in step.state.numbers().items()}
     return values | {"loss": None} if values.get("skip") else values
 
 
-def mark(state: Any, tensor_slice: TensorSlice | None) -> Any:
+def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
     Mark an entry's tensors, which have the slice's shape, as slices; without a slice, return the state
     unchanged.
@@ -137,7 +141,7 @@ def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
     Tensors saved whole are cut. A tensor with another shape than `tensor_slice` stays whole, so its node can report
     the difference. Raises ValueError if the pieces do not cover a slice.
     """
-    leaves = [dict(_with_paths(piece)) for piece in pieces]
+    leaves = [dict(_list_leaves(piece)) for piece in pieces]
 
     def assemble_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, SlicedTensor):
@@ -152,8 +156,8 @@ def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
 
 def is_needed(saved: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
     """
-    Return whether a piece with these slices is needed for the slice `tensor_slice`; a piece without slices is, for its
-    structure.
+    Return whether a piece saved with these slices overlaps `tensor_slice`; a piece without slices is always needed, for
+    its structure.
     """
     if not saved or tensor_slice is None or not tensor_slice.numel:
         return True
@@ -184,6 +188,7 @@ def needed_rows(
 
 
 def _is_sliced(leaf: Any, tensor_slice: TensorSlice) -> bool:
+    """Return whether a leaf has the dimensions of the slice's whole tensor."""
     # other tensors, such as a step counter without dimensions, are not sliced
     return isinstance(leaf, Tensor) and leaf.ndim == len(tensor_slice.shape) > 0
 
@@ -205,7 +210,8 @@ def _join_slices(parts: Sequence[SlicedTensor], tensor_slice: TensorSlice | None
     return joined
 
 
-def _with_paths(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def _list_leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return a nested state's leaves as (path, leaf)."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     transform_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
     return leaves

@@ -32,7 +32,7 @@ class StateHashes:
     states: Every[Stateful]
 
     _log: RestartedLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RestartedLog(self._begin), takes_self=True)
+        init=False, default=attrs.Factory(lambda self: RestartedLog(self._open_log), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:
@@ -48,7 +48,8 @@ class StateHashes:
         """Close the file."""
         self._log.close()
 
-    def _begin(self, step: int) -> StepLog:
+    def _open_log(self, step: int) -> StepLog:
+        """Open this rank's log, without lines from `step` on."""
         step_log = StepLog.open(make_folder(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl")
         step_log.rewind(step - 1)
         return step_log
@@ -58,13 +59,13 @@ def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
     """Return tensor digests by path, and digests for the nodes' other values by node name."""
     tree, tensors = pack(states)
     tensor_hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
-    return tensor_hashes | {node: _digest(json.dumps(part).encode()) for node, part in entries(tree).items()}
+    return tensor_hashes | {node: _hash_bytes(json.dumps(part).encode()) for node, part in entries(tree).items()}
 
 
 def hash_tensor(tensor: Tensor) -> str:
     """Return the digest of a tensor's bytes, any shape and dtype."""
-    return _digest(bytes_of(tensor))
+    return _hash_bytes(bytes_of(tensor))
 
 
-def _digest(data: memoryview | bytes) -> str:
+def _hash_bytes(data: memoryview | bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:DIGITS]

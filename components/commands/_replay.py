@@ -15,7 +15,7 @@ import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
-from drawloom.components.checkpoint.phase_hashes import INITIAL, file_name
+from drawloom.components.checkpoint.phase_hashes import INITIAL, hash_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import mesh_sizes
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
@@ -67,7 +67,7 @@ def _raise_no_recipe(run: Path) -> Nodes:
 def read_trace(run: Path) -> list[PhaseDigests]:
     """Return a run's recorded hashes in the order of steps and phases; for a repeated phase, the newest."""
     rows: dict[tuple[int, str], PhaseDigests] = {}
-    for line in lines_of(run / DIGESTS / file_name(0)):
+    for line in lines_of(run / DIGESTS / hash_file_name(0)):
         try:
             row = json.loads(line)
             rows[row["step"], row["phase"]] = PhaseDigests(row["step"], row["phase"], row["digests"])

@@ -40,7 +40,7 @@ def splits_share_no_documents(corpus: Corpus) -> None:
 TEXTS = ("", "a", "def f(x):\n\treturn x  # naïve\n", "Zwölf Boxkämpfer 😀", "one\r\ntwo\x00three", "  \n\n ")
 
 
-def text_comes_back(tokenizer: Tokenizer) -> None:
+def decoding_returns_the_text(tokenizer: Tokenizer) -> None:
     """Decoding the ids of a text returns the text."""
     for text in TEXTS:
         decoded = tokenizer.decode([int(token) for token in tokenizer.encode(text)])
@@ -67,7 +67,7 @@ def ids_stand_for_all_bytes(tokenizer: Tokenizer) -> None:
         expect(counted == size, f"{text!r} has {size} bytes, and its ids {counted}")
 
 
-def two_agree(one: Tokenizer, other: Tokenizer) -> None:
+def two_tokenizers_return_the_same_ids(one: Tokenizer, other: Tokenizer) -> None:
     """Two tokenizers with the same settings return the same ids."""
     for text in TEXTS:
         expect(np.array_equal(one.encode(text), other.encode(text)), f"{text!r} has two encodings")
@@ -82,7 +82,7 @@ def a_batch_is_encoded_as_its_texts(tokenizer: Tokenizer) -> None:
         expect(is_same, f"{text!r} has other ids in a batch")
 
 
-def it_is_saved_for_others(tokenizer: Tokenizer) -> None:
+def saving_writes_files(tokenizer: Tokenizer) -> None:
     """Saving writes at least one file into an existing folder."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
@@ -105,7 +105,7 @@ def ids_are_below_the_vocabulary(corpus: TokenCorpus) -> None:
         expect(ids.min(initial=0) >= 0 and ids.max(initial=0) < corpus.vocab_size, f"document {number} has other ids")
 
 
-def parts_are_those_of_the_whole(corpus: TokenCorpus) -> None:
+def parts_equal_slices_of_the_document(corpus: TokenCorpus) -> None:
     """Reading a part of a document returns the ids and weights of the whole; weights are finite and nonnegative."""
     for split in SPLITS:
         documents = corpus.documents(split)

@@ -64,7 +64,7 @@ def rows_do_not_depend_on_the_order(one: PackedDataset, other: PackedDataset) ->
         expect(torch.equal(tensor, again), f"{name} depend on the order")
 
 
-def rows_are_filled_as_they_say(rows: PackedDataset) -> None:
+def fill_rate_is_the_fraction_of_tokens(rows: PackedDataset) -> None:
     """The fill rate is in (0, 1], and equals the fraction of tokens that are not padding."""
     rate = rows.fill_rate("train")
     expect(0 < rate <= 1, f"a fill rate of {rate}")
@@ -111,7 +111,7 @@ def _expect_leaves_fit(batch: Batch) -> None:
         raise BrokenContractError(str(error)) from error
 
 
-def rows_are_of_one_source_each(rows: MeasuredRows) -> None:
+def sources_partition_the_rows(rows: MeasuredRows) -> None:
     """Sources cover the rows without gaps, and the tokens in a source's rows add up to its token count."""
     for split in SPLITS:
         tokens, end = rows.row_tokens(split), 0
@@ -135,7 +135,7 @@ def each_row_comes_once(order: RowOrder) -> None:
             expect(sorted(rows.tolist()) == list(range(source.rows)), f"epoch {epoch} has the rows {rows.tolist()}")
 
 
-def a_place_has_one_row(one: RowOrder, other: RowOrder) -> None:
+def an_index_always_has_the_same_row(one: RowOrder, other: RowOrder) -> None:
     """The row at an index in an epoch does not depend on earlier calls or their order."""
     epochs = [(source, epoch) for source in SOURCES for epoch in (0, 3)]
     orders = [one.rows_at(source, epoch, np.arange(source.rows)) for source, epoch in epochs]
@@ -145,7 +145,7 @@ def a_place_has_one_row(one: RowOrder, other: RowOrder) -> None:
             expect(again.tolist() == [rows[index]], f"index {index} of epoch {epoch} has row {rows[index]} and {again}")
 
 
-def examples_come_again(one: Examples, other: Examples) -> None:
+def reading_again_yields_the_same_examples(one: Examples, other: Examples) -> None:
     """The training split has examples; they are dicts, and a second reading yields the same."""
     for split in SPLITS:
         first, again, others = (list(data.examples(split)) for data in (one, one, other))
@@ -186,7 +186,7 @@ def a_row_is_an_example(collator: Collator) -> None:
 STEPS = 3
 
 
-def it_is_a_function_of_the_step(one: TrainingData, other: TrainingData) -> None:
+def microbatches_depend_only_on_the_step(one: TrainingData, other: TrainingData) -> None:
     """Two loaders with the same settings return the same microbatches at every step."""
     for step in range(STEPS):
         first, second = one.next_step(), other.next_step()
@@ -195,7 +195,7 @@ def it_is_a_function_of_the_step(one: TrainingData, other: TrainingData) -> None
         expect(is_same, f"step {step + 1} differs between two loaders with the same settings")
 
 
-def it_continues_where_it_is_moved(data: MovableData) -> None:
+def a_move_continues_at_the_position(data: MovableData) -> None:
     """After a move to a position, the next step has the rows from this position on, as before."""
     start = data.position
     data.next_step()
@@ -225,14 +225,14 @@ def tokens_of_sources_grow(progress: SourceProgress) -> None:
         expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")
 
 
-def it_has_the_rows_that_it_counts(data: ValidationData) -> None:
+def microbatches_have_the_counted_rows(data: ValidationData) -> None:
     """The microbatches have at most the counted rows, and these are at most all the split's rows."""
     used, count = data.row_counts()
     rows = sum(batch.row_count for batch in data.batches())
     expect(0 < rows <= used <= count, f"{rows} rows in microbatches, {used} of {count} by its own count")
 
 
-def it_is_the_same_every_time(one: ValidationData, other: ValidationData) -> None:
+def passes_are_equal(one: ValidationData, other: ValidationData) -> None:
     """A second pass has the same microbatches in the same order."""
     first = [*one.batches()]
     expect(first, "there are no microbatches")

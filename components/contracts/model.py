@@ -179,7 +179,7 @@ def values_follow_from_name_shape_and_seed(one: Model, other: Model) -> None:
     expect(differ, "the seed changes nothing")
 
 
-def its_head_is_for_losses(model: LanguageModel) -> None:
+def head_losses_agree_with_its_logits(model: LanguageModel) -> None:
     """`finish` gets hidden states and a head; the head's losses, means and chunks agree with its logits."""
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():

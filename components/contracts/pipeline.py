@@ -53,7 +53,7 @@ def every_stage_recomputes_by_a_policy_or_none_does(schedule: Schedule) -> None:
         expect(len(program.recompute) in (0, program.stages), text)
 
 
-def layers_are_those_of_the_model(schedule: Schedule) -> None:
+def all_layers_are_assigned(schedule: Schedule) -> None:
     """A schedule that partitions the layers assigns all the model's layers, and at least one per stage."""
     if not isinstance(schedule, PartitioningSchedule):
         return
@@ -76,7 +76,7 @@ def every_microbatch_goes_through_every_stage_once(schedule: Schedule) -> None:
         expect(backward == sorted(pairs), f"{where} some backward is missing, or there twice")
 
 
-def it_is_a_pure_function(one: Schedule, other: Schedule) -> None:
+def a_second_call_returns_the_same_program(one: Schedule, other: Schedule) -> None:
     """A second call, and a second schedule with the same settings, return the same program."""
     for ranks, microbatches in LAYOUTS:
         programs = [schedule.program(ranks, microbatches) for schedule in (one, one, other)]
@@ -212,7 +212,7 @@ def the_model_sees_tokens(loss: Loss) -> None:
     """The first stage gets all rows and tokens in the batch, and all stages get their positions and documents."""
     tokens, shared = _prepare(loss).inputs(_batch())
     if not isinstance(shared, TokenContext):
-        raise BrokenContractError("the model sees no positions and documents")
+        raise BrokenContractError("the loss passes no positions and documents to the model")
     shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]
     expect(shapes == [(4, 6)] * 3, f"the model sees shapes {shapes}")
 

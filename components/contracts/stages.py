@@ -17,7 +17,7 @@ from drawloom.components.ports.stages import (
 from drawloom.graph.testing import expect
 
 
-def each_is_named_once(parameters: Parameters) -> None:
+def parameters_have_unique_names(parameters: Parameters) -> None:
     """A parameter has one name, the order of parameters does not change, and none is on the meta device."""
     named = parameters.named_parameters()
     expect(named, "there are no parameters")

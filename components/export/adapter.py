@@ -62,7 +62,7 @@ class AdapterExport:
 
     def open(self) -> None:
         """Raise UserError, before the first step, if PEFT does not support the adapters."""
-        self._plan()
+        self._plan_export()
 
     def is_finished(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
@@ -73,7 +73,7 @@ class AdapterExport:
         if self.is_finished(step):
             return
         group = self.mesh.world
-        mapper, config = self._plan()
+        mapper, config = self._plan_export()
         run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with with_averages(self.average):
@@ -86,20 +86,20 @@ class AdapterExport:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
 
-    def _plan(self) -> tuple[Mapper, dict[str, Any]]:
+    def _plan_export(self) -> tuple[Mapper, dict[str, Any]]:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         whole = build_adapted_model(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
         mapper, config = adapter_mapper(whole, files, tied), adapter_config(whole, files, tied, self.base_model)
-        if (prefix := self._prefix()) != DECODER:
+        if (prefix := self._find_prefix()) != DECODER:
             # Ends of names would match modules of other parts, such as a vision tower.
-            names = [pair.target for pair in _low_ranks(whole, files) if not pair.fused]
+            names = [pair.target for pair in _list_low_ranks(whole, files) if not pair.fused]
             mapper = _rename_outputs(mapper, prefix)
             config = _rename_modules({**config, "target_modules": names}, prefix)
         return mapper, config
 
-    def _prefix(self) -> str:
+    def _find_prefix(self) -> str:
         """Return the prefix of the decoder's modules in the base model as transformers builds it."""
         folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
@@ -155,11 +155,11 @@ def _convert_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequence[Te
 def _rename_modules(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return an `adapter_config.json` for a decoder with another prefix."""
 
-    def within(name: str) -> str:
+    def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
 
-    lists = {key: config[key] and [*map(within, config[key])] for key in LISTS}
-    tables = {key: {within(name): value for name, value in config[key].items()} for key in TABLES}
+    lists = {key: config[key] and [*map(replace_prefix, config[key])] for key in LISTS}
+    tables = {key: {replace_prefix(name): value for name, value in config[key].items()} for key in TABLES}
     return {**config, **lists, **tables}
 
 
@@ -181,14 +181,20 @@ def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
 
 def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
     """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
-    pairs = _low_ranks(whole, files)
+    pairs = _list_low_ranks(whole, files)
     if not pairs:
-        raise UserError("an adapter for PEFT needs LoRA; for parts tuned in full, remove it, and take the export")
+        raise UserError(
+            "an adapter for PEFT needs LoRA, and this run tunes only whole modules; write export.hugging_face in place "
+            "of export.adapter"
+        )
     if len({pair.dora for pair in pairs}) > 1:
         raise UserError("PEFT has DoRA for all layers or for none; write the same `dora` in all adapters")
     fused = [pair for pair in pairs if pair.fused]
     if fused and pairs[0].dora:
-        raise UserError(f"PEFT has no DoRA for {fused[0].target}, in a model with experts; take the export")
+        raise UserError(
+            f"PEFT has no DoRA for {fused[0].target} in a model with experts; write export.hugging_face in place of "
+            "export.adapter"
+        )
     # PEFT warns of patterns for fused parameters, though it uses them, so fused parameters get the defaults.
     (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
     others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
@@ -220,18 +226,18 @@ def adapter_config(whole: nn.Module, files: Mapper, tied: bool, base_model: str 
     }
 
 
-def _low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
-    """Return the pairs of factors in all adapters, as PEFT has them."""
+def _list_low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
+    """Return PEFT's descriptions for all low-rank factor pairs; joined layers have one pair."""
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
     single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
-    return [_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
+    return [_name_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
 
 
-def _by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
+def _name_by_parameter(has_experts: bool, pair: LowRank) -> LowRank:
     """
-    Return a module's entry, by its parameter in a model with experts.
+    Name a pair by its weight parameter instead of its module, in a model with experts.
 
     PEFT 0.21 treats all modules named like expert projections as experts, even if they are not.
     """
@@ -278,7 +284,8 @@ def _check_saved_tensors(whole: nn.Module, files: Mapper) -> None:
             # Experts, whose tensors in files are of modules inside of theirs, are tuned by the name of their module.
             if any(module != owner and not module.startswith(f"{owner}.") for module in modules):
                 raise UserError(
-                    f"{name} is in {group.outputs[0]} in files, which PEFT tunes as a whole; take the export"
+                    f"{name} is a part of {group.outputs[0]} in model files, and PEFT can only tune the whole; write "
+                    "export.hugging_face in place of export.adapter"
                 )
 
 

@@ -73,7 +73,7 @@ def write_folder(
     if origin is not None:
         config = origin.config
     if tied and HEAD in mapper.outputs:
-        for part in _parts(config):
+        for part in _list_configs(config):
             part["tie_word_embeddings"] = False
     if origin is not None:
         mapper = origin.rename(mapper)
@@ -106,8 +106,8 @@ def _log_merge_loss(loss: MergeLoss, group: Group) -> None:
         log.info(text, 100 * total.relative)
 
 
-def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a config, and the text part of a multimodal model's config."""
+def _list_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the config, and its `text_config` table if it has one (multimodal models)."""
     return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
 
 
@@ -116,8 +116,8 @@ def _write_config(folder: Path, config: dict[str, Any], specs: Mapping[str, Tens
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
     if len(dtypes) == 1:
         (dtype,) = dtypes
-        if not any(key in part for part in _parts(config) for key in DTYPE_KEYS):
+        if not any(key in part for part in _list_configs(config) for key in DTYPE_KEYS):
             config["torch_dtype"] = dtype
-        for part in _parts(config):
+        for part in _list_configs(config):
             part |= dict.fromkeys([key for key in DTYPE_KEYS if key in part], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

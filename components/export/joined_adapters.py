@@ -37,17 +37,17 @@ class JoinedLayer:
     @property
     def pair(self) -> LowRank:
         """The factors' description for PEFT. Raises UserError for a part without DoRA beside one with it."""
-        pairs = list(self._pairs.values())
+        pairs = list(self._pairs_by_part.values())
         if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
-            others = ", ".join(name for name in self._layers if name not in self.parts)
+            others = ", ".join(name for name in self._layer_names if name not in self.parts)
             raise UserError(
-                f"PEFT has {self.name} as one layer, of which a part is adapted with DoRA; adapt {others}, too"
+                f"PEFT has {self.name} as one layer, and DoRA adapts only a part of it; adapt {others}, too"
             )
         return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
 
     @property
     def mapper(self) -> Mapper:
-        """The mapper from the parts' factors to the joined layer's, under PEFT's names."""
+        """Mapper for joining the parts' factors to one pair, with PEFT's tensor names."""
         joins = {A: _join_rows, B: self._join_columns} | ({MAGNITUDE: self._join_magnitudes} if self.pair.dora else {})
         groups = [
             TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
@@ -58,19 +58,20 @@ class JoinedLayer:
         )
 
     @property
-    def _layers(self) -> list[str]:
+    def _layer_names(self) -> list[str]:
+        """Names of the layers that make up the joined layer."""
         return [name.removesuffix(".weight") for name in self.group.inputs]
 
     @property
-    def _pairs(self) -> dict[str, LowRank]:
-        """The descriptions of the parts' factors, by name."""
+    def _pairs_by_part(self) -> dict[str, LowRank]:
+        """PEFT's factor descriptions for the adapted layers, by layer name."""
         return {name: layer.low_ranks(name)[0] for name, layer in self.parts.items()}
 
     def _join_columns(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the parts' B, (outputs, rank) per part, to (all outputs, all ranks)."""
-        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs
+        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs_by_part
         width, scale, start, blocks = self.pair.rank, self.pair.scale, 0, []
-        for name, rows in zip(self._layers, self.rows, strict=True):
+        for name, rows in zip(self._layer_names, self.rows, strict=True):
             block = tensors[0].new_zeros(rows, width)
             if name in factors:
                 # One scale for all parts: a part with another one has the quotient in its factor.
@@ -82,7 +83,7 @@ class JoinedLayer:
     def _join_magnitudes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the parts' magnitudes, (outputs,) per part, to (all outputs,)."""
         by_name = dict(zip(self.parts, tensors, strict=True))
-        [joined] = self.group.convert([by_name[name].unsqueeze(1) for name in self._layers])
+        [joined] = self.group.convert([by_name[name].unsqueeze(1) for name in self._layer_names])
         return [joined.squeeze(1)]
 
 

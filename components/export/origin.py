@@ -48,7 +48,7 @@ class OriginFolder:
 
     def add_to(self, share: Share) -> Share:
         """Return a rank's share of the export with the tensors not loaded."""
-        source = _Both(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
+        source = _CombinedSource(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
     def copy_processors(self, target: Path) -> None:
@@ -59,8 +59,8 @@ class OriginFolder:
 
 
 @attrs.frozen
-class _Both:
-    """Source for a rank's parameters, and for tensors in a folder."""
+class _CombinedSource:
+    """Tensor source: `carried` tensors come from a folder, all others from a rank's parameters."""
 
     own: TensorSource
     folder: TensorSource
@@ -83,12 +83,12 @@ def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFol
     folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
     if folder is None or not isinstance(model, KeepsConfig):
         return None
-    fields = run_on_rank0(group, lambda: _describe(model, folder))
+    fields = run_on_rank0(group, lambda: _describe_origin(model, folder))
     return None if fields is None else OriginFolder(folder, **fields)
 
 
-def _describe(model: Any, folder: Path) -> dict[str, Any] | None:
-    """Return the fields of an OriginFolder beside its folder, as JSON; None for a folder without other parts."""
+def _describe_origin(model: Any, folder: Path) -> dict[str, Any] | None:
+    """Return OriginFolder's other fields as JSON, for all ranks; None if the folder has only the text model."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored
         carried = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

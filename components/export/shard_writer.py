@@ -121,7 +121,7 @@ def share(
     parameters: Mapping[str, ModelParameter], mapper: Mapper, owned_groups: Collection[int], dtype: torch.dtype | None
 ) -> Share:
     """
-    Return the share for a rank that owns the groups `mine`; `parameters` are all parameters on the rank.
+    Return a rank's share: the mapper groups with indices `owned_groups`, from the rank's `parameters`.
 
     The rank also converts groups that it has slices for but does not write, because gathering is a
     collective.

@@ -37,8 +37,8 @@ class Cached(NamedTuple):
     window: int | None
 
 
-def _operation(default: str, doc: str) -> Any:
-    """Return the setting for an operation's implementation."""
+def _operation_setting(default: str, doc: str) -> Any:
+    """Declare the setting for an operation's implementation."""
     return setting(default="auto", alias=default, doc=f"implementation of {doc}")
 
 
@@ -54,20 +54,24 @@ class AutoKernels:
     """
 
     device: Device
-    _linear_float8: Choice = _operation("linear_float8", "linear layers in float8")
-    _dequantize: Choice = _operation("dequantize", "the dequantization of frozen weights")
-    _rms_norm: Choice = _operation("rms_norm", "RMSNorm")
-    _add_rms_norm: Choice = _operation("add_rms_norm", "an addition with the RMSNorm of the sum")
-    _swiglu: Choice = _operation("swiglu", "silu(gate) * up")
-    _swiglu_halves: Choice = _operation("swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor")
-    _geglu: Choice = _operation("geglu", "gelu(gate) * up")
-    _oss_swiglu_halves: Choice = _operation("oss_swiglu_halves", "gpt-oss's clamped SwiGLU, gate and up in one tensor")
-    _rope: Choice = _operation("rope", "the rotary position embedding")
-    _qk_norm_rope: Choice = _operation("qk_norm_rope", "the norms and rotations of queries and keys")
-    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _operation("attention", "attention")
-    _causal_conv: Choice = _operation("causal_conv", "the convolution over tokens in recurrent layers")
-    _gated_delta_rule: Choice = _operation("gated_delta_rule", "the gated delta rule in recurrent layers")
-    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation(
+    _linear_float8: Choice = _operation_setting("linear_float8", "linear layers in float8")
+    _dequantize: Choice = _operation_setting("dequantize", "the dequantization of frozen weights")
+    _rms_norm: Choice = _operation_setting("rms_norm", "RMSNorm")
+    _add_rms_norm: Choice = _operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
+    _swiglu: Choice = _operation_setting("swiglu", "silu(gate) * up")
+    _swiglu_halves: Choice = _operation_setting(
+        "swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor"
+    )
+    _geglu: Choice = _operation_setting("geglu", "gelu(gate) * up")
+    _oss_swiglu_halves: Choice = _operation_setting(
+        "oss_swiglu_halves", "gpt-oss's clamped SwiGLU, gate and up in one tensor"
+    )
+    _rope: Choice = _operation_setting("rope", "the rotary position embedding")
+    _qk_norm_rope: Choice = _operation_setting("qk_norm_rope", "the norms and rotations of queries and keys")
+    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _operation_setting("attention", "attention")
+    _causal_conv: Choice = _operation_setting("causal_conv", "the convolution over tokens in recurrent layers")
+    _gated_delta_rule: Choice = _operation_setting("gated_delta_rule", "the gated delta rule in recurrent layers")
+    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _operation_setting(
         "linear_cross_entropy", "the loss over the vocabulary"
     )
     filter_eps: float = setting(
@@ -75,18 +79,18 @@ class AutoKernels:
         check=between(0, 1),
         doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
-    _moe_routes: Choice = _operation("moe_routes", "the routes from tokens to experts")
-    _moe_permute: Choice = _operation("moe_permute", "copies of tokens for their experts")
-    _moe_unpermute: Choice = _operation("moe_unpermute", "sums of expert rows by token")
-    _moe_peers: Choice = _operation("moe_peers", "copies and sums of tokens in the memory of other ranks")
-    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation(
+    _moe_routes: Choice = _operation_setting("moe_routes", "the routes from tokens to experts")
+    _moe_permute: Choice = _operation_setting("moe_permute", "copies of tokens for their experts")
+    _moe_unpermute: Choice = _operation_setting("moe_unpermute", "sums of expert rows by token")
+    _moe_peers: Choice = _operation_setting("moe_peers", "copies and sums of tokens in the memory of other ranks")
+    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _operation_setting(
         "grouped_gemm", "the matrix products of experts"
     )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Refuse implementations for GPUs if the device is the CPU."""
-        if _kind(node) == "cpu":
+        if _read_device_kind(node) == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
                     text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
@@ -96,10 +100,10 @@ class AutoKernels:
     def notes(cls, node: NodeView) -> Iterator[str]:
         """Yield `auto`'s implementation for every operation on the recipe's device, and the reason."""
         available = "cuda" if torch.cuda.is_available() else "cpu"
-        if _kind(node) == "cuda" != available:
+        if _read_device_kind(node) == "cuda" != available:
             yield "auto: chosen on the GPU machine; this machine has no GPU to decide by"
             return
-        device = torch.device(available if _kind(node) == "auto" else _kind(node))
+        device = torch.device(available if _read_device_kind(node) == "auto" else _read_device_kind(node))
         for operation in OPERATIONS:
             if node.settings[operation] == "auto":
                 chosen = choose(operation, "auto", device)
@@ -305,7 +309,7 @@ class AutoKernels:
 
 
 class PartMask(NamedTuple):
-    """Mask for this rank's queries and whole rows' keys, and the queries' part of every row."""
+    """Attention mask from the queries on this rank, a `part` of every row, to the keys in whole rows."""
 
     whole: Any
     part: RowPart
@@ -319,7 +323,7 @@ def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor
     return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
 
 
-def _kind(node: NodeView) -> str:
+def _read_device_kind(node: NodeView) -> str:
     """Return the recipe's device kind: auto, cpu or cuda."""
     device = node.neighbour("device")
     return str((device and device.settings.get("kind")) or "auto")

@@ -26,26 +26,26 @@ class Operation:
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _pair(module: str, triton_module: str, function: str) -> Operation:
+def _make_operation(module: str, triton_module: str, function: str) -> Operation:
     """Return an operation with an implementation in plain torch and one in Triton."""
     return Operation({"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"})
 
 
 OPERATIONS = {
     "linear_float8": Operation({"eager": "float8.EAGER", "triton": "triton.float8.TRITON"}),
-    "dequantize": _pair("dequantize", "dequantize", "dequantize"),
-    "rms_norm": _pair("rms_norm", "rms_norm", "rms_norm"),
-    "add_rms_norm": _pair("rms_norm", "rms_norm", "add_rms_norm"),
-    "swiglu": _pair("swiglu", "swiglu", "swiglu"),
-    "swiglu_halves": _pair("swiglu", "swiglu", "swiglu_halves"),
-    "geglu": _pair("geglu", "geglu", "geglu"),
+    "dequantize": _make_operation("dequantize", "dequantize", "dequantize"),
+    "rms_norm": _make_operation("rms_norm", "rms_norm", "rms_norm"),
+    "add_rms_norm": _make_operation("rms_norm", "rms_norm", "add_rms_norm"),
+    "swiglu": _make_operation("swiglu", "swiglu", "swiglu"),
+    "swiglu_halves": _make_operation("swiglu", "swiglu", "swiglu_halves"),
+    "geglu": _make_operation("geglu", "geglu", "geglu"),
     # Its Triton kernel compiles for Hopper, but its results have not been compared on a GPU.
     "oss_swiglu_halves": Operation(
         {"eager": "oss_swiglu.oss_swiglu_halves_eager", "triton": "triton.oss_swiglu.oss_swiglu_halves_triton"},
         ("eager",),
     ),
-    "rope": _pair("rope", "rope", "rope"),
-    "qk_norm_rope": _pair("rope", "qk_norm_rope", "qk_norm_rope"),
+    "rope": _make_operation("rope", "rope", "rope"),
+    "qk_norm_rope": _make_operation("rope", "qk_norm_rope", "qk_norm_rope"),
     "attention": Operation(
         {
             "eager": "attention.EAGER",
@@ -55,8 +55,8 @@ OPERATIONS = {
         },
         ("cudnn", "flex", "eager"),
     ),
-    "causal_conv": _pair("causal_conv", "causal_conv", "causal_conv"),
-    "gated_delta_rule": _pair("gated_delta", "gated_delta", "delta_rule"),
+    "causal_conv": _make_operation("causal_conv", "causal_conv", "causal_conv"),
+    "gated_delta_rule": _make_operation("gated_delta", "gated_delta", "delta_rule"),
     "linear_cross_entropy": Operation(
         {
             "eager": "linear_cross_entropy.linear_cross_entropy_eager",
@@ -64,9 +64,9 @@ OPERATIONS = {
             "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
         }
     ),
-    "moe_routes": _pair("moe", "moe_routes", "moe_routes"),
-    "moe_permute": _pair("moe", "moe_permute", "moe_permute"),
-    "moe_unpermute": _pair("moe", "moe_permute", "moe_unpermute"),
+    "moe_routes": _make_operation("moe", "moe_routes", "moe_routes"),
+    "moe_permute": _make_operation("moe", "moe_permute", "moe_permute"),
+    "moe_unpermute": _make_operation("moe", "moe_permute", "moe_unpermute"),
     "moe_peers": Operation({"eager": "moe_peers.EAGER", "triton": "triton.moe_peers.TRITON"}),
     "grouped_gemm": Operation(
         {

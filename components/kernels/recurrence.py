@@ -77,7 +77,7 @@ class PieceMask(NamedTuple):
     def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
         """Apply a causal convolution to x (rows, tokens, channels), behind the previous pieces' last tokens."""
         lags = weight.shape[1] - 1
-        pieces = self._cut(x)
+        pieces = self._split_pieces(x)
         kept = min(lags, pieces.shape[1])
         tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
         # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
@@ -88,7 +88,7 @@ class PieceMask(NamedTuple):
 
     def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule to the states after the previous pieces."""
-        q, k, v, g, beta = (self._cut(x) for x in inputs)
+        q, k, v, g, beta = (self._split_pieces(x) for x in inputs)
         documents = RecurrentDocuments(self.ids.flatten(0, 1), self._ids_before(1).flatten())
         heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
         # Values, and beside them the identity as a state that values of 0 change.
@@ -96,12 +96,16 @@ class PieceMask(NamedTuple):
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
         _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
-        incoming = self._fold(maps.unflatten(0, (-1, len(self.part.pieces))), v_width)  # type: ignore[no-untyped-call]
+        incoming = self._fold_states(maps.unflatten(0, (-1, len(self.part.pieces))), v_width)  # type: ignore[no-untyped-call]
         mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)
 
-    def _fold(self, own: Tensor, v_width: int) -> Tensor:
-        """Return the states before own pieces (rows, pieces, heads, K, V) from their maps (..., K, V + K)."""
+    def _fold_states(self, own: Tensor, v_width: int) -> Tensor:
+        """
+        Return the states before this rank's pieces: (rows, pieces, heads, K, V).
+
+        `own` (..., K, V + K) has, by piece, a summand and a factor: the piece changes state S to factor @ S + summand.
+        """
         maps = self.part.gather_pieces(own)
         states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
         for piece in range(max(self.part.pieces)):
@@ -109,8 +113,8 @@ class PieceMask(NamedTuple):
             states.append(factor @ states[-1] + added)
         return torch.stack([states[piece] for piece in self.part.pieces], 1)
 
-    def _cut(self, x: Tensor) -> Tensor:
-        """Return x (rows, tokens, ...) as (rows * pieces, tokens / pieces, ...)."""
+    def _split_pieces(self, x: Tensor) -> Tensor:
+        """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
         return x.reshape(len(x) * len(self.part.pieces), -1, *x.shape[2:])
 
     def _ids_before(self, count: int) -> Tensor:

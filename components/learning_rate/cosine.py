@@ -1,6 +1,6 @@
 """Learning rate that falls like half a cosine (Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, equation 5)."""
 
-from drawloom.components.learning_rate.piecewise import between
+from drawloom.components.learning_rate.piecewise import interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph import at_least, component, setting
 
@@ -13,4 +13,4 @@ class Cosine(AfterWarmup):
 
     def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
         """Return the cosine's value."""
-        return between("cosine", 1.0, self.end, min(done / rest, 1.0))
+        return interpolate("cosine", 1.0, self.end, min(done / rest, 1.0))

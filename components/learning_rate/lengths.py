@@ -13,7 +13,7 @@ from drawloom.graph import Problem
 UNITS = ("steps", "tokens", "percent")
 
 
-def steps_of(
+def convert_to_steps(
     steps: int | None, tokens: int | None, percent: float | None, total: int, sizes: "TokenCounts", *, at_end: bool
 ) -> int:
     """
@@ -62,7 +62,7 @@ def token_counts_from_settings(node: Any) -> TokenCounts | None:
     return TokenCounts(lambda steps: steps * size * length) if size and length else None
 
 
-def several_given(node: Any, name: str) -> Iterator[Problem]:
+def report_several_units(node: Any, name: str) -> Iterator[Problem]:
     """Yield a problem if a length is given in more than one unit."""
     keys = [f"{name}_{unit}" for unit in UNITS if node.settings[f"{name}_{unit}"] is not None]
     if len(keys) > 1:
@@ -75,15 +75,15 @@ def steps_from_settings(node: Any, name: str, total: int, *, at_end: bool) -> in
     sizes = token_counts_from_settings(node)
     if sizes is None and tokens is not None:
         return 0
-    return steps_of(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
+    return convert_to_steps(steps, tokens, percent, total, sizes or token_counts(None, None), at_end=at_end)
 
 
-def unit_given(node: Any, name: str) -> str:
-    """Return the name of a length's setting, such as `warmup_steps`."""
+def find_length_key(node: Any, name: str) -> str:
+    """Return the key under which a length is set, such as `warmup_steps` for "warmup"."""
     return next(key for unit in UNITS if node.settings[key := f"{name}_{unit}"] is not None)
 
 
-def tokens_without_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
+def report_missing_sizes(node: Any, key: Any, text: str) -> Iterator[Problem]:
     """Yield a problem at `key` if a length is in tokens and the node lacks an edge to the batch size or the rows."""
     missing = [f'{edge} = "@{name}"' for edge, name in SIZES.items() if not node.neighbour(edge)]
     if missing:

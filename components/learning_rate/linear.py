@@ -1,6 +1,6 @@
 """Linear learning rate decay."""
 
-from drawloom.components.learning_rate.piecewise import between
+from drawloom.components.learning_rate.piecewise import interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph import at_least, component, setting
 
@@ -13,4 +13,4 @@ class LinearDecay(AfterWarmup):
 
     def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
         """Return the line's value."""
-        return between("linear", 1.0, self.end, min(done / rest, 1.0))
+        return interpolate("linear", 1.0, self.end, min(done / rest, 1.0))

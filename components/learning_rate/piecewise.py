@@ -9,9 +9,9 @@ import attrs
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
+    report_missing_sizes,
     token_counts,
     token_counts_from_settings,
-    tokens_without_sizes,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
@@ -23,7 +23,7 @@ MIN_FACTOR = 1e-8
 """Replaces 0 at the ends of an exponential curve, which can't reach 0."""
 
 
-def between(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
+def interpolate(curve: Curve, start: float, end: float, progress: float, power: float = 2.0) -> float:
     """Return a curve's value at `progress` from 0 to 1; `power` is the polynomial's exponent."""
     match curve:
         case "linear":
@@ -88,7 +88,7 @@ class Piecewise:
         for phase in self.phases:
             end = max(begin, phase.end(begin, total, self._sizes))
             if done < end:
-                return between(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
+                return interpolate(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
         return value
 
@@ -135,13 +135,13 @@ class Piecewise:
         for number, phase in enumerate(phases):
             if phase.until_tokens is not None:
                 key, text = ("phases", number), f"phases[{number}].until_tokens"
-                yield from tokens_without_sizes(node, key, text)
-            for text, hint in _faults(phase, reached, last=number == len(phases) - 1):
+                yield from report_missing_sizes(node, key, text)
+            for text, hint in _find_faults(phase, reached, last=number == len(phases) - 1):
                 yield node.problem(("phases", number), f"phases[{number}] {text}", hint)
             reached = reached if phase.until_percent is None else phase.until_percent
 
 
-def _faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
+def _find_faults(phase: SchedulePiece, reached: float, *, last: bool) -> Iterator[tuple[str, str]]:
     percent = phase.until_percent
     keys = [name for name in ("steps", "until_tokens", "until_percent") if getattr(phase, name) is not None]
     if len(keys) > 1:

@@ -6,12 +6,12 @@ from typing import Any
 
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
-    several_given,
+    convert_to_steps,
+    find_length_key,
+    report_missing_sizes,
+    report_several_units,
     steps_from_settings,
-    steps_of,
     token_counts,
-    tokens_without_sizes,
-    unit_given,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
@@ -57,7 +57,7 @@ class AfterWarmup:
 
     def warmup(self, total: int) -> int:
         """Return the warm-up length in steps, in a run with `total` steps."""
-        return steps_of(
+        return convert_to_steps(
             self.warmup_steps, self.warmup_tokens, self.warmup_percent, total=total, sizes=self.sizes, at_end=False
         )
 
@@ -82,16 +82,16 @@ class AfterWarmup:
         steps = {name: steps_from_settings(node, name, total, at_end=name == "decay") for name in names}
         if steps["warmup"] > total:
             text = f"the warm-up takes {steps['warmup']} steps, and the run has {total}"
-            yield node.problem(unit_given(node, "warmup"), text, SHORTEN.format(name="warmup"))
+            yield node.problem(find_length_key(node, "warmup"), text, SHORTEN.format(name="warmup"))
         elif sum(steps.values()) > total:
             text = f"the warm-up takes {steps['warmup']} steps and the decay {steps['decay']}, and the run has {total}"
-            yield node.problem(unit_given(node, "decay"), text, SHORTEN.format(name="decay"))
+            yield node.problem(find_length_key(node, "decay"), text, SHORTEN.format(name="decay"))
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Report lengths in several units, and lengths in tokens without the batch size and sequence length."""
         for name in LENGTHS:
             if f"{name}_steps" in node.settings:
-                yield from several_given(node, name)
+                yield from report_several_units(node, name)
                 if node.settings[key := f"{name}_tokens"] is not None:
-                    yield from tokens_without_sizes(node, key, key)
+                    yield from report_missing_sizes(node, key, key)

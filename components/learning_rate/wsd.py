@@ -1,7 +1,7 @@
 """Warmup-stable-decay schedule, WSD (Hu et al. 2024, "MiniCPM", arXiv 2404.06395, section 4.2)."""
 
-from drawloom.components.learning_rate.lengths import steps_of
-from drawloom.components.learning_rate.piecewise import Curve, between
+from drawloom.components.learning_rate.lengths import convert_to_steps
+from drawloom.components.learning_rate.piecewise import Curve, interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
 from drawloom.graph import at_least, component, setting
 from drawloom.graph import between as within
@@ -30,9 +30,9 @@ class WarmupStableDecay(AfterWarmup):
 
     def factor_after_warmup(self, done: int, rest: int, total: int) -> float:
         """Return 1 before the decay, and then the curve's value."""
-        steps = steps_of(
+        steps = convert_to_steps(
             self.decay_steps, self.decay_tokens, self.decay_percent, total=total, sizes=self.sizes, at_end=True
         )
         length = min(steps, rest)
         position = done - (rest - length)
-        return 1.0 if position <= 0 else between(self.curve, 1.0, self.end, min(position / length, 1.0))
+        return 1.0 if position <= 0 else interpolate(self.curve, 1.0, self.end, min(position / length, 1.0))

@@ -62,7 +62,7 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         for number, group in enumerate(self.param_groups):
             parts = [part for part in group["params"] if part.grad is not None]
             if parts:
-                self._update(parts, group, self._stepper(number, parts, group["weight_decay"]))
+                self._update(parts, group, self._prepare_stepper(number, parts, group["weight_decay"]))
 
     def _update(self, parts: list[nn.Parameter], group: dict[str, Any], stepper: Any) -> None:
         # The device counts the steps, because the host learns too late which of them were skipped.
@@ -72,14 +72,14 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
         # A list of tensors, because the host would read (and wait for) a single tensor without dimensions.
         torch._foreach_add_(steps, 1 if self.found_inf is None else [1 - self.found_inf] * len(steps))
 
-    def _stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
+    def _prepare_stepper(self, number: int, parts: list[nn.Parameter], weight_decay: float) -> Any:
         """Return the kernel with the addresses of these weights and their state, built anew if the weights changed."""
         known, stepper = self._steppers.get(number, ((), None))
         if len(known) != len(parts) or any(a is not b for a, b in zip(known, parts, strict=True)):
             # Imported here, because Triton is not available on every machine.
             from drawloom.kernels.triton.adamw import AdamwTriton
 
-            states = [self._state(part) for part in parts]
+            states = [self._prepare_state(part) for part in parts]
             stepper = AdamwTriton(
                 [
                     ParamState(
@@ -96,7 +96,8 @@ class AdamWTriton(torch.optim.AdamW, WideGradientStep):
             self._steppers[number] = parts, stepper
         return stepper
 
-    def _state(self, part: nn.Parameter) -> dict[str, Tensor]:
+    def _prepare_state(self, part: nn.Parameter) -> dict[str, Tensor]:
+        """Return a weight's state; before its first step, fill it with zeros."""
         state: dict[str, Tensor] = self.state[part]
         if not state:
             state["step"] = torch.zeros((), device=part.device)

@@ -71,11 +71,11 @@ class Muon(TorchOptimizer):
         slices, matrices = self.parameters.slices(), self._muon_matrices()
         parts = ((slices[name], part) for name, part in self.parameters.named_parameters() if part in matrices)
         shapes = (tuple(part.shape) if tensor_slice is None else tensor_slice.shape for tensor_slice, part in parts)
-        return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing.size
+        return sum(orthogonalize_flops(shape, self.ns_steps) for shape in shapes) / self._sharing_group.size
 
     @property
-    def _sharing(self) -> Group:
-        """Ranks with slices or copies of the same matrices."""
+    def _sharing_group(self) -> Group:
+        """Group with all ranks that have slices or copies of this rank's matrices."""
         return self.mesh.data_tensor_group
 
     def open(self) -> None:
@@ -88,7 +88,7 @@ class Muon(TorchOptimizer):
         known = self.parameters.slices()
         matrices = {name: part for name, part in self.parameters.named_parameters() if part in chosen}
         slices = {name: known[name] or TensorSlice.whole(tuple(part.shape)) for name, part in matrices.items()}
-        shared = SharedMatrices(slices, self._sharing)
+        shared = SharedMatrices(slices, self._sharing_group)
         options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
         self._optimizers = [
             MuonStep(muon_groups, matrices, slices, shared, self.adjust_lr_fn, maximize=self.maximize, **options),
@@ -129,7 +129,9 @@ class MuonStep(WideGradientStep):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights and means."""
         updates = {
-            self._names[part]: self._average(part, group) for group in self.param_groups for part in group["params"]
+            self._names[part]: self._update_momentum(part, group)
+            for group in self.param_groups
+            for part in group["params"]
         }
         directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:
@@ -139,8 +141,8 @@ class MuonStep(WideGradientStep):
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._assign_if_finite(part, updated.add_(directions[name], alpha=-rate))
 
-    def _average(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Add the gradient to its running mean, and return the tensor to orthogonalise."""
+    def _update_momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
         state, gradient = self.state[parameter], gradient_of(parameter).to(parameter.dtype)
         gradient = -gradient if group["maximize"] else gradient
         mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -70,7 +70,7 @@ def param_groups(
     without a matching parameter.
     """
     named, roles = parameters.named_parameters(), parameters.roles()
-    indices = match_targets([name for name, _ in named], _targets(groups), mesh)
+    indices = match_targets([name for name, _ in named], _list_targets(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):
         members = [pair for pair, index in zip(named, indices, strict=True) if index == number]
@@ -92,14 +92,14 @@ def check_patterns(node: NodeView) -> Iterator[Problem]:
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
     kinds: list[tuple[ParameterKind, dict[str, list[str]], list[KeyPath]]] = [
-        ("parameter", _targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
+        ("parameter", _list_targets(groups), [("groups", number, "targets") for number in range(len(groups))]),
         ("matrix", {} if own_targets is None else {"targets": own_targets}, [("targets",)]),
     ]
     stages = node.neighbour("parameters") if any(targets for _, targets, _ in kinds) else None
     roles = _model_roles(stages) if stages else {}
     for kind, targets, paths in kinds:
         names = [name for name, role in roles.items() if kind == "parameter" or role.is_matrix]
-        for index, pattern, text in _faults(_pair_with_index(names, targets), targets, kind):
+        for index, pattern, text in _find_pattern_faults(_pair_with_index(names, targets), targets, kind):
             yield node.warning(paths[index], f"the pattern {pattern!r} {text}")
 
 
@@ -113,7 +113,7 @@ def _model_roles(stages: NodeView) -> dict[str, Role]:
     return {} if module is None else dict(parameter_roles(module))
 
 
-def _targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:
+def _list_targets(groups: Sequence[ParameterGroup]) -> dict[str, list[str]]:
     return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
 
 
@@ -131,23 +131,23 @@ def match_targets(
     if targets:
         pairs_by_rank = mesh.pipeline_group.gather_json(pairs)
         all_pairs = [(str(name), int(index)) for rank_pairs in pairs_by_rank for name, index in rank_pairs]
-        for number, pattern, text in _faults(all_pairs, targets, kind):
+        for number, pattern, text in _find_pattern_faults(all_pairs, targets, kind):
             raise UserError(f"{[*targets][number]} of the optimizer: the pattern {pattern!r} {text}", exit_code=2)
     return [index for _, index in pairs]
 
 
 def _pair_with_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
-    """Return names with the 1-based index of their first matching group, or 0."""
+    """Pair every name with the 1-based index of its first matching group, or with 0."""
     return [
         (name, next((number for number, patterns in enumerate(targets.values(), 1) if _matches(name, patterns)), 0))
         for name in names
     ]
 
 
-def _faults(
+def _find_pattern_faults(
     pairs: Sequence[tuple[str, int]], targets: Mapping[str, Sequence[str]], kind: ParameterKind
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield a group's 0-based index, its pattern without a match, and the fault."""
+    """Yield (0-based group index, pattern, fault) for patterns without a match, or only in other groups."""
     # A model without trained parameters is not a fault of the patterns.
     if not pairs:
         return

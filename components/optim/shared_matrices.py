@@ -171,7 +171,7 @@ class SharedMatrices:
         """
         Send flat bfloat16 pieces (elements,) by rank, and return the received pieces in rank order.
 
-        `received` are their sizes by sender. The received pieces are on the device of the tensors in `like`.
+        `received` are their sizes by sender. `like` has any tensors on the device for the received pieces.
         """
         device = next(iter(like.values())).device
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
@@ -185,18 +185,18 @@ def _plan_shares(slices_by_rank: Sequence[Mapping[str, TensorSlice]]) -> Iterato
     """Yield all matrices' shares, the same on every rank. All ranks have slices with the same names."""
     work = [0] * len(slices_by_rank)
     first_rank = slices_by_rank[0]
-    for name in sorted(first_rank, key=lambda name: (-_cost(first_rank[name].shape), name)):
+    for name in sorted(first_rank, key=lambda name: (-_estimate_cost(first_rank[name].shape), name)):
         slices = [rank_slices[name] for rank_slices in slices_by_rank]
         if _are_stacks_of_whole_matrices(slices):
             regions = list(_divide_among_copies(slices))
         else:
             regions = [(TensorSlice.whole(slices[0].shape), min(range(len(work)), key=work.__getitem__))]
         for region, owner in regions:
-            work[owner] += _cost(region.size)
+            work[owner] += _estimate_cost(region.size)
             yield _Share(name, region, owner, [region.overlap(part) for part in slices])
 
 
-def _cost(shape: Sequence[int]) -> int:
+def _estimate_cost(shape: Sequence[int]) -> int:
     """Return roughly an iteration's number of multiplications."""
     return prod(shape) * min(shape[-2:])
 

@@ -152,7 +152,7 @@ class StochasticAdamW:
         kinds: dict[tuple[float, tuple[float, float]], list[nn.Parameter]] = {}
         for group in groups:
             kinds.setdefault((group["lr_multiplier"], group.get("betas", self.betas)), []).extend(group["params"])
-        implementation, states = self._step_class(), self._states()
+        implementation, states = self._make_stepper_factory(), self._states_by_parameter()
         for (lr_multiplier, betas), parts in kinds.items():
             stepper = implementation([states[part] for part in parts], self.maximize)
             self._launches.append(_Launch(parts, stepper, lr_multiplier, betas))
@@ -173,28 +173,30 @@ class StochasticAdamW:
         for launch in self._launches:
             scalars = step_scalars(lr * launch.lr_multiplier, launch.betas, self.eps, number)
             launch.stepper.step([gradient_of(part) for part in launch.parameters], scalars, number, skip, factors)
-        if self._streamed:
-            self._streamed[0].prefetch()
+        if self._streamed_steps:
+            self._streamed_steps[0].prefetch()
 
     @property
-    def _streamed(self) -> list[StreamedStep]:
-        """Return the steppers whose state is in host memory."""
+    def _streamed_steps(self) -> list[StreamedStep]:
+        """The launches' steppers with state in host memory."""
         return [launch.stepper for launch in self._launches if isinstance(launch.stepper, StreamedStep)]
 
     @property
-    def _fields(self) -> dict[str, str]:
-        """Return ParamState's fields by their keys in the state dict."""
+    def _fields_by_key(self) -> dict[str, str]:
+        """ParamState's field names, such as exp_avg, by their keys in the state dict, such as mean."""
         fields = {"mean": "exp_avg", "square": "exp_avg_sq"}
         fields |= {"max_square": "max_exp_avg_sq"} if self.amsgrad else {}
         return fields | ({"remainder": "remainder"} if self.split_master_weights else {})
 
-    def _specs(self, parameter: nn.Parameter) -> Specs:
-        """Return the shapes and dtypes of a parameter's state."""
+    def _describe_state(self, parameter: nn.Parameter) -> Specs:
+        """Return (shape, dtype) by ParamState's fields for a parameter's state."""
         shape, means = tuple(parameter.shape), DTYPES[self.state_dtype]
         has_codes = means == torch.uint8 and parameter.ndim > 1
         if means == torch.uint8 and not has_codes:
             means = torch.float32  # a slice of a vector would cut blocks
-        specs = {field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields.values()}
+        specs = {
+            field: (shape, torch.int16 if field == "remainder" else means) for field in self._fields_by_key.values()
+        }
         if not has_codes:
             return specs
         scales = (blocks_in_rows(shape), torch.float32)
@@ -202,7 +204,7 @@ class StochasticAdamW:
 
     def _allocate_state(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
         """Return zeros by parameter and by ParamState's fields, on the device or in host memory."""
-        specs = {name: self._specs(parameter) for name, parameter in parameters.items()}
+        specs = {name: self._describe_state(parameter) for name, parameter in parameters.items()}
         if self._transfers is not None:
             state = allocate_state(self._transfers, specs)
         else:
@@ -218,8 +220,8 @@ class StochasticAdamW:
                 fields["exp_avg"].fill_(ZERO_CODE)
         return state
 
-    def _step_class(self) -> Any:
-        """Return the function from parameters' states to a stepper."""
+    def _make_stepper_factory(self) -> Any:
+        """Return a function from ParamStates to a stepper; with state in host memory, the stepper streams it."""
         implementation = self._choose_stepper()
         if self._transfers is None:
             return implementation
@@ -234,7 +236,7 @@ class StochasticAdamW:
             self._transfers.close()
             self._transfers = None
 
-    def _states(self) -> dict[nn.Parameter, ParamState]:
+    def _states_by_parameter(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
     def _steps_taken(self) -> int:
@@ -253,7 +255,7 @@ class StochasticAdamW:
         return self._state_bytes() if self.states == "host" else 0
 
     def _state_bytes(self) -> int:
-        specs = [self._specs(parameter).values() for _, parameter in self.parameters.named_parameters()]
+        specs = [self._describe_state(parameter).values() for _, parameter in self.parameters.named_parameters()]
         return sum(prod(shape) * dtype.itemsize for named in specs for shape, dtype in named)
 
     def state_slices(self) -> dict[str, TensorSlice | None]:
@@ -261,7 +263,7 @@ class StochasticAdamW:
         return slices | {
             f"{name}{SCALES}": slice_of_blocks(name, slices[name])
             for name, parameter in self.parameters.named_parameters()
-            if "exp_avg_scale" in self._specs(parameter)
+            if "exp_avg_scale" in self._describe_state(parameter)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,12 +272,12 @@ class StochasticAdamW:
         if self._transfers is not None:
             self._transfers.synchronize()
         state = {
-            name: {key: getattr(param, field) for key, field in self._fields.items()} | {"steps": steps}
+            name: {key: getattr(param, field) for key, field in self._fields_by_key.items()} | {"steps": steps}
             for name, param in self._params.items()
         }
-        return state | {f"{name}{SCALES}": scales for name, scales in self._scales().items()}
+        return state | {f"{name}{SCALES}": scales for name, scales in self._collect_scales().items()}
 
-    def _scales(self) -> dict[str, dict[str, Tensor]]:
+    def _collect_scales(self) -> dict[str, dict[str, Tensor]]:
         """Return the scales of means by parameter, for those with codes of 8 bits."""
         named = {
             name: {"mean": param.exp_avg_scale, "square": param.exp_avg_sq_scale}
@@ -289,7 +291,7 @@ class StochasticAdamW:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
-        scales = {f"{name}{SCALES}": values for name, values in self._scales().items()}
+        scales = {f"{name}{SCALES}": values for name, values in self._collect_scales().items()}
         if other := state.keys() ^ (self._params.keys() | scales.keys()):
             raise KeyError(f"optimizer state differs for {sorted(other)}")
         steps = {state[name]["steps"] for name in self._params}
@@ -297,10 +299,10 @@ class StochasticAdamW:
             raise ValueError(f"parameters have taken different numbers of steps, {sorted(steps)}")
         if self._transfers is not None:
             self._transfers.synchronize()
-        for stepper in self._streamed:
+        for stepper in self._streamed_steps:
             stepper.forget()
         for name, param in self._params.items():
-            for key, field in self._fields.items():
+            for key, field in self._fields_by_key.items():
                 getattr(param, field).copy_(state[name][key])
         for name, values in scales.items():
             for key, scale in values.items():

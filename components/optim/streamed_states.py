@@ -47,14 +47,14 @@ class Slots:
         self.free = [self.transfers.mark()] * SLOTS
 
     def take(self) -> int:
-        """Return the number of the slot whose turn it is."""
+        """Return the next slot's number; slots take turns."""
         slot, self._next = self._next, (self._next + 1) % SLOTS
         return slot
 
 
 @attrs.frozen(eq=False)
 class Range:
-    """Elements `start` to `stop` of the weight of a number, and its state in host memory, flat by field."""
+    """Elements `start` to `stop` in weight `number`, with their state in host memory: a flat tensor by field."""
 
     number: int
     start: int
@@ -92,7 +92,7 @@ def allocate_state(
     return state
 
 
-def cut(number: int, param: ParamState, size: int) -> Iterator[Range]:
+def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in state_of(param).items()}
     unit, count = PIECE if param.is_contiguous else param.width, param.weight.numel()
@@ -109,7 +109,7 @@ def cut(number: int, param: ParamState, size: int) -> Iterator[Range]:
 
 
 def _cut_flat(tensor: Tensor, start: int, stop: int, count: int) -> Tensor:
-    """Return the elements of a flat tensor for a range of `count` elements, of which it has a number or a scale."""
+    """Return a flat state tensor's part, such as scales, for a weight's elements `start` to `stop` out of `count`."""
     return tensor[start * len(tensor) // count : stop * len(tensor) // count]
 
 
@@ -129,7 +129,9 @@ class StreamedStep:
 
     def __init__(self, implementation: Any, slots: Slots, params: Sequence[ParamState], maximize: bool) -> None:
         self._slots = slots
-        self._pieces = [self._piece(group, params, implementation, maximize) for group in self._groups(params)]
+        self._pieces = [
+            self._make_piece(group, params, implementation, maximize) for group in self._group_ranges(params)
+        ]
         self._stored: list[Ticket] = [None] * len(self._pieces)
         self._arrivals: list[Ticket] = []
 
@@ -159,17 +161,20 @@ class StreamedStep:
             self._arrivals.append(self._fetch(len(self._arrivals)))
 
     def forget(self) -> None:
-        """Fetch again what has been fetched already, because the state in host memory has changed."""
+        """Drop prefetched pieces, because the state in host memory has changed; the next step fetches them again."""
         self._arrivals = []
 
     def _fetch(self, number: int) -> Ticket:
+        """Start to copy a piece's state into its slot, once the slot is free and the last step's state is stored."""
         piece = self._pieces[number]
         return self._slots.transfers.fetch(piece.fetches, [self._slots.free[piece.slot], self._stored[number]])
 
-    def _groups(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
-        """Yield ranges that fill a slot together."""
+    def _group_ranges(self, params: Sequence[ParamState]) -> Iterator[list[Range]]:
+        """Cut weights into ranges, and yield lists of ranges whose state fits into one slot."""
         group: list[Range] = []
-        for part in (part for number, param in enumerate(params) for part in cut(number, param, self._slots.size)):
+        for part in (
+            part for number, param in enumerate(params) for part in cut_into_ranges(number, param, self._slots.size)
+        ):
             if group and sum(other.bytes for other in group) + part.bytes > self._slots.size:
                 yield group
                 group = []
@@ -177,7 +182,10 @@ class StreamedStep:
         if group:
             yield group
 
-    def _piece(self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool) -> _Piece:
+    def _make_piece(
+        self, group: list[Range], params: Sequence[ParamState], implementation: Any, maximize: bool
+    ) -> _Piece:
+        """Lay out a group's state in the next slot. Raises UserError if a single row's state exceeds a slot."""
         if (needed := sum(part.bytes for part in group)) > self._slots.size:
             text = f"a row's optimizer state takes {needed} bytes, and a slot has {self._slots.size}"
             raise UserError(f"optim.stochastic_adamw: {text}; write a larger slot_bytes", exit_code=2)
@@ -190,13 +198,13 @@ class StreamedStep:
                 on_device[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
                 fetches.append((on_device[name], tensor))
                 offset += pad_size(tensor.nbytes)
-            states.append(_part_of(params[part.number], part, on_device))
+            states.append(_cut_param(params[part.number], part, on_device))
         stores = [(host, device) for device, host in fetches]
         return _Piece(group, slot, implementation(states, maximize), fetches, stores)
 
 
-def _part_of(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
-    """Return a range of a weight as a weight, whose noise is that of the range."""
+def _cut_param(param: ParamState, part: Range, state: Mapping[str, Tensor]) -> ParamState:
+    """Return a weight's range as its own ParamState, with the same noise as within the whole weight."""
     before = part.start if param.is_contiguous else part.start // param.width * param.stride
     width = ALL if param.is_contiguous else param.width
     weight = param.weight.view(-1)[part.start : part.stop]

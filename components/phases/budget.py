@@ -40,7 +40,7 @@ class Budget:
             yield node.problem("use", "the budget has no limit", "write tokens = 1_000_000, minutes = 60, or both")
 
     def run_phase(self, step: Step) -> None:
-        """Count the step, and ask for the stop. A collective, if there is a limit of time."""
+        """Count the step's tokens or time, and end the run if the budget is used up. A collective for a time limit."""
         if self.tokens is not None:
             self._tokens += step.tokens
         if self.minutes is not None:

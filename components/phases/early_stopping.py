@@ -32,7 +32,7 @@ class EarlyStopping:
     _waited: int = attrs.field(init=False, default=0)
 
     def run_phase(self, step: Step) -> None:
-        """Compare the metric, if the step has one, and ask for the stop. A skipped step counts, too."""
+        """Compare the metric, if the step has one, and end the run if it did not improve. A skipped step counts too."""
         if self.metric not in step.state:
             return
         value = step.state.number(self.metric)

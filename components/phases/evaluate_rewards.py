@@ -4,7 +4,7 @@ import time
 
 import attrs
 
-from drawloom.components.phases.rollout import mean_total, prompt_batch, repeat, score
+from drawloom.components.phases.rollout import mean_total, repeat_prompts, require_prompts, score_completions
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
@@ -58,18 +58,18 @@ class EvaluateRewards:
 
     def _measure(self) -> float | None:
         """Return the mean reward; None if no completion has one. A collective."""
-        batches = [prompt_batch(batch) for batch in self.data.batches()]
+        batches = [require_prompts(batch) for batch in self.data.batches()]
         prompts, row = [], 0
         for batch in batches:
             numbers = [self.batching.dp_rank + self.batching.dp_size * (row + n) for n in range(batch.row_count)]
-            prompts.append(repeat(batch, numbers, self.samples))
+            prompts.append(repeat_prompts(batch, numbers, self.samples))
             row += batch.row_count
         if not batches:
             return None
         with with_averages(self.average):
             completions = self.rollouts.sample(prompts, "validation", 0)
         scored = [
-            score(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
+            score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
             for batch, sampled in zip(batches, completions, strict=True)
         ]
         sums = mean_total(scored)

@@ -53,8 +53,8 @@ class LossSpikes:
         """Compare the step's loss. Raises UserError on all ranks for a spike if the run may not go back again."""
         if not self.go_back:
             self._late.append(step)
-            self._warn(step.last)
-        elif not step.skip_reason and (spike := self._spike(step)):
+            self._warn_about_spikes(step.last)
+        elif not step.skip_reason and (spike := self._detect_spike(step)):
             if self._times >= self.go_back:
                 raise UserError(
                     f"step {step.index}: {spike}, after the run went back {self._times} times; lower the learning "
@@ -73,7 +73,7 @@ class LossSpikes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return `losses`, the last steps' losses, and `times`, how often the run went back."""
-        self._warn(wait=True)
+        self._warn_about_spikes(wait=True)
         return {"losses": list(self._losses), "times": self._times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,15 +81,19 @@ class LossSpikes:
         self._losses = [float(loss) for loss in state["losses"]]
         self._times = max(self._times, int(state["times"]))
 
-    def _warn(self, wait: bool) -> None:
-        """Compare the losses on the host, or all if `wait` is true, and warn about spikes."""
+    def _warn_about_spikes(self, wait: bool) -> None:
+        """Warn about spikes in late steps whose loss has reached the host; with `wait`, in all late steps."""
         while self._late and (wait or self._late[0].state.is_on_host):
             step = self._late.pop(0)
-            if not step.skip_reason and (spike := self._spike(step)):
+            if not step.skip_reason and (spike := self._detect_spike(step)):
                 log.warning("step %d: %s", step.index, spike)
 
-    def _spike(self, step: Step) -> str:
-        """Return a sentence if the step's loss is a spike; otherwise add the loss to the window and return ""."""
+    def _detect_spike(self, step: Step) -> str:
+        """
+        Return a sentence if the step's loss is a spike, else "".
+
+        The loss enters the window, unless it is a spike from which the run goes back.
+        """
         loss, spike = step.state.number("loss"), ""
         if len(self._losses) >= self.window:
             mean, deviation = fmean(self._losses), pstdev(self._losses)

@@ -55,7 +55,7 @@ def _pack(
     mesh: Mesh,
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """Yield this rank's flat parts for one op; the identity if it has no part, or if a sum counts another rank's."""
+    """Yield this rank's flattened accumulators for one op; the op's identity where only another rank's counts."""
     is_first = mesh.indices.tensor == 0
     counts = {
         "activations": True,
@@ -74,6 +74,7 @@ def _pack(
 
 
 def _unpack(metrics: Sequence[Metric], op: str, packed: Tensor) -> Iterator[Tensor]:
+    """Yield the reduced accumulators for one op, in their shapes, from one flat tensor."""
     offset = 0
     for metric in metrics:
         for accumulator in metric.accumulators.values():

@@ -100,7 +100,7 @@ class Report:
         self._write_waiting()
         if self._first is None:
             properties = tomllib.loads(self.recipe.text)
-            self._call_trackers(lambda tracker: _describe(tracker, properties))
+            self._call_trackers(lambda tracker: _track_properties(tracker, properties))
         if self._first is None or step.index <= self._newest:
             # a run that was killed, or goes back, may have tracked steps after its checkpoint
             self._call_trackers(lambda tracker: tracker.rewind(step.index - 1 if step.index > 1 else -1))
@@ -136,12 +136,14 @@ class Report:
                 log.info("%s", step_line(Step(0, step.total), values), extra={"step_line": True})
 
     def _write_waiting(self) -> None:
+        """Report the waiting step, if there is one, after waiting for its numbers."""
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
-                self._write(step, read_measurements(self.metrics, step))
+                self._write_step(step, read_measurements(self.metrics, step))
 
-    def _write(self, step: Step, measurements: Measurements) -> None:
+    def _write_step(self, step: Step, measurements: Measurements) -> None:
+        """Send a step to the trackers, and log its line or why it was skipped."""
         values = measurements.values
         self._call_trackers(lambda tracker: _track(tracker, step.index, measurements))
         if step.skip_reason:
@@ -152,6 +154,7 @@ class Report:
             log.info("%s%s", step_line(step, values), left, extra={STEP_LINE: True})
 
     def _has_line(self, step: Step, values: Mapping[str, Value]) -> bool:
+        """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return due(self.every, step) or (news and isinstance(self.every, int))
 
@@ -175,12 +178,13 @@ class Report:
                     log.exception(text, type(tracker).__name__, why)
 
 
-def _describe(tracker: Tracker, properties: Mapping[str, Any]) -> None:
+def _track_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
     if isinstance(tracker, PropertyTracker):
         tracker.describe(properties)
 
 
 def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:
+    """Send a step's values to a tracker, by context and with histograms if it accepts them."""
     if isinstance(tracker, ContextTracker):
         for context, values in by_context(measurements.values):
             tracker.track_in_context(step, values, context)
@@ -202,12 +206,14 @@ def step_line(step: Step, values: Mapping[str, Value]) -> str:
     """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
     parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
     times = [
-        f"{label} {_short(number)}" for name, label in TIME_LABELS.items() if (number := values.get(name)) is not None
+        f"{label} {_format_number(number)}"
+        for name, label in TIME_LABELS.items()
+        if (number := values.get(name)) is not None
     ]
     return "  ".join([f"step {step.index}/{step.total}", *parts, *times]) + (" s" if times else "")
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:.2f}" if abs(number) >= 0.1 else f"{number:#.2g}"
 
 
@@ -216,7 +222,7 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "validation_loss": lambda number: f"validation loss {number:.4f}",
     "reward": lambda number: f"reward {number:.4f}",
     "validation_reward": lambda number: f"validation reward {number:.4f}",
-    "grad_norm": lambda number: f"grad_norm {_short(number)}",
+    "grad_norm": lambda number: f"grad_norm {_format_number(number)}",
     "lr": lambda number: f"lr {number:#.2g}",
     "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",
     "device_tokens_per_second": lambda number: f"{number:,.0f} each",

@@ -59,21 +59,21 @@ class Rollout:
 
     def run_phase(self, step: Step) -> None:
         """Sample and score the step's completions, and write `rollouts`, by microbatch."""
-        batches = [prompt_batch(batch) for batch in self.data.next_step()]
+        batches = [require_prompts(batch) for batch in self.data.next_step()]
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(batches), STEP_SPECS)
         first = self.batching.start(step.index)
         numbers = [[position - first for position in rows] for rows in self.batching.positions(step.index)]
-        prompts = [repeat(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
+        prompts = [repeat_prompts(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
         completions = self.rollouts.sample(prompts, "train", step.index)
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
         step.state["rollouts"] = [
-            score(rewards, self.tokenizer, self._copy, batch, sampled, self.group_size)
+            score_completions(rewards, self.tokenizer, self._copy, batch, sampled, self.group_size)
             for batch, sampled in zip(batches, completions, strict=True)
         ]
 
 
-def prompt_batch(batch: object) -> PromptBatch:
+def require_prompts(batch: object) -> PromptBatch:
     """Return the batch if it has prompts. Raises UserError for another class."""
     if isinstance(batch, PromptBatch):
         return batch
@@ -81,14 +81,14 @@ def prompt_batch(batch: object) -> PromptBatch:
     raise UserError(f"rollouts complete prompts, and the run's batches are {type(batch).__name__}; write {hint}", 2)
 
 
-def repeat(batch: PromptBatch, numbers: Sequence[int], group_size: int) -> Prompts:
+def repeat_prompts(batch: PromptBatch, numbers: Sequence[int], group_size: int) -> Prompts:
     """Return every prompt `group_size` times in succession; `numbers` are unique by prompt, and make the keys."""
     keys = torch.tensor(numbers)[:, None] * group_size + torch.arange(group_size)
     tokens, lengths = (column.repeat_interleave(group_size, 0) for column in (batch.tokens, batch.lengths))
     return Prompts(tokens, lengths, keys.flatten())
 
 
-def score(
+def score_completions(
     rewards: Mapping[str, Reward],
     tokenizer: Tokenizer,
     copy: Group,
@@ -101,8 +101,8 @@ def score(
 
     Raises UserError on all its ranks if a reward fails, or returns other than a number or None for each completion.
     """
-    answers = [*_answers(tokenizer, batch, completions, group_size)]
-    columns = run_on_rank0(copy, lambda: [_scores(name, reward, answers) for name, reward in rewards.items()])
+    answers = [*_iterate_answers(tokenizer, batch, completions, group_size)]
+    columns = run_on_rank0(copy, lambda: [_read_scores(name, reward, answers) for name, reward in rewards.items()])
     scores = torch.tensor(columns, dtype=torch.float64).view(len(rewards), len(answers)).T
     weights = torch.tensor([reward.weight for reward in rewards.values()], dtype=torch.float64)
     is_scored = (~scores.isnan()).any(1) & (batch.weights.repeat_interleave(group_size) > 0)
@@ -110,7 +110,10 @@ def score(
     return Scored(completions, group_size, tuple(rewards), scores, totals)
 
 
-def _answers(tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int) -> Iterator[Answer]:
+def _iterate_answers(
+    tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
+) -> Iterator[Answer]:
+    """Yield the decoded answers, in the completions' order."""
     for row, (ids, start, end, is_ended) in enumerate(
         zip(completions.tokens, completions.starts, completions.ends, completions.is_ended, strict=True)
     ):
@@ -119,8 +122,8 @@ def _answers(tokenizer: Tokenizer, batch: PromptBatch, completions: Completions,
         yield Answer(text, last - first, bool(is_ended), batch.examples[row // group_size])
 
 
-def _scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
-    """Return a reward's scores, NaN for None."""
+def _read_scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
+    """Return a reward's scores, NaN for None. Raises UserError if the reward fails or returns anything else."""
     try:
         scores = reward.scores(answers)
     except UserError as error:
@@ -130,10 +133,11 @@ def _scores(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
-    return [_number(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
+    return [_check_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
 
 
-def _number(name: str, answer: Answer, value: float | None) -> float:
+def _check_score(name: str, answer: Answer, value: float | None) -> float:
+    """Return a score, NaN for None. Raises UserError unless it is a finite number or None."""
     if value is None:
         return torch.nan
     if not isinstance(value, int | float) or not torch.isfinite(torch.tensor(float(value))):

@@ -61,7 +61,7 @@ class RouterBias:
         experts = max(local.values(), default=0)
         self._tokens = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=self.device.device)
         for router, tokens in zip(self._routers.values(), self._tokens, strict=True):
-            self._observers.append(_counter(tokens))
+            self._observers.append(_make_counter(tokens))
             router.observe(self._observers[-1])
 
     def close(self) -> None:
@@ -111,7 +111,9 @@ def _is_trained(router: ExpertRouter) -> bool:
     return any(parameter.requires_grad for parameter in router.parameters())
 
 
-def _counter(total: Tensor) -> Callable[[Tensor, Tensor], None]:
+def _make_counter(total: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """Return a router hook for adding token counts to `total`."""
+
     def add(tokens: Tensor, scores: Tensor) -> None:
         total.add_(tokens)
 

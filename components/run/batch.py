@@ -55,7 +55,7 @@ class GlobalBatch:
 
     def open(self) -> None:
         """Check the sizes against the mesh. Raises UserError if a step's rows can't be divided evenly."""
-        for path, text, hint in _uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
+        for path, text, hint in _find_uneven_sizes(self.global_size, self.ramp, self.micro_size, self.dp_size):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
 
     @cached_property
@@ -69,13 +69,13 @@ class GlobalBatch:
 
     def fits_replicas(self, count: int) -> bool:
         replicas = count * self.mesh.sizes.data_shard
-        return not any(_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
+        return not any(_find_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
 
     def start(self, step: int) -> int:
-        return self._locate(step)[0]
+        return self._locate_step(step)[0]
 
     def positions(self, step: int) -> list[list[int]]:
-        first, size = self._locate(step)
+        first, size = self._locate_step(step)
         share = size // self.dp_size
         if self.deal == "in_turn":
             local = range(first + self.dp_rank, first + size, self.dp_size)
@@ -83,7 +83,7 @@ class GlobalBatch:
             local = range(first + self.dp_rank * share, first + (self.dp_rank + 1) * share)
         return [list(local[start : start + self.micro_size]) for start in range(0, share, self.micro_size)]
 
-    def _locate(self, step: int) -> tuple[int, int]:
+    def _locate_step(self, step: int) -> tuple[int, int]:
         """Return a step's first position and size."""
         done = position = 0
         for stage in self.ramp:
@@ -108,7 +108,7 @@ class GlobalBatch:
         if mesh := node.neighbour("mesh"):
             sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
-            faults = _uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
+            faults = _find_uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
             yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
             if (stage.until_step is None) == (stage.until_tokens is None):
@@ -119,7 +119,7 @@ class GlobalBatch:
                 yield node.problem(("ramp", number), text, 'write rows = "@packing"')
 
 
-def _uneven_sizes(
+def _find_uneven_sizes(
     global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
     """Yield the key of every size not divisible into whole microbatches, the reason, and the remedy."""
@@ -136,10 +136,13 @@ def explain_uneven_step(global_size: int, micro_size: int, replicas: int) -> tup
     if global_size % unit == 0:
         return None
     among = f"{replicas} replica{'s' * (replicas > 1)} with microbatches of {micro_size}"
-    return f"{global_size} rows can't be divided evenly among {among}", _remedy(global_size, micro_size, replicas)
+    return f"{global_size} rows can't be divided evenly among {among}", _suggest_sizes(
+        global_size, micro_size, replicas
+    )
 
 
-def _remedy(global_size: int, micro_size: int, replicas: int) -> str:
+def _suggest_sizes(global_size: int, micro_size: int, replicas: int) -> str:
+    """Return a hint with the nearest sizes divisible into whole microbatches."""
     unit = micro_size * replicas
     below = global_size // unit * unit
     nearest = [below, below + unit] if below else [unit]

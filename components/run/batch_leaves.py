@@ -20,10 +20,13 @@ def missing_leaves(trainer: NodeView) -> Iterator[Problem]:
     for reader in trainer.reachable():
         if isinstance(reader.component, ReadsLeaves):
             for writer, batch_type in writers:
-                yield from _missing(reader, reader.component.batch_leaves, writer, batch_type)
+                yield from _check_leaves(reader, reader.component.batch_leaves, writer, batch_type)
 
 
-def _missing(reader: NodeView, leaves: tuple[str, ...], writer: NodeView, batch_type: type[Batch]) -> Iterator[Problem]:
+def _check_leaves(
+    reader: NodeView, leaves: tuple[str, ...], writer: NodeView, batch_type: type[Batch]
+) -> Iterator[Problem]:
+    """Yield a problem if the batches from `writer` lack leaves that `reader` needs."""
     if missing := [name for name in leaves if name not in batch_type.specs]:
         plural = "leaves" if len(missing) > 1 else "leaf"
         text = (

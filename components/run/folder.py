@@ -55,7 +55,7 @@ class LockedFolder:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
         try:
             self._compare_ranks()
-            self._is_new = run_on_rank0(self.mesh.world, self._acquire)
+            self._is_new = run_on_rank0(self.mesh.world, self._acquire_folder)
         except BaseException:
             self.close()
             raise
@@ -63,7 +63,7 @@ class LockedFolder:
     def after_restore(self, done: int) -> None:
         """Write the recipe and copy its files; any earlier, a failed resume would replace them."""
         self._is_new = False
-        run_on_rank0(self.mesh.world, self._write)
+        run_on_rank0(self.mesh.world, self._write_records)
 
     def on_failure(self, error: BaseException) -> None:
         """Record whether the run is refused before it has begun."""
@@ -72,12 +72,12 @@ class LockedFolder:
     def close(self) -> None:
         """Release the lock, and remove the folder if it was created for a run that never began."""
         if self._was_refused:
-            self._remove()
+            self._remove_files()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def _remove(self) -> None:
+    def _remove_files(self) -> None:
         """Remove this rank's files, then the empty folders: the other ranks may still write to their logs."""
         logs = self.folder / "log"
         with suppress(OSError):
@@ -91,7 +91,7 @@ class LockedFolder:
             with suppress(OSError):
                 folder.rmdir()
 
-    def _acquire(self) -> bool:
+    def _acquire_folder(self) -> bool:
         """Create and lock the folder, check the recipe, and return whether the folder is new."""
         is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,8 @@ class LockedFolder:
         self._changes = check_recipe(self.folder, self.recipe) if _has_steps(self.folder) else []
         return is_new
 
-    def _write(self) -> None:
+    def _write_records(self) -> None:
+        """Write the recipe, copies of the files it names, and the versions."""
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.files_read().items():
@@ -109,6 +110,7 @@ class LockedFolder:
         replace_file(make_folder(self.folder / "log") / ENVIRONMENT, content)
 
     def _compare_ranks(self) -> None:
+        """Raise UserError on all ranks if their recipes differ."""
         hashes = self.mesh.world.gather_json(self.recipe.hash)
         if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
             raise UserError(
@@ -153,7 +155,7 @@ def check_recipe(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange]:
             exit_code=2,
         ) from error
     if not recipe.accept_changes and any(change.impact != "safe" for change in changes):
-        raise UserError(_refusal(folder, changes), exit_code=2)
+        raise UserError(_describe_refusal(folder, changes), exit_code=2)
     return changes
 
 
@@ -190,7 +192,8 @@ def _read_content(path: Path) -> bytes | None:
         return file.read(0, file.size)
 
 
-def _refusal(folder: Path, changes: list[RecipeChange]) -> str:
+def _describe_refusal(folder: Path, changes: list[RecipeChange]) -> str:
+    """List the changes for which a folder's run can't continue, and the remedy."""
     lines = [f"{folder} holds a run of another recipe; the differences are:"]
     lines += [f"  {change}" for change in changes]
     if any(change.impact == "incompatible" for change in changes):

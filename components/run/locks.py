@@ -33,7 +33,7 @@ class FolderLock:
         try:
             self._open.append(open_to_append(folder / "run.lock"))
             directory, file = self._open
-            _lock(directory, file, folder)
+            _lock_folder(directory, file, folder)
             _write_holder(file, folder / "run.lock")
         except BaseException:
             self.release()
@@ -52,11 +52,11 @@ def _release(lock: FolderLock | None) -> None:
         lock.release()
 
 
-def _lock(directory: int, file: int, folder: Path) -> None:
+def _lock_folder(directory: int, file: int, folder: Path) -> None:
     """Lock the folder, if its file system can, and the file in it. Raises UserError."""
     try:
-        _flock(directory)
-        reason = _flock(file)
+        _lock_file(directory)
+        reason = _lock_file(file)
     except BlockingIOError:
         raise UserError(f"{folder} is in use by {_read_holder(file)}; wait for it, or use another run name") from None
     if reason:
@@ -66,9 +66,9 @@ def _lock(directory: int, file: int, folder: Path) -> None:
         )
 
 
-def _flock(descriptor: int) -> str:
+def _lock_file(descriptor: int) -> str:
     """
-    Lock an open file, and return an error message if its file system has no locks.
+    Lock an open file, and return the reason if its file system has no locks, else "".
 
     Raises BlockingIOError if another process has locked it.
     """

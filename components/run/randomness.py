@@ -37,7 +37,7 @@ class Determinism:
 
     @classmethod
     def now(cls) -> "Determinism":
-        """Return the settings in force."""
+        """Return this process's current settings."""
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -55,7 +55,7 @@ class Determinism:
         return cls(True, False, True, False, workspace)
 
     def apply(self) -> None:
-        """Put these settings into force."""
+        """Set torch, cuDNN and the environment to these settings."""
         # this also keeps Inductor from choosing kernels by their measured speed, which varies from run to run
         torch.use_deterministic_algorithms(self.algorithms, warn_only=self.warn_only)
         torch.backends.cudnn.deterministic = self.cudnn_deterministic

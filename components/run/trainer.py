@@ -130,7 +130,7 @@ class Trainer:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._after_restore(done)
-        reason = self._stop_reason() if done else ""
+        reason = self._find_stop_reason() if done else ""
         self._log_start(done, reason)
         self._last_step, self._end_reason = done, reason
         while done < self.steps and not reason:
@@ -152,11 +152,11 @@ class Trainer:
         if reason:
             log.info("the run ends after step %d: %s", step.index, reason)
             if self.checkpointer:
-                with self._saving(step):
+                with self._emit_saving_events(step):
                     self.checkpointer.save(step)
         return reason
 
-    def _stop_reason(self) -> str:
+    def _find_stop_reason(self) -> str:
         """Return why the restored run has ended before its last step, or ""."""
         reasons = (phase.stop_reason() for phase in self.phases if isinstance(phase, StoppingPhase))
         return next(filter(None, reasons), "")
@@ -185,7 +185,7 @@ class Trainer:
 
     def _go_back(self, step: Step) -> int:
         """Restore the newest checkpoint and return its step; return this step if there is no checkpoint."""
-        with self._saving(step):  # restoring may take as long as saving
+        with self._emit_saving_events(step):  # restoring may take as long as saving
             done = self.checkpointer.restore() if self.checkpointer else 0
             if done:
                 self._after_restore(done)
@@ -214,7 +214,7 @@ class Trainer:
             if name in self._readers_of_gradients:
                 step.settle_scaling()
             saves = isinstance(phase, SavingPhase) and phase.saves_after(step)
-            with self._saving(step) if saves else nullcontext():
+            with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
             self._skipped.read()
@@ -227,11 +227,11 @@ class Trainer:
             self.checkpointer.hold(step)
         if signal := self.stop.agree_on_signal():
             self._skipped.read()
-            self._stop(step, signal)
+            self._save_and_stop(step, signal)
 
     @cached_property
     def _readers_of_gradients(self) -> set[str]:
-        """The phases that read gradients with all factors."""
+        """Names of phases that read gradients, and need all deferred factors multiplied in first."""
         values = {
             name: (*flow_of(phase).reads, *flow_of(phase).changes)
             for name, phase in zip(self.phases.names, self.phases, strict=True)
@@ -253,7 +253,7 @@ class Trainer:
             raise TypeError(f"[{name}] calls Step.stop, and has no method stop_reason; see the port StoppingPhase")
 
     @contextmanager
-    def _saving(self, step: Step) -> Iterator[None]:
+    def _emit_saving_events(self, step: Step) -> Iterator[None]:
         """Emit the events around a save, so the timeouts listener allows more time."""
         self.events.emit(Event("saving_started", step))
         try:
@@ -261,9 +261,10 @@ class Trainer:
         finally:
             self.events.emit(Event("saving_ended", step))
 
-    def _stop(self, step: Step, signal: int) -> None:
+    def _save_and_stop(self, step: Step, signal: int) -> None:
+        """Save the step, log the signal, and raise StoppedError."""
         if self.checkpointer and not step.goes_back:  # a step that goes back resumes from its older checkpoint
-            with self._saving(step):
+            with self._emit_saving_events(step):
                 self.checkpointer.save(step)
         self._last_step = step.index
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
@@ -275,11 +276,11 @@ class Trainer:
         """Return "safe" for changed `steps`, unless a phase such as a learning rate schedule derives from it."""
         if key != "steps":
             return None
-        derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _derives(phase)]
+        derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_total(phase)]
         why = f"the values of {' and '.join(derived)} at each step follow from the number of all"
         return ("changes_training", why) if derived else ("safe", "")
 
 
-def _derives(phase: Any) -> bool:
-    """Return whether a phase's component declares that its values depend on the step count."""
+def _depends_on_total(phase: Any) -> bool:
+    """Return whether a phase, such as a decaying learning rate, depends on the run's total step count."""
     return issubclass(phase.component, PlannedPhase) and phase.component.derives_from_total(phase)

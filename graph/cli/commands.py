@@ -134,6 +134,7 @@ def _load_checked_recipe(options: argparse.Namespace, project: Project, *, elsew
 
 
 def _run(options: argparse.Namespace, project: Project) -> RunResult:
+    """Run a recipe; open it again after a failure that its nodes can survive."""
     recipe = _load_checked_recipe(options, project)
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())
@@ -147,6 +148,7 @@ def _run(options: argparse.Namespace, project: Project) -> RunResult:
 
 
 def _open_and_run(recipe: Recipe, options: argparse.Namespace, root: str, handed_over: Mapping[str, Any]) -> RunResult:
+    """Open the run with a failed attempt's values, run it to its end or a signal, and print its timings."""
     run = recipe.open(accept_changes=options.accept_changes)
     run.handed_over = handed_over
     try:

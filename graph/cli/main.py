@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
     except ReportedError as error:
         return error.exit_code
     except (RecipeError, UserError) as error:
-        return _fail(CommandFailure.of(error), arguments, console)
+        return _print_failure(CommandFailure.of(error), arguments, console)
     except KeyboardInterrupt:
         if console.warns:
             print_text("interrupted", "stderr")
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         return OK
     except Exception as error:
         if reason := describe_shortage(error):
-            return _fail(CommandFailure(FAILED, reason), arguments, console)
+            return _print_failure(CommandFailure(FAILED, reason), arguments, console)
         if console.is_first(repr(error)):
             raise
         return FAILED
 
 
-def _fail(failure: CommandFailure, arguments: Sequence[str], console: Console) -> int:
+def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: Console) -> int:
     """Print a failure, once for several processes, and return its exit code."""
     if console.is_first(failure.text):
         print_text(failure.text, "stderr")
@@ -115,7 +115,7 @@ def read_result_schema(project: Project, command: str) -> Schema:
     names = command_names(project)
     if command not in names:
         raise UserError(f"there is no command {command!r}; {did_you_mean(command, names)}".rstrip("; "), INVALID)
-    function = COMMANDS[command][0] if command in COMMANDS else _import(project, command.replace("-", "_")).main
+    function = COMMANDS[command][0] if command in COMMANDS else _import_command(project, command.replace("-", "_")).main
     if not (classes := result_classes(function)):
         raise UserError(f"{command} is a server, whose output is a protocol; name another command", INVALID)
     return result_schema(command, classes)
@@ -187,7 +187,7 @@ def _add_module(commands: Any, project: Project, name: str, *, is_called: bool) 
     summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
     command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
     if is_called:
-        module = _import(project, name)
+        module = _import_command(project, name)
         module.add_arguments(command)
         add_packages(command)
         _add_format(command, module.main)
@@ -204,5 +204,5 @@ def _module_names(project: Project) -> list[str]:
     return sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py"))
 
 
-def _import(project: Project, name: str) -> ModuleType:
+def _import_command(project: Project, name: str) -> ModuleType:
     return importlib.import_module(f"{project.registry.package}.commands.{name}")

@@ -48,10 +48,10 @@ class Diagram:
     @property
     def caption(self) -> str:
         """A line below the title: the numbers of nodes and arrows, and the meaning of an arrow."""
-        counts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._counts())
+        counts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._count_parts())
         return f"{counts}; an arrow leads from a node to a node that it needs, in the colour of the latter"
 
-    def _counts(self) -> tuple[tuple[int, str], tuple[int, str]]:
+    def _count_parts(self) -> tuple[tuple[int, str], tuple[int, str]]:
         return (len(self.boxes), "node"), (len(self.arrows), "arrow")
 
     @property
@@ -68,13 +68,13 @@ def make_boxes(graph: Graph, names: Iterable[str]) -> tuple[Box, ...]:
 def make_wiring_diagram(graph: Graph, title: str, root: str, focus: str = "") -> Diagram:
     """Draw `root` and its dependencies or, with a `focus`, its dependencies and users. The graph must be acyclic."""
     users = graph.users(focus) if focus else []
-    below = _walk(graph, focus or root)
+    below = _list_dependencies(graph, focus or root)
     leads = [(user, focus) for user in users] + [(name, need) for name in below for need in graph.needs(name)]
     arrows = tuple(Arrow(source, target, _find_fields(graph, source, target)) for source, target in leads)
     return Diagram(title, make_boxes(graph, [*users, *below]), arrows, tuple(_find_sequences(graph, below)), focus)
 
 
-def _walk(graph: Graph, root: str) -> list[str]:
+def _list_dependencies(graph: Graph, root: str) -> list[str]:
     """Return a node and all its dependencies, in depth-first order."""
     visited: dict[str, None] = {}
     stack = [root]

@@ -140,19 +140,19 @@ class _WiringDrawing:
     def lines(self) -> Iterator[str]:
         yield text_element(LEFT, 26, self.diagram.title, TITLE, attributes=BOLD_TEXT)
         yield text_element(LEFT, 44, self.diagram.caption, CAPTION, GREY)
-        yield from self._segments()
-        yield from self._labels()
+        yield from self._draw_segments()
+        yield from self._draw_labels()
         for box in self.diagram.boxes:
-            yield from self._box(box)
+            yield from self._draw_box(box)
 
-    def _box(self, box: Box) -> Iterator[str]:
+    def _draw_box(self, box: Box) -> Iterator[str]:
         (x, y), colour = self.placed.left(self.stops[box.name]), self.colours[box.name]
         width, thick = self.placed.widths[self.stops[box.name].column], box.name == self.diagram.focus
         yield box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
         yield text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
         yield text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
 
-    def _segments(self) -> Iterator[str]:
+    def _draw_segments(self) -> Iterator[str]:
         """Yield every segment once, titled with the arrows sharing it."""
         arrows_by_piece: dict[tuple[ArrowPoint, ArrowPoint], list[Arrow]] = {}
         for arrow in self.diagram.arrows:
@@ -162,7 +162,7 @@ class _WiringDrawing:
         for (start, end), arrows in arrows_by_piece.items():
             colour = self.colours[end.box].strong
             names = escape_xml("; ".join(f"{arrow.source} {arrow.label}: {arrow.target}" for arrow in arrows))
-            path = self._path(start, end)
+            path = self._trace_segment(start, end)
             yield (
                 f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.3" stroke-opacity="0.75">'
                 f"<title>{names}</title></path>"
@@ -171,7 +171,7 @@ class _WiringDrawing:
                 x, y = self.placed.left(end)
                 yield f'<path d="M{trim(x)} {trim(y)}l{trim(-HEAD - 1)} -3.5v7z" fill="{colour}"/>'
 
-    def _path(self, start: ArrowPoint, end: ArrowPoint) -> str:
+    def _trace_segment(self, start: ArrowPoint, end: ArrowPoint) -> str:
         """Return a line through a column and a curve through the gap to the next column."""
         begin, begin_y = self.placed.left(start) if start.is_bend else self.placed.right(start)
         (x, y), (to_x, to_y) = self.placed.right(start), self.placed.left(end)
@@ -180,10 +180,10 @@ class _WiringDrawing:
         curve = f"C{point(x + bend, y)} {point(to_x - bend, to_y)} {point(to_x, to_y)}"
         return f"M{point(begin, begin_y)}H{trim(x)}{curve}"
 
-    def _labels(self) -> Iterator[str]:
+    def _draw_labels(self) -> Iterator[str]:
         """Yield names of fields at points where all arrows have the same field, unless they overlap other names."""
         occupied: list[Area] = []
-        for label, box, x, y, anchor in [*self._where_arrows_end(), *self._where_arrows_begin()]:
+        for label, box, x, y, anchor in [*self._label_arrow_ends(), *self._label_arrow_starts()]:
             width = estimate_width(label, LABEL)
             left = x - width if anchor == END else x
             area = (left, y - LABEL, left + width, y + LABEL / 3)  # with descenders
@@ -191,13 +191,13 @@ class _WiringDrawing:
                 occupied.append(area)
                 yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, anchor)
 
-    def _where_arrows_end(self) -> Iterator[Label]:
+    def _label_arrow_ends(self) -> Iterator[Label]:
         for stop, labels in self._labels_by_stop(1).items():
             if len(labels) == 1:
                 (x, y), (label, box) = self.placed.left(stop), labels[0]
                 yield label, box, x - (2 if stop.is_bend else HEAD + 4), y - 3, END
 
-    def _where_arrows_begin(self) -> Iterator[Label]:
+    def _label_arrow_starts(self) -> Iterator[Label]:
         ends = self._labels_by_stop(1)
         for stop, labels in self._labels_by_stop(0).items():
             if len(labels) == 1 and all(len(others) > 1 for others in ends.values() if labels[0] in others):
@@ -270,18 +270,18 @@ class _StepDrawing:
         for x in self.middles:
             yield f'<path d="M{trim(x)} {trim(HEADER + BOX)}V{trim(self.bottom)}" stroke="#dcdcdc" stroke-width="7"/>'
         for number in range(len(self.middles)):
-            yield from self._header(number)
+            yield from self._draw_header(number)
         for row, thread in enumerate(self.step.threads):
-            yield from self._thread(thread, HEADER + BOX + ROW * (row + 0.75), hues[thread.value])
-        yield from self._legend()
+            yield from self._draw_thread(thread, HEADER + BOX + ROW * (row + 0.75), hues[thread.value])
+        yield from self._draw_legend()
 
-    def _header(self, number: int) -> Iterator[str]:
+    def _draw_header(self, number: int) -> Iterator[str]:
         box, x, width = self.step.members[number], self.middles[number], self.widths[number]
         yield box_element(x - width / 2, HEADER, width, "#f4f4f4", GREY, 1.2)
         yield text_element(x, HEADER + BOX / 2 - 2.5, box.name, NAME, INK, BOLD_TEXT + MIDDLE)
         yield text_element(x, HEADER + BOX / 2 + 11.5, box.use, USE, GREY, MIDDLE)
 
-    def _thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
+    def _draw_thread(self, thread: Thread, y: float, colour: Colour) -> Iterator[str]:
         first, last = self.middles[min(thread.touches)], self.middles[max(thread.touches)]
         yield from draw_text_with_halo(first - RADIUS - 7, y + 4, thread.title, VALUE, colour.strong, END)
         yield f'<path d="M{trim(first)} {trim(y)}H{trim(last)}" stroke="{colour.strong}" stroke-width="3"/>'
@@ -289,7 +289,7 @@ class _StepDrawing:
             words = f"{self.step.members[number].name} {verb} {thread.value}"
             yield _draw_mark(verb, self.middles[number], y, colour.strong, words)
 
-    def _legend(self) -> Iterator[str]:
+    def _draw_legend(self) -> Iterator[str]:
         x, y = LEFT + self.margin, self.bottom + 24
         for verb in ("writes", "changes", "reads"):
             yield _draw_mark(verb, x + RADIUS, y, GREY, verb)

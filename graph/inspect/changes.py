@@ -53,14 +53,17 @@ def recipe_text(graph: Graph) -> str:
         written = {key: f"{dump_key(key)} = {dumps(value)}" for key, value in table.items()}
         width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
-        lines += [f"{line:{width}}  # {_comment(graph, graph.nodes[name], key)}" for key, line in written.items()]
+        lines += [
+            f"{line:{width}}  # {_format_comment(graph, graph.nodes[name], key)}" for key, line in written.items()
+        ]
     # Empty groups are written, so that "@group.*" stays a valid reference.
     empty = [name for name, members in graph.recipe.groups.items() if not members]
     lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
     return "\n".join(lines) + "\n"
 
 
-def _comment(graph: Graph, node: Node, key: str) -> str:
+def _format_comment(graph: Graph, node: Node, key: str) -> str:
+    """Return a value's origin as printable text for a TOML comment."""
     # A file name may contain a newline or a control character, which must not end the comment.
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in describe_provenance(graph, node, key))
 
@@ -96,6 +99,8 @@ def compare_graph(old: Plain, graph: Graph) -> list[RecipeChange]:
 
 @attrs.frozen
 class _Comparison:
+    """Comparison between two serialized recipes, node by node; `graph` is the new recipe's."""
+
     old: Plain
     new: Plain
     graph: Graph
@@ -104,20 +109,22 @@ class _Comparison:
         for name in {**self.old, **self.new}:
             old, new = self.old.get(name), self.new.get(name)
             if old is None or new is None:
-                yield RecipeChange(name, "", _show_use(old), _show_use(new), self._impact([name]))
+                yield RecipeChange(name, "", _format_use(old), _format_use(new), self._impact([name]))
             elif old["use"] != new["use"]:
-                yield RecipeChange(name, "use", _show_use(old), _show_use(new), self._impact([name]))
+                yield RecipeChange(name, "use", _format_use(old), _format_use(new), self._impact([name]))
             else:
-                yield from self._keys(name, old, new)
+                yield from self._compare_keys(name, old, new)
 
-    def _keys(self, name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[RecipeChange]:
+    def _compare_keys(self, name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[RecipeChange]:
         for key in {**old, **new}:
             before, after = old.get(key), new.get(key)
             if before is None or after is None or dump_canonical(before) != dump_canonical(after):
                 is_edge = is_edge_value(before) or is_edge_value(after)
                 own, why = self._own_impact(name, key)
                 impact = own or (self._edge_impact(before, after) if is_edge else self._setting_impact(name, key))
-                yield RecipeChange(name, key, _show(before), _show(after), impact, edge=is_edge, why=why)
+                yield RecipeChange(
+                    name, key, _format_value(before), _format_value(after), impact, edge=is_edge, why=why
+                )
 
     def _own_impact(self, name: str, key: str) -> tuple[Impact | None, str]:
         """Return impact and reason according to the component itself for a changed key, or (None, "")."""
@@ -159,11 +166,11 @@ def edge_targets(edge: Any) -> list[str]:
     return [member.removeprefix("@") for member in members if isinstance(member, str)]
 
 
-def _show_use(node: Mapping[str, Any] | None) -> str:
+def _format_use(node: Mapping[str, Any] | None) -> str:
     return ABSENT if node is None else str(node["use"])
 
 
-def _show(part: Any) -> str:
+def _format_value(part: Any) -> str:
     return ABSENT if part is None else dumps(part)
 
 

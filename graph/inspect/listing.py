@@ -97,15 +97,16 @@ def _format_table(rows: Mapping[str, str]) -> str:
 
 def find_roles(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
     """
-    Yield a predicate for components at a node, for every incoming edge, or for the incoming edges of a group's members.
+    Yield, for every edge to a node or to a group's member, a predicate: whether a component can replace its target.
     """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
             for user, keys in graph.incoming(node.name):
-                yield from (_make_role(node, graph.nodes[user].spec.fields[key]) for key in keys)
+                yield from (_make_predicate(node, graph.nodes[user].spec.fields[key]) for key in keys)
 
 
-def _make_role(node: Node, field: Field) -> Callable[[Spec], bool]:
+def _make_predicate(node: Node, field: Field) -> Callable[[Spec], bool]:
+    """Return a predicate: whether a component fits the edge, and in a sequence writes and changes the same values."""
     flow = node.spec.traits.flow
     produced = {*flow.writes, *flow.changes}
 

@@ -101,14 +101,14 @@ def _complete_edits(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
 
 
 def _complete_elements(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
-    """Yield a list's elements before this document's edits; `remove`, `before` and `after` refer to one of them."""
+    """Yield elements for `remove`, `before` and `after` to name: the list's elements without this document's edits."""
     leaf = _find_item(meaning, path)
     for element in _list_unedited(meaning, leaf) if isinstance(leaf, Leaf) else ():
         yield Completion(dumps(element), "node", _describe_node(meaning, element[1:]))
 
 
 def _list_unedited(meaning: Meaning, leaf: Leaf) -> list[str]:
-    """Return a list's strings before this document edited it."""
+    """Return the strings in a list as the extended recipes write it, without this document's edits."""
     unedited = leaf.overridden if leaf.layer is meaning.analysis.own and leaf.overridden else leaf
     return (
         [element for element in unedited.value if isinstance(element, str)] if isinstance(unedited.value, list) else []

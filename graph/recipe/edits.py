@@ -74,26 +74,28 @@ class _ListEdit:
     def read(self, edit: Any) -> None:
         """Look up the removed elements and the anchors."""
         if not isinstance(edit, dict):
-            self._add_problem("DL117", f"{self._name} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
+            self._add_problem("DL117", f"{self._dotted_path} must be a table with {', '.join(OPERATIONS)}", EXAMPLE, ())
             return
         for operation, value in edit.items():
             if operation == "remove":
-                self._remove(value)
+                self._read_removals(value)
             elif operation not in OPERATIONS:
-                text = f"{self._name} has no operation {operation!a}"
+                text = f"{self._dotted_path} has no operation {operation!a}"
                 self._add_problem("DL117", text, did_you_mean(operation, OPERATIONS), (operation,))
             elif not isinstance(value, dict):
-                text, hint = f"{self._name}.{operation} must be a table from anchors to elements", EXAMPLE
+                text, hint = f"{self._dotted_path}.{operation} must be a table from anchors to elements", EXAMPLE
                 self._add_problem("DL117", text, hint, (operation,))
             else:
-                self._insert(operation, value)
+                self._read_insertions(operation, value)
 
-    def _remove(self, value: Any) -> None:
+    def _read_removals(self, value: Any) -> None:
+        """Find the indices of elements to remove."""
         indices = _index_elements(map(dump_canonical, self.old.value))
         for element, path in _iterate_elements(value, ("remove",)):
-            self.removed |= {*self._find(dump_canonical(element), indices, path)}
+            self.removed |= {*self._find_index(dump_canonical(element), indices, path)}
 
-    def _insert(self, operation: str, anchors: dict[str, Any]) -> None:
+    def _read_insertions(self, operation: str, anchors: dict[str, Any]) -> None:
+        """Find the anchors' indices, and record the elements inserted before or after them."""
         insertions = self.before if operation == "before" else self.after
         # TOML keys are strings: an anchor of another type, such as a number, is named by its TOML text.
         indices = _index_elements(element if isinstance(element, str) else dumps(element) for element in self.old.value)
@@ -102,10 +104,10 @@ class _ListEdit:
                 (element, Origin(self.layer, (*self.path, *path)))
                 for element, path in _iterate_elements(value, (operation, anchor))
             ]
-            for index in self._find(anchor, indices, (operation, anchor)):
+            for index in self._find_index(anchor, indices, (operation, anchor)):
                 insertions[index] = inserted
 
-    def _find(self, element: str, indices: dict[str, list[int]], path: KeyPath) -> Iterable[int]:
+    def _find_index(self, element: str, indices: dict[str, list[int]], path: KeyPath) -> Iterable[int]:
         """Return the only matching element's index. Report a problem if no element or several elements match."""
         matches = indices.get(element, [])
         if len(matches) == 1:
@@ -113,20 +115,22 @@ class _ListEdit:
         # `remove` compares TOML text, which already has quotes.
         text_of_element = element if path[0] == "remove" else dumps(element)
         if matches:
-            text = f"{self._name}: {text_of_element} is in the list {len(matches)} times, so the edit is ambiguous"
+            text = (
+                f"{self._dotted_path}: {text_of_element} is in the list {len(matches)} times, so the edit is ambiguous"
+            )
             hint = "write the whole list instead of an edit"
         else:
-            text = f"{self._name}: {text_of_element} is not in the list"
-            hint = did_you_mean(element.strip('"'), self._names)
+            text = f"{self._dotted_path}: {text_of_element} is not in the list"
+            hint = did_you_mean(element.strip('"'), self._string_elements)
         self._add_problem("DL119", text, hint, path)
         return ()
 
     @cached_property
-    def _names(self) -> list[str]:
+    def _string_elements(self) -> list[str]:
         return list(dict.fromkeys(element for element in self.old.value if isinstance(element, str)))
 
     def leaf(self) -> Leaf:
-        """Return the edited list, which overrides the old one."""
+        """Return a leaf with the list after all removals and insertions; it overrides the leaf of the list before."""
         edited: list[tuple[Any, Origin]] = []
         for index, element in enumerate(self.old.value):
             unchanged = [] if index in self.removed else [(element, self.old.origin((index,)))]
@@ -145,7 +149,7 @@ class _ListEdit:
         )
 
     @property
-    def _name(self) -> str:
+    def _dotted_path(self) -> str:
         return ".".join(map(str, self.path))
 
     def _add_problem(self, code: str, text: str, hint: str, path: KeyPath) -> None:
@@ -153,7 +157,7 @@ class _ListEdit:
 
 
 def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:
-    """Return the indices at which every element occurs."""
+    """Map every distinct element to all its indices in the list."""
     # A dict, because a list and its edit may have tens of thousands of elements.
     indices: dict[str, list[int]] = {}
     for index, element in enumerate(elements):

@@ -33,13 +33,13 @@ class Layer:
 
     def key(self, path: KeyPath) -> Position:
         """Return the position where a value's key is written."""
-        return self._locate(path, lambda source_map: source_map.key(path))
+        return self._find_position(path, lambda source_map: source_map.key(path))
 
     def value(self, path: KeyPath) -> Position:
         """Return the position of a value, or of the innermost table or array with a position around it."""
-        return self._locate(path, lambda source_map: source_map.value(path))
+        return self._find_position(path, lambda source_map: source_map.value(path))
 
-    def _locate(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Position:
+    def _find_position(self, path: KeyPath, find: "Callable[[SourceMap], Any]") -> Position:
         if self.text is None:
             return Position(self.source)
         if self._source_map is None:
@@ -144,7 +144,7 @@ class Table:
     def merge(self, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> None:
         """Merge a layer over this table: tables merge, other values replace, and another `use` discards settings."""
         if self.items:
-            self._clear_for(data.get("use"))
+            self._discard_settings(data.get("use"))
         items = self.items
         old_items = dict(items)  # usually empty: the recipe extends no other
         for key, value in data.items():
@@ -158,7 +158,8 @@ class Table:
                 overridden = None if old_item is None or isinstance(old_item, Table) else old_item
                 items[key] = Leaf(value, layer, path, key, overridden)
 
-    def _clear_for(self, use: object) -> None:
+    def _discard_settings(self, use: object) -> None:
+        """If `use` names another component, remove all keys but `use`, and record which component they belonged to."""
         old = self.use
         # The settings of one component mean nothing to another.
         if use is None or old is None or old.value == use:

@@ -95,7 +95,7 @@ class _Reader:
             self._add_problem("DL101", text, hint, COMMAND_LINE)
 
     def _read(self, path: Path, name: str, requester: Position, above: tuple[Path, ...]) -> None:
-        text = self._text(path, name, requester)
+        text = self._read_text(path, name, requester)
         data = None if text is None else self._parse(text, name)
         if text is None or data is None:
             return
@@ -105,7 +105,7 @@ class _Reader:
     def add(self, layer: Layer, path: Path, above: tuple[Path, ...]) -> None:
         """Add a layer, and below it its bases. `above` contains the recipes extending it."""
         chain = (*above, path.resolve())
-        for base, base_name, position in self._bases(layer, path):
+        for base, base_name, position in self._iterate_bases(layer, path):
             if base.resolve() in chain:
                 self._add_problem("DL104", f"{base_name} extends itself through {layer.source}", "", position)
             # resolve(): the same base may be reached by different paths and links.
@@ -117,7 +117,8 @@ class _Reader:
         self._read_paths.add(path.resolve())
         self.layers.append(layer)
 
-    def _bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Position]]:
+    def _iterate_bases(self, layer: Layer, path: Path) -> Iterator[tuple[Path, str, Position]]:
+        """Yield (file, name for messages, position of the reference) for the bases in `extends`."""
         extends = layer.data.get("extends", [])
         names = [extends] if isinstance(extends, str) else extends
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -129,14 +130,17 @@ class _Reader:
         for name, number in _first_indices(names):
             position = layer.value(("extends",) if isinstance(extends, str) else ("extends", number))
             if name.endswith(".toml"):
-                yield from self._beside(layer, path, name, position)
+                yield from self._resolve_relative_base(layer, path, name, position)
             elif shipped := self.folder.find(name):
                 yield shipped, _relative_to_cwd(shipped), position
             else:
                 hint = did_you_mean(name, self.folder.names)
                 self._add_problem("DL101", f"extends {name!r}, which is not a shipped recipe", hint, position)
 
-    def _beside(self, layer: Layer, path: Path, name: str, position: Position) -> Iterator[tuple[Path, str, Position]]:
+    def _resolve_relative_base(
+        self, layer: Layer, path: Path, name: str, position: Position
+    ) -> Iterator[tuple[Path, str, Position]]:
+        """Yield a base given as a path beside the recipe; report it instead if it is outside the allowed folders."""
         target = path.parent / name.replace("\0", "")  # system calls refuse NUL
         # A recipe from a stranger must not read arbitrary files of this machine; "../mine.toml" is a user's own file.
         allowed = (Path.cwd().resolve(), path.parent.resolve().parent)
@@ -148,7 +152,8 @@ class _Reader:
             return
         yield target, os.path.normpath(Path(layer.source).parent / name), position
 
-    def _text(self, path: Path, name: str, requester: Position) -> str | None:
+    def _read_text(self, path: Path, name: str, requester: Position) -> str | None:
+        """Return a recipe's text, unsaved or from its file; report a problem and return None if it can't be read."""
         if (unsaved := self.unsaved.get(path.resolve())) is not None:
             return unsaved
         try:

@@ -136,7 +136,7 @@ def _classify(source: str, top: Table) -> MergedRecipe:
         if name == "vars":
             _add_vars(recipe, item)
         elif not NAME.fullmatch(name):
-            recipe.problems.append(_name_problem(name, item))
+            recipe.problems.append(_make_name_problem(name, item))
         elif not isinstance(item, Table):
             text = f"{name!r} is outside of any table"
             near = find_nearest(name, DIRECTIVES)
@@ -153,7 +153,7 @@ def _classify(source: str, top: Table) -> MergedRecipe:
     return recipe
 
 
-def _name_problem(name: str, item: Leaf | Table) -> Problem:
+def _make_name_problem(name: str, item: Leaf | Table) -> Problem:
     position = item.key_position if isinstance(item, Leaf) else item.position
     return Problem(
         "DL115",
@@ -165,7 +165,9 @@ def _name_problem(name: str, item: Leaf | Table) -> Problem:
 
 def _add_group(recipe: MergedRecipe, name: str, item: Table) -> None:
     named = {key: part for key, part in item.items.items() if isinstance(part, Table) and "use" in part.items}
-    recipe.problems += [_name_problem(f"{name}.{key}", part) for key, part in named.items() if not NAME.fullmatch(key)]
+    recipe.problems += [
+        _make_name_problem(f"{name}.{key}", part) for key, part in named.items() if not NAME.fullmatch(key)
+    ]
     members = {f"{name}.{key}": part for key, part in named.items() if NAME.fullmatch(key)}
     recipe.nodes |= members
     if members:

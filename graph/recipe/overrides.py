@@ -24,9 +24,9 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
         *tables, last = [*path.split("."), f"@{name}"] if at else path.split(".")
         # A key without a dot would set a whole node, which only an inline table can be.
         if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):
-            problems.append(_problem(f"{word!r} is not an override", "write node.key=value"))
+            problems.append(_make_problem(f"{word!r} is not an override", "write node.key=value"))
         elif isinstance(table := _open_table(tree, tables), str):
-            problems.append(_problem(f"{key!r} is a key of {table!r}, which is set to a value"))
+            problems.append(_make_problem(f"{key!r} is a key of {table!r}, which is set to a value"))
         else:
             try:
                 # A newline would let the text define further keys.
@@ -59,5 +59,5 @@ def nest_values(name: str, values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _problem(text: str, hint: str = "") -> Problem:
+def _make_problem(text: str, hint: str = "") -> Problem:
     return Problem("DL110", text, hint, position=COMMAND_LINE)

@@ -185,14 +185,14 @@ class Registry:
     def _find(self, use: str) -> Spec | Problem:
         candidates = self.candidates(use)
         if not candidates:
-            return Problem("DL201", f"no component is called {use!a}", self._suggest(use))
+            return Problem("DL201", f"no component is called {use!a}", self._suggest_name(use))
         if len(candidates) > 1:
             distributions = " and ".join(candidate.distribution for candidate in candidates)
             return Problem("DL207", f"{use!r} is provided by {distributions}", "uninstall one of them")
         try:
             classes = candidates[0].load()
         except Exception as error:
-            return self._unimportable(use, candidates[0], error)
+            return self._make_import_problem(use, candidates[0], error)
         if len(classes) > 1:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
@@ -211,7 +211,8 @@ class Registry:
                 "report it to the author of the component",
             )
 
-    def _unimportable(self, use: str, candidate: Candidate, error: Exception) -> Problem:
+    def _make_import_problem(self, use: str, candidate: Candidate, error: Exception) -> Problem:
+        """Return the problem with a component whose module can't be imported: a missing package, or any other error."""
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         own = candidate.module.partition(".")[0]
         if missing and missing.partition(".")[0] != own:
@@ -225,7 +226,7 @@ class Registry:
         near = [name for name in self.names() if name.startswith(beside)]
         return f"the components beside it are {', '.join(near)}" if near else ""
 
-    def _suggest(self, use: str) -> str:
+    def _suggest_name(self, use: str) -> str:
         """Return a hint: the most similar name in the folder, or else anywhere, or the components of the folder."""
         names = self.names()
         inside = [name for name in names if name.startswith(f"{use}.")]

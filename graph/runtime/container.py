@@ -170,7 +170,7 @@ class Container(Mapping[str, Any]):
                 end = perf_counter()
                 self.timings.append(NodeTiming(name, "build", start, end - start))
                 start = end
-        self._fill_all()
+        self._fill_every_fields()
 
     def steps(self) -> Iterator[Any]:
         """
@@ -238,7 +238,7 @@ class Container(Mapping[str, Any]):
             name: value if type(value) in IMMUTABLE else copy.deepcopy(value) for name, value in node.settings.items()
         }
         for key, edge in node.edges.items():
-            values[key] = self._edge(node.spec.fields[key], edge)
+            values[key] = self._make_edge_value(node.spec.fields[key], edge)
         for field in node.spec.every_fields:
             values[field.name] = Every()
         for field in node.spec.recipe_fields:
@@ -249,7 +249,8 @@ class Container(Mapping[str, Any]):
             error.add_note(f"while building [{node.name}] ({node.spec.use}), {node.position}")
             raise
 
-    def _edge(self, field: Field, edge: Edge) -> Any:
+    def _make_edge_value(self, field: Field, edge: Edge) -> Any:
+        """Return an edge's built objects as its field expects them: one object, a list, a dict or an Ordered."""
         if field.kind in ("one", "optional"):
             return self._objects[edge.targets[0]]
         objects = [self._objects[name] for name in edge.targets]
@@ -260,7 +261,8 @@ class Container(Mapping[str, Any]):
                 return Ordered(objects, edge.targets)
         return objects
 
-    def _fill_all(self) -> None:
+    def _fill_every_fields(self) -> None:
+        """Fill every `Every` field with all objects implementing its port."""
         # Matched by class: matching a class with a port is slow, and many nodes share a class.
         kinds = {type(item) for item in self._objects.values()}
         nodes = [self.graph.nodes[name] for name in self._objects if name not in self.replacements]
@@ -283,7 +285,7 @@ class Container(Mapping[str, Any]):
             for name, item in self._built.items():
                 self._open(name, item)
         except BaseException as error:
-            self._fail(error)
+            self._handle_failure(error)
             raise
         return self
 
@@ -323,9 +325,9 @@ class Container(Mapping[str, Any]):
         if error is None:
             self._opened.close_all(None)
         else:
-            self._fail(error)
+            self._handle_failure(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _handle_failure(self, error: BaseException) -> None:
         """
         Call the failure handlers, last opened first, and close everything. Raise the replacement exception, if any.
         """

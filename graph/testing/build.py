@@ -83,6 +83,7 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _list_members(field: Field, value: Any) -> Iterable[Any]:
+    """Return the objects passed for an edge."""
     if value is None:
         return ()
     if field.kind in ("one", "optional"):
@@ -91,6 +92,7 @@ def _list_members(field: Field, value: Any) -> Iterable[Any]:
 
 
 def _wrap_members(field: Field, value: Any) -> Any:
+    """Return the objects for a field in the class that the container would use."""
     if field.kind == "every" and not isinstance(value, Every):
         return Every(value)
     if field.kind == "ordered" and not isinstance(value, Ordered):
@@ -99,6 +101,7 @@ def _wrap_members(field: Field, value: Any) -> Any:
 
 
 def _make_empty_field(field: Field) -> Any:
+    """Return a value for a field that the container fills."""
     return Every() if field.kind == "every" else EMPTY_RECIPE
 
 

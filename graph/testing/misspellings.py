@@ -20,9 +20,9 @@ SIMILARITY = 0.8
 """Of two names, by difflib: `observe` and `observes` have 0.93, `end_on_every_rank` and `embeds_on_every_rank` 0.86."""
 
 
-def misspelt(cls: type, port: type) -> list[str]:
+def find_misspelt_members(cls: type, port: type) -> list[str]:
     """Return a sentence for each public attribute of a class whose name resembles that of an optional member."""
-    declared, optional = _declared(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
+    declared, optional = _list_declared_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
     similar = ((name, get_close_matches(name, optional, n=1, cutoff=SIMILARITY)) for name in _own_names(cls) - declared)
     return [
         f"{cls.__name__} has {name}, which no port declares; did you mean {other}?"
@@ -41,9 +41,9 @@ def _own_names(cls: type) -> set[str]:
 
 
 @functools.cache
-def _declared(package: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all members of the ports in a module or package and of `graph.lifecycle`, and the optional ones."""
-    protocols = [cls for module in (*_modules(package), lifecycle) for cls in _protocols(module)]
+def _list_declared_members(package: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return two sets, from a package's ports and `graph.lifecycle`: all members, and the optional members."""
+    protocols = [cls for module in (*_import_modules(package), lifecycle) for cls in _iterate_protocols(module)]
     optional = [*capabilities(package), *capabilities(lifecycle.__name__)]
     names = {name for cls in optional for name in (*inspect.get_annotations(cls), *vars(cls))}
     declared = frozenset(name for cls in protocols for name in find_members(cls))
@@ -52,7 +52,7 @@ def _declared(package: str) -> tuple[frozenset[str], frozenset[str]]:
 
 def capabilities(package: str) -> list[type]:
     """Return the Protocols of optional members in a module or package."""
-    return [cls for module in _modules(package) for cls in _protocols(module) if _is_capability(cls)]
+    return [cls for module in _import_modules(package) for cls in _iterate_protocols(module) if _is_capability(cls)]
 
 
 def _is_capability(protocol: Any) -> bool:
@@ -61,14 +61,14 @@ def _is_capability(protocol: Any) -> bool:
     return bool(protocol._is_runtime_protocol) and (extends or not is_port(protocol))
 
 
-def _modules(package: str) -> Iterator[ModuleType]:
+def _import_modules(package: str) -> Iterator[ModuleType]:
     module = importlib.import_module(package)
     yield module
     for item in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{package}."):
         yield importlib.import_module(item.name)
 
 
-def _protocols(module: ModuleType) -> Iterator[type]:
+def _iterate_protocols(module: ModuleType) -> Iterator[type]:
     for _, cls in inspect.getmembers(module, inspect.isclass):
         if cls.__module__ == module.__name__ and getattr(cls, "_is_protocol", False):
             yield cls

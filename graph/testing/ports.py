@@ -16,7 +16,7 @@ import attrs
 
 from drawloom.graph.component import is_port
 from drawloom.graph.testing.build import build
-from drawloom.graph.testing.misspellings import misspelt
+from drawloom.graph.testing.misspellings import find_misspelt_members
 from drawloom.graph.types.port_match import find_members, find_mismatches, join_mismatches
 
 EMPTY: dict[Any, Callable[[], Any]] = {int: int, float: float, str: str, bool: bool, bytes: bytes, list: list}
@@ -152,7 +152,7 @@ def check_port(implementation: str | type | Callable[[], Any], port: type, /, **
                 expect(
                     not reasons, f"{type(instance).__name__} is not a {port.__name__}: it {join_mismatches(reasons)}"
                 )
-                expect(not (sentences := misspelt(type(instance), port)), "; ".join(sentences))
+                expect(not (sentences := find_misspelt_members(type(instance), port)), "; ".join(sentences))
             try:
                 holds(*instances)
             except Exception as error:

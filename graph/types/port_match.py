@@ -103,7 +103,7 @@ class _Matcher:
         """Yield how the class's member differs from the port's."""
         promised = inspect.getattr_static(self.port, member, None)
         if inspect.isfunction(promised):
-            yield from self._method(promised, member)
+            yield from self._check_method(promised, member)
         elif not _has_member(self.cls, member):
             yield f"has no {member}"
         elif inspect.isfunction(inspect.getattr_static(self.cls, member, None)):
@@ -116,7 +116,8 @@ class _Matcher:
             if not is_assignable(own_type, kind, self.fits):
                 yield f"has a {member} that is {type_name(own_type)}, not {type_name(kind)}"
 
-    def _method(self, promised: Any, member: str) -> Iterator[str]:
+    def _check_method(self, promised: Any, member: str) -> Iterator[str]:
+        """Yield why the class has no such method, or can't be called like the port's."""
         implementation = inspect.getattr_static(self.cls, member, None)
         if isinstance(implementation, property | functools.cached_property):
             yield f"has an attribute {member}, but the port has a method"

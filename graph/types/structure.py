@@ -47,15 +47,17 @@ class Values:
         if type(value) is kind and kind in (str, bool, int, float) and not check and not _find_objection(value, kind):
             return value, []  # the fast path of most settings
         try:
-            hook = self._with_check(check) if check else self._structure
+            hook = self._make_checking_hook(check) if check else self._structure
             return hook(value, kind), []
         except (_MismatchError, BaseValidationError) as error:
-            return None, list(self._problems(error, ()))
+            return None, list(self._iterate_problems(error, ()))
 
     def _structure(self, value: Any, kind: Any) -> Any:
         return self._converter.get_structure_hook(kind)(value, kind)
 
-    def _with_check(self, check: Check) -> Hook:
+    def _make_checking_hook(self, check: Check) -> Hook:
+        """Return a hook for converting a value and then rejecting it if `check` returns a reason."""
+
         def structure(value: Any, kind: Any) -> Any:
             result = self._structure(value, kind)
             if reason := check(result):
@@ -73,16 +75,16 @@ class Values:
         converter.register_structure_hook_factory(lambda kind: True, _refuse_type)
         converter.register_structure_hook_func(lambda kind: kind in (Any, object), lambda value, kind: value)
         converter.register_structure_hook_func(_is_literal, _structure_choice)
-        converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._union)
+        converter.register_structure_hook_func(lambda kind: union_members(kind) != [kind], self._structure_union)
         converter.register_structure_hook_func(lambda kind: _origin(kind) is tuple, self._structure_tuple)
         converter.register_structure_hook_factory(_is_array, _make_array_hook)
         converter.register_structure_hook_factory(lambda kind: _origin(kind) in (dict, Mapping), _make_table_hook)
-        converter.register_structure_hook_factory(_is_class, self._class)
+        converter.register_structure_hook_factory(_is_class, self._make_class_hook)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
             converter.register_structure_hook(kind, _structure_scalar)
         return converter
 
-    def _union(self, value: Any, kind: Any) -> Any:
+    def _structure_union(self, value: Any, kind: Any) -> Any:
         """Convert a value to the first accepting member type, int before float. Otherwise raise the closest error."""
         if value is None and type(None) in typing.get_args(kind):
             return None
@@ -116,16 +118,18 @@ class Values:
             raise IterableValidationError("", errors, kind)
         return tuple(items)
 
-    def _class(self, kind: type, converter: Converter) -> Hook:
+    def _make_class_hook(self, kind: type, converter: Converter) -> Hook:
         """Return a hook for a table with exactly the fields of an attrs class, each with its own check."""
         checks = {field.name: check for field in attrs.fields(kind) if (check := field.metadata.get("check"))}
-        checked: dict[str, Any] = {name: override(struct_hook=self._with_check(checks[name])) for name in checks}
+        checked: dict[str, Any] = {
+            name: override(struct_hook=self._make_checking_hook(checks[name])) for name in checks
+        }
         inside: Hook = make_dict_structure_fn(
             kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_use_alias=True, **checked
         )
         return _require_container(dict, inside)
 
-    def _problems(self, error: Exception, path: KeyPath) -> Iterator[Problem]:
+    def _iterate_problems(self, error: Exception, path: KeyPath) -> Iterator[Problem]:
         """Flatten the exception tree from cattrs into problems. The note of an exception is one step of the path."""
         note = next((note for note in getattr(error, "__notes__", ()) if type(note) is not str), None)
         if isinstance(note, AttributeValidationNote):
@@ -134,9 +138,11 @@ class Values:
             path = (*path, note.index)
         if isinstance(error, BaseValidationError):
             for inner in error.exceptions:
-                yield from self._problems(inner, path)
+                yield from self._iterate_problems(inner, path)
         elif isinstance(error, _MismatchError):
-            yield Problem("DL303", str(error), "" if error.reason else self._hint(error.value, error.kind), path=path)
+            yield Problem(
+                "DL303", str(error), "" if error.reason else self._find_hint(error.value, error.kind), path=path
+            )
         elif isinstance(error, ForbiddenExtraKeysError):
             known = [field.alias for field in attrs.fields(error.cl) if field.init]
             for name in sorted(error.extra_fields):
@@ -149,7 +155,8 @@ class Values:
         else:
             raise error
 
-    def _hint(self, value: Any, kind: Any) -> str:
+    def _find_hint(self, value: Any, kind: Any) -> str:
+        """Return a hint for a wrongly typed value: a near miss with the right type, or the nearest choice."""
         for candidate, hint in find_near_misses(value):
             with suppress(_MismatchError, BaseValidationError):
                 self._structure(candidate, kind)

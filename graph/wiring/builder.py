@@ -37,8 +37,8 @@ class GraphBuilder:
     def run(self) -> None:
         """Make every node with its settings, and then resolve and check every edge."""
         for name, table in self.recipe.nodes.items():
-            self._make(name, table)
-        edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make)
+            self._make_node(name, table)
+        edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make_node)
         for node in list(self.nodes.values()):  # a copy: resolving edges adds inline nodes
             edges.resolve_all(node)
         edges.report_unnamed()
@@ -49,7 +49,8 @@ class GraphBuilder:
         for node in self.nodes.values():
             yield from node.problems
 
-    def _make(self, name: str, table: Table, owner: str = "") -> Node | None:
+    def _make_node(self, name: str, table: Table, owner: str = "") -> Node | None:
+        """Make a table's node with its settings; report a problem and return None if its component is invalid."""
         use = table.items["use"]
         if not (isinstance(use, Leaf) and isinstance(use.value, str)):
             text = "`use` must be a string, the name of a component"
@@ -107,6 +108,7 @@ class EdgeResolver:
         return self.settings.variable(node, value, (field.name,)) if is_variable else value
 
     def _connect_list(self, node: Node, field: Field, item: Leaf | Table) -> None:
+        """Resolve a list edge's elements, and connect the node to their targets."""
         values = self._substitute(node, item, field)
         if values is INVALID_VALUE:
             return
@@ -168,6 +170,7 @@ class EdgeResolver:
         return tuple(name for name in names if self._check_port(node, field, name, path))
 
     def _make_inline(self, node: Node, field: Field, value: dict[str, Any] | Table, path: KeyPath) -> list[str]:
+        """Make the node in an inline table, and resolve its edges; return its name in a list, empty after a problem."""
         container = node.table.items[field.name]
         layer, at = container.origin(path[1:])
         table = value if isinstance(value, Table) else Table.of(value, layer, at)
@@ -182,6 +185,7 @@ class EdgeResolver:
         return [inline_node.name]
 
     def _find_named(self, node: Node, name: str, path: KeyPath, many: bool) -> list[str]:
+        """Return the node named by "@name", or all members for "@group.*"; report a missing one."""
         if name in self.nodes:
             return [name]
         group = name.removesuffix(".*")

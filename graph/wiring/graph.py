@@ -97,12 +97,12 @@ class Graph:
         """
         asked = tuple(roots)
         if without:
-            return self._order(asked, without)
+            return self._order_depth_first(asked, without)
         if asked not in self._orders:
-            self._orders[asked] = self._order(asked, without)
+            self._orders[asked] = self._order_depth_first(asked, without)
         return list(self._orders[asked])
 
-    def _order(self, roots: Sequence[str], without: Container[str]) -> list[str]:
+    def _order_depth_first(self, roots: Sequence[str], without: Container[str]) -> list[str]:
         # Depth-first with an explicit stack: a chain of nodes may be longer than Python's recursion limit.
         order: dict[str, None] = {}
         entered: set[str] = set()
@@ -153,7 +153,7 @@ class Graph:
                     names = list(trail)
                     return [*names[names.index(name) :], name]
                 trail[name] = iter(self.needs(name))
-                name = self._walk_on(trail, done)
+                name = self._find_next_node(trail, done)
         return []
 
     def _is_acyclic(self) -> bool:
@@ -167,8 +167,8 @@ class Graph:
             visited.add(name)
         return True
 
-    def _walk_on(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
-        """Return the next node in a depth-first walk, after leaving the nodes whose needs are done."""
+    def _find_next_node(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
+        """Pop finished nodes from the trail, and return the first need not done; None at the end of the walk."""
         while trail:
             last = next(reversed(trail))
             for need in trail[last]:
@@ -182,7 +182,7 @@ class Graph:
         cycle = self.find_cycle()
         if cycle:
             text = "dependency cycle: " + " -> ".join(cycle)
-            position = self._edge_position(cycle[0], cycle[1])
+            position = self._find_edge_position(cycle[0], cycle[1])
             yield Problem("DL320", text, "remove one of these edges", cycle[0], position)
         for node in self.nodes.values():
             for field in node.spec.sequences:
@@ -191,7 +191,7 @@ class Graph:
             if node.spec.has_constraints and self.is_complete(node):
                 yield from _check_constraints(node, self.view(node.name))
 
-    def _edge_position(self, name: str, target: str) -> Position:
+    def _find_edge_position(self, name: str, target: str) -> Position:
         """Return the position where an edge between two nodes is written."""
         node = self.nodes[name]
         paths = (dict(zip(edge.targets, edge.items, strict=False)).get(target) for edge in node.edges.values())

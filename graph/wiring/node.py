@@ -48,7 +48,7 @@ class Node:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Values by setting with defaults filled in, without is_invalid settings."""
+        """Values by setting with defaults filled in, without invalid settings."""
         return MappingProxyType(self._settings)
 
     @property
@@ -73,6 +73,7 @@ class Node:
         return self.position
 
     def set(self, key: str, value: Any) -> None:
+        """Record a setting's converted value."""
         self._settings[key] = value
 
     def connect(self, key: str, edge: Edge) -> None:

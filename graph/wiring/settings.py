@@ -30,14 +30,14 @@ class SettingsResolver:
         for key, item in items.items():
             field = node.spec.fields.get(key)
             if field is not None and field.kind == "setting":
-                self._set(node, field, item)
+                self._set_value(node, field, item)
             elif key != "use" and (field is None or not field.is_edge):
-                self._unknown(node, key, field)
+                self._report_unknown(node, key, field)
         for field in node.spec.settings:
             if field.name not in items:
                 self._set_default(node, field)
 
-    def _unknown(self, node: Node, key: str, field: Field | None) -> None:
+    def _report_unknown(self, node: Node, key: str, field: Field | None) -> None:
         if field is not None:
             text = f"{key!r} is filled in by the container and can't be set"
             return node.add_problem("DL301", text, "remove it", (key,), key=True)
@@ -48,7 +48,8 @@ class SettingsResolver:
             hint = f"write {key} at the top of the file, before the first [table]"
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 
-    def _set(self, node: Node, field: Field, item: Leaf | Table) -> None:
+    def _set_value(self, node: Node, field: Field, item: Leaf | Table) -> None:
+        """Convert and check a setting's value, and set it on the node or report its problems."""
         plain = self.resolve_value(node, item, (field.name,))
         if plain is INVALID_VALUE:
             return
@@ -93,7 +94,7 @@ class SettingsResolver:
         elif isinstance(item, Table):
             item = item.items
         if isinstance(item, str):
-            return self._plain_string(node, item, path) if item[:1] in ("@", "$") else item
+            return self._unescape_string(node, item, path) if item[:1] in ("@", "$") else item
         if isinstance(item, list):
             parts = [self.resolve_value(node, part, (*path, number)) for number, part in enumerate(item)]
             return INVALID_VALUE if any(part is INVALID_VALUE for part in parts) else parts
@@ -102,7 +103,8 @@ class SettingsResolver:
             return INVALID_VALUE if any(part is INVALID_VALUE for part in table.values()) else table
         return item
 
-    def _plain_string(self, node: Node, text: str, path: KeyPath) -> Any:
+    def _unescape_string(self, node: Node, text: str, path: KeyPath) -> Any:
+        """Return a string without its escape @@ or $$, or its variable's value; report other uses of @ and $."""
         if text[:2] in ("@@", "$$"):
             return text[1:]
         if text.startswith(VARIABLE):

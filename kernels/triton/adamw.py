@@ -42,8 +42,8 @@ class AdamwTriton:
 
     def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
         filled = [index for index, param in enumerate(params) if param.weight.numel()]
-        kinds = sorted(filled, key=lambda index: _kind(params[index]))
-        groups = [list(group) for _, group in groupby(kinds, key=lambda index: _kind(params[index]))]
+        kinds = sorted(filled, key=lambda index: _launch_key(params[index]))
+        groups = [list(group) for _, group in groupby(kinds, key=lambda index: _launch_key(params[index]))]
         self._launches = [(indices, _build_step([params[n] for n in indices], indices, maximize)) for indices in groups]
 
     def step(
@@ -67,7 +67,7 @@ def _build_step(params: list[ParamState], indices: list[int], maximize: bool) ->
     return FusedCodesStep(params, indices, maximize)
 
 
-def _kind(param: ParamState) -> tuple[str, ...]:
+def _launch_key(param: ParamState) -> tuple[str, ...]:
     """Return the dtypes, device and compile-time constants shared by a launch's weights."""
     kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_constants(param).values()
     return tuple(map(str, kind))
@@ -149,12 +149,13 @@ class _FusedStep:
         addresses = [grad.data_ptr() for grad in grads]
         # Gradients move when they are freed and allocated again; the addresses of other tensors are constant.
         if addresses != self._addresses:
-            rows = [_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
+            rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table = upload(torch.tensor(rows), self._device)
             self._addresses = addresses
 
 
-def _row(param: ParamState, grad: int, index: int) -> list[int]:
+def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
+    """Return a weight's table row: addresses, size, index, noise parameters and optional addresses."""
     weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.tensors[:3])
     noise = param.key, param.first, param.width, param.stride
     optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
@@ -260,9 +261,9 @@ def _update(
     if counter is not None:
         for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
         if not MASTER:
-            new = _round(new, for_weight, index, weight, PAIRS)
-        m = _round(m, for_mean, index, exp_avg, PAIRS)
-        s = _round(s, for_square, index, exp_avg_sq, PAIRS)
+            new = _round_if_narrow(new, for_weight, index, weight, PAIRS)
+        m = _round_if_narrow(m, for_mean, index, exp_avg, PAIRS)
+        s = _round_if_narrow(s, for_square, index, exp_avg_sq, PAIRS)
     if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
         maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_sq + element, maximum.to(max_sq.dtype.element_ty), mask=mask)
@@ -279,7 +280,7 @@ def _update(
 
 
 @triton.jit
-def _round(x, word, index, pointer, PAIRS: tl.constexpr):
+def _round_if_narrow(x, word, index, pointer, PAIRS: tl.constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
         if PAIRS:

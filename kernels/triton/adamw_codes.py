@@ -32,7 +32,7 @@ of blocks, the weight's index, the noise's key, first index, row width and row s
 
 
 @cache
-def _maps(device: torch.device) -> Tensor:
+def _upload_maps(device: torch.device) -> Tensor:
     """Return values and midpoints of both maps, float32 (4 * 256,), with infinity after the midpoints."""
     parts = [part for signed in (True, False) for part in tables(signed, torch.device("cpu"))]
     padded = [torch.cat([part, torch.full((256 - len(part),), torch.inf)]) for part in parts]
@@ -47,7 +47,7 @@ class FusedCodesStep:
             raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
         self._params, self._indices, self._maximize = params, indices, maximize
         self._device = params[0].weight.device
-        parts = [(row, first) for row, p in enumerate(params) for first in range(0, _blocks(p), PROGRAM_BLOCKS)]
+        parts = [(row, first) for row, p in enumerate(params) for first in range(0, _count_scales(p), PROGRAM_BLOCKS)]
         self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
         decays = torch.tensor([param.weight_decay for param in params], dtype=torch.float32)
         self._weight_decays = upload(decays, self._device)
@@ -76,13 +76,13 @@ class FusedCodesStep:
         grads, factors = with_one_dtype([grad.contiguous() for grad in grads], factors)
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._addresses:
-            rows = [_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
+            rows = [_make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)]
             self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
         _kernel[(len(self._parts),)](
             self._table,
             self._parts,
             self._weight_decays,
-            _maps(self._device),
+            _upload_maps(self._device),
             scalars,
             0 if scalars.ndim == 1 else scalars.stride(0),
             counter,
@@ -103,16 +103,18 @@ class FusedCodesStep:
         )
 
 
-def _blocks(param: ParamState) -> int:
+def _count_scales(param: ParamState) -> int:
+    """Return how many scales a mean has; 0 without codes."""
     return 0 if param.exp_avg_scale is None else param.exp_avg_scale.numel()
 
 
-def _row(param: ParamState, grad: int, index: int) -> list[int]:
+def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
+    """Return a weight's table row: addresses, scale count, index, noise parameters and row width."""
     weight, mean, square, *others = (tensor.data_ptr() for tensor in param.tensors)
     *remainder, mean_scale, square_scale = others
     addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
     noise = [param.key, param.first, param.width, param.stride]
-    return [*addresses, _blocks(param), index, *noise, param.weight.shape[-1]]
+    return [*addresses, _count_scales(param), index, *noise, param.weight.shape[-1]]
 
 
 # fmt: off

@@ -50,31 +50,31 @@ class _CausalConv(Function):
         return grad_x if needs_x else None, grad_weight if needs_weight else None, None
 
 
-def _like_forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def _allocate_forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @register_kernel(
     "causal_conv(Tensor x, Tensor weight, Tensor ids) -> Tensor",
-    fake=_like_forward,
+    fake=_allocate_forward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    result = _like_forward(x, weight, ids)
+    result = _allocate_forward(x, weight, ids)
     if x.numel():
         rows, length, channels = x.shape
         grid = rows * cdiv(length, TOKENS), cdiv(channels, CHANNELS)
-        _forward_kernel[grid](x.contiguous(), weight.contiguous(), ids, result, length, **_constants(weight))
+        _forward_kernel[grid](x.contiguous(), weight.contiguous(), ids, result, length, **_kernel_constants(weight))
     return result
 
 
-def _constants(weight: Tensor) -> dict[str, int]:
+def _kernel_constants(weight: Tensor) -> dict[str, int]:
     channels, taps = weight.shape
     return {"SIZE": channels, "TAPS": taps, "TOKENS": TOKENS, "BLOCK": CHANNELS, "num_warps": 4}
 
 
-def _like_backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -85,7 +85,7 @@ def _backward_scratch(x: Tensor, weight: Tensor) -> int:
 
 @register_kernel(
     "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, Tensor ids) -> (Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=no_flops,
     scratch=_backward_scratch,
 )
@@ -97,7 +97,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
     grid = rows * cdiv(length, TOKENS), cdiv(channels, CHANNELS)
     before_gate = torch.empty_like(x)
     parts = x.new_empty(grid[0], weight.numel(), dtype=torch.float32)
-    constants = _constants(weight)
+    constants = _kernel_constants(weight)
     block = next_power_of_2(weight.shape[1])
     _gate_kernel[grid](grad, x, weight, ids, before_gate, parts, length, TAP_BLOCK=block, **constants)
     _input_kernel[grid](before_gate, weight, ids, grad_x, length, **constants)
@@ -105,7 +105,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
 
 
 @triton.jit
-def _tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+def _locate_tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the row's first token among all rows, this program's tokens, channels, and whether elements exist."""
     tiles = (length + TOKENS - 1) // TOKENS
     first = (tl.program_id(0) // tiles).to(tl.int64) * length
@@ -115,7 +115,7 @@ def _tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _load(x, ids, own, first, token, channel, inside, length, lag, SIZE: tl.constexpr):
+def _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE: tl.constexpr):
     """Load the channels of tokens `lag` before, or after if it is negative; 0 in other documents."""
     other = token - lag
     exists = (other >= 0) & (other < length)
@@ -133,7 +133,7 @@ def _convolve(
     summed = tl.zeros((TOKENS, BLOCK), tl.float32)
     for lag in tl.static_range(TAPS):
         factors = tl.load(weight + channel * TAPS + TAPS - 1 - lag, mask=channel < SIZE, other=0.0).to(tl.float32)
-        summed += factors[None, :] * _load(x, ids, own, first, token, channel, inside, length, SIGN * lag, SIZE)
+        summed += factors[None, :] * _load_shifted(x, ids, own, first, token, channel, inside, length, SIGN * lag, SIZE)
     return summed
 
 
@@ -144,7 +144,8 @@ def _forward_kernel(
     x, weight, ids, result, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    first, token, channel, inside = _tile(length, SIZE, TOKENS, BLOCK)
+    """Store the gated convolution of a tile."""
+    first, token, channel, inside = _locate_tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
     gated = summed * tl.sigmoid(summed)
@@ -160,7 +161,8 @@ def _gate_kernel(
     BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr,
 ):
     # fmt: on
-    first, token, channel, inside = _tile(length, SIZE, TOKENS, BLOCK)
+    """Store the gradient before the gate, and partial sums for the weight's gradient."""
+    first, token, channel, inside = _locate_tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
     offsets = (first + token)[:, None] * SIZE + channel[None, :]
@@ -170,7 +172,7 @@ def _gate_kernel(
     tl.store(before_gate + offsets, grads.to(before_gate.dtype.element_ty), mask=inside)
     tap, sums = tl.arange(0, TAP_BLOCK)[None, :], tl.zeros((BLOCK, TAP_BLOCK), tl.float32)
     for lag in tl.static_range(TAPS):
-        product = tl.sum(grads * _load(x, ids, own, first, token, channel, inside, length, lag, SIZE), 0)
+        product = tl.sum(grads * _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE), 0)
         sums += tl.where(tap == TAPS - 1 - lag, product[:, None], 0.0)
     part = parts + tl.program_id(0).to(tl.int64) * (SIZE * TAPS) + channel[:, None] * TAPS + tap
     tl.store(part, sums, mask=(channel < SIZE)[:, None] & (tap < TAPS))
@@ -184,7 +186,8 @@ def _input_kernel(
     BLOCK: tl.constexpr,
 ):
     # fmt: on
-    first, token, channel, inside = _tile(length, SIZE, TOKENS, BLOCK)
+    """Store the input's gradient: the convolution of the gradient before the gate, backwards in time."""
+    first, token, channel, inside = _locate_tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     grads = _convolve(
         before_gate, weight, ids, own, first, token, channel, inside, length, -1, SIZE, TAPS, TOKENS, BLOCK

@@ -89,8 +89,8 @@ def _forward(
     by_torch, cut = _multiplies_by_torch(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
     for chunk in chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
         part = hidden[chunk]
-        logits = _product(part, weight, words) if by_torch else None
-        factors, by_tma = _blocks((tokens, STEP), (words, STEP), part, weight)
+        logits = _compute_logits(part, weight, words) if by_torch else None
+        factors, by_tma = _describe_blocks((tokens, STEP), (words, STEP), part, weight)
         kernels.lse_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
             *factors,
@@ -110,7 +110,7 @@ def _forward(
     return lse.logsumexp(0), target_logit
 
 
-def _blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
+def _describe_blocks(block: tuple[int, int], other: tuple[int, int], *factors: Tensor) -> tuple[tuple[Any, Any], bool]:
     """Return two matrices as kernel arguments, in blocks with these sizes, and whether they are TMA descriptors."""
     if not all(map(tma.fits, factors)) or not tma.is_supported(factors[0].device):
         return factors, False  # type: ignore[return-value]
@@ -122,7 +122,7 @@ def _multiplies_by_torch(hidden: Tensor) -> bool:
     return hidden.dtype == torch.float32
 
 
-def _product(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, words: int) -> Tensor:
     """
     Return logits (tokens, vocabulary) for both passes, which must have the same roundings.
 
@@ -228,10 +228,10 @@ def _grad_logits(
     """Return the logit gradients, and flags for the written tiles (token tiles, word tiles)."""
     (tokens, width), (height, across) = hidden.shape, cut.tile
     by_torch = _multiplies_by_torch(hidden)
-    grad_logits = _product(hidden, weight, across) if by_torch else _empty_tiles(hidden, weight, across)
+    grad_logits = _compute_logits(hidden, weight, across) if by_torch else _empty_tiles(hidden, weight, across)
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
-    factors, by_tma = _blocks((height, STEP), (across, STEP), hidden, weight)
+    factors, by_tma = _describe_blocks((height, STEP), (across, STEP), hidden, weight)
     kernels.grad_logits_kernel[(active.numel(),)](
         *factors,
         targets.contiguous(),
@@ -257,10 +257,10 @@ def _grad_logits(
 
 def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[1])
-    factors, by_tma = _blocks((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
+    factors, by_tma = _describe_blocks((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
         *factors,
-        *_lists(active),
+        *_list_active_columns(active),
         result,
         *(len(grad_logits), *weight.shape),
         *(grad_logits.stride(0), weight.stride(0), result.stride(0)),
@@ -277,10 +277,10 @@ def _sparse_grad_hidden(grad_logits: Tensor, active: Tensor, weight: Tensor, res
 
 def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, result: Tensor, cut: LogitCut) -> None:
     step = min(STEP, cut.tile[0])
-    factors, by_tma = _blocks((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
+    factors, by_tma = _describe_blocks((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
     kernels.grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
         *factors,
-        *_lists(active.T.contiguous()),
+        *_list_active_columns(active.T.contiguous()),
         result,
         *(len(grad_logits), *result.shape),
         *(grad_logits.stride(0), hidden.stride(0)),
@@ -295,16 +295,16 @@ def _sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor, res
     )
 
 
-def _lists(active: Tensor) -> tuple[Tensor, Tensor]:
+def _list_active_columns(active: Tensor) -> tuple[Tensor, Tensor]:
     """Return active columns by row in order, and their numbers."""
     return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 
 
 def _run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
-    return _forward(hidden, weight, targets, *_tile(hidden, cut), cut.max_logits)  # type: ignore[no-any-return]
+    return _forward(hidden, weight, targets, *_choose_tile(hidden, cut), cut.max_logits)  # type: ignore[no-any-return]
 
 
-def _tile(hidden: Tensor, cut: LogitCut) -> tuple[int, int]:
+def _choose_tile(hidden: Tensor, cut: LogitCut) -> tuple[int, int]:
     """Return the tile for both passes, which must cut tokens into the same chunks."""
     return FLOAT32_TILE if _multiplies_by_torch(hidden) and not cut.filter_eps else cut.tile
 
@@ -320,7 +320,7 @@ def _run_backward(
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     inputs = hidden, weight, targets, lse, grad, grad_lse
-    grad_hidden, grad_weight = _backward(*inputs, cut.filter_eps, *_tile(hidden, cut), cut.max_logits, *needs)
+    grad_hidden, grad_weight = _backward(*inputs, cut.filter_eps, *_choose_tile(hidden, cut), cut.max_logits, *needs)
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 

@@ -16,7 +16,7 @@ from drawloom.kernels.triton.launch import lean
 
 
 @triton.jit
-def _block(
+def _load_block(
     x, first_row, first_column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
 ):
     """Load a matrix block, zero beyond the ends, by its descriptor or by its address."""
@@ -29,18 +29,18 @@ def _block(
 
 
 @triton.jit
-def _logits(
+def _get_logit_tile(
     logits, hidden, weight, token, word, width, tokens, words, logits_stride, hidden_stride, weight_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
 ):
     """Return the logit tile that begins at a token and a word: read it, or compute hidden @ weight.T."""
     if logits is not None:
-        total = _block(logits, token, word, tokens, words, logits_stride, TOKENS, WORDS, False)
+        total = _load_block(logits, token, word, tokens, words, logits_stride, TOKENS, WORDS, False)
     else:
         total = tl.zeros((TOKENS, WORDS), tl.float32)
         for channel in range(0, width, STEP):
-            a = _block(hidden, token, channel, tokens, width, hidden_stride, TOKENS, STEP, TMA)
-            b = _block(weight, word, channel, words, width, weight_stride, WORDS, STEP, TMA)
+            a = _load_block(hidden, token, channel, tokens, width, hidden_stride, TOKENS, STEP, TMA)
+            b = _load_block(weight, word, channel, words, width, weight_stride, WORDS, STEP, TMA)
             total = tl.dot(a, b.T, total)
     return total
 
@@ -57,7 +57,7 @@ def lse_kernel(
     first = (tl.program_id(0) % across) * TOKENS
     tile = tl.program_id(0) // across
     token, word = first + tl.arange(0, TOKENS), tile * WORDS + tl.arange(0, WORDS)
-    values = _logits(
+    values = _get_logit_tile(
         logits, hidden, weight, first, tile * WORDS, width, tokens, words, logits_stride, hidden_stride, weight_stride,
         TOKENS, WORDS, STEP, TMA,
     )
@@ -89,7 +89,7 @@ def grad_logits_kernel(
     down = tl.program_id(0) % across
     tile = tl.program_id(0) // across
     token, word = down * TOKENS + tl.arange(0, TOKENS), tile * WORDS + tl.arange(0, WORDS)
-    logits = _logits(
+    logits = _get_logit_tile(
         grad_logits if HAS_LOGITS else None, hidden, weight, down * TOKENS, tile * WORDS, width, tokens, words,
         logits_stride, hidden_stride, weight_stride, TOKENS, WORDS, STEP, TMA,
     )
@@ -134,8 +134,8 @@ def grad_hidden_kernel(
     for step in range(0, tl.load(counts + down) * (WORDS // STEP)):
         tile = tl.load(tiles + down * tl.cdiv(words, WORDS) + step // (WORDS // STEP))
         word = tile * WORDS + step % (WORDS // STEP) * STEP
-        a = _block(grad_logits, first, word, tokens, words, logits_stride, TOKENS, STEP, TMA)
-        b = _block(weight, word, left, words, width, weight_stride, STEP, CHANNELS, TMA)
+        a = _load_block(grad_logits, first, word, tokens, words, logits_stride, TOKENS, STEP, TMA)
+        b = _load_block(weight, word, left, words, width, weight_stride, STEP, CHANNELS, TMA)
         total = tl.dot(a, b, total)
     token, channel = first + tl.arange(0, TOKENS), left + tl.arange(0, CHANNELS)
     at = result + token.to(tl.int64)[:, None] * result_stride + channel[None, :]
@@ -160,7 +160,7 @@ def grad_weight_kernel(
     for step in range(0, count * (TOKENS // STEP)):
         tile = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + step // (TOKENS // STEP))
         token = tile * TOKENS + step % (TOKENS // STEP) * STEP
-        a = _block(grad_logits, token, first, tokens, words, logits_stride, STEP, WORDS, TMA)
-        b = _block(hidden, token, left, tokens, width, hidden_stride, STEP, CHANNELS, TMA)
+        a = _load_block(grad_logits, token, first, tokens, words, logits_stride, STEP, WORDS, TMA)
+        b = _load_block(hidden, token, left, tokens, width, hidden_stride, STEP, CHANNELS, TMA)
         total = tl.dot(a.T, b, total)
     tl.store(at, total, mask=inside)

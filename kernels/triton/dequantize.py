@@ -24,20 +24,22 @@ def dequantize_triton(stored: Tensor, name: str) -> Tensor:
     return _dequantize(stored, name)  # type: ignore[no-any-return]
 
 
-def _empty(stored: Tensor, name: str) -> Tensor:
+def _allocate_result(stored: Tensor, name: str) -> Tensor:
     return stored.new_empty(FORMATS[name].weight_shape(tuple(stored.shape)), dtype=STORAGE)
 
 
-@register_kernel("dequantize(Tensor stored, str name) -> Tensor", fake=_empty, flops=no_flops, scratch=no_scratch)
+@register_kernel(
+    "dequantize(Tensor stored, str name) -> Tensor", fake=_allocate_result, flops=no_flops, scratch=no_scratch
+)
 def _dequantize(stored: Tensor, name: str) -> Tensor:
-    result, weight_format = _empty(stored, name), FORMATS[name]
+    result, weight_format = _allocate_result(stored, name), FORMATS[name]
     halves = stored.contiguous()
     blocks, per_program = halves.numel() // weight_format.units, ELEMENTS // weight_format.block
     if blocks:
         _kernel[(cdiv(blocks, per_program),)](
             halves.view(torch.int16),
             halves.view(torch.uint8),
-            _table(VALUES[name], stored.device),
+            _upload_table(VALUES[name], stored.device),
             result,
             blocks,
             FORMAT=name,
@@ -49,7 +51,7 @@ def _dequantize(stored: Tensor, name: str) -> Tensor:
 
 
 @cache
-def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _upload_table(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 

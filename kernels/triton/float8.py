@@ -110,31 +110,31 @@ def _empty_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, width, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
 
 
-def _like_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return _empty_rows(x, *x.shape)
 
 
 @register_kernel(
-    "float8_quantize(Tensor x) -> (Tensor, Tensor)", fake=_like_quantized, flops=no_flops, scratch=no_scratch
+    "float8_quantize(Tensor x) -> (Tensor, Tensor)", fake=_allocate_quantized, flops=no_flops, scratch=no_scratch
 )
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _like_quantized(x)
+    data, scale = _allocate_quantized(x)
     _launch_rows(x, None, data, scale)
     return data, scale
 
 
-def _like_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _allocate_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     return _empty_rows(weights[0], sum(map(len, weights)), weights[0].shape[1])
 
 
 @register_kernel(
     "float8_quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
-    fake=_like_weights,
+    fake=_allocate_weights,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    data, scale = _like_weights(weights)
+    data, scale = _allocate_weights(weights)
     _fill_weights(weights, data, scale)
     return data, scale
 
@@ -146,15 +146,15 @@ def _fill_weights(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
         _launch_rows(weight, None, part, part_scale)
 
 
-def _like_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
     return _empty_rows(both, len(both), both.shape[1] // 2)
 
 
 @register_kernel(
-    "float8_swiglu(Tensor both) -> (Tensor, Tensor)", fake=_like_swiglu, flops=no_flops, scratch=no_scratch
+    "float8_swiglu(Tensor both) -> (Tensor, Tensor)", fake=_allocate_swiglu, flops=no_flops, scratch=no_scratch
 )
 def _swiglu(both: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _like_swiglu(both)
+    data, scale = _allocate_swiglu(both)
     gate, up = both.chunk(2, 1)
     _launch_rows(gate, up, data, scale)
     return data, scale
@@ -166,10 +166,10 @@ def _launch_rows(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> N
         _many_ones(data.device)  # allocated before a CUDA graph is captured
     if data.numel():
         rows = as_rows(x)
-        _launch_cast([rows], up, None, None, data, scale, None, None, _programs(data, WARPS_PER_SM))
+        _launch_cast([rows], up, None, None, data, scale, None, None, _count_programs(data, WARPS_PER_SM))
 
 
-def _like_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+def _allocate_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
     data, scale = _empty_rows(grads[0], len(grads[0]), len(factor))
     count, width = data.shape if row_scale is not None else (0, 0)
     return data, scale, data.new_empty(width, round_up_rows(count)), scale.new_empty(width)
@@ -177,7 +177,7 @@ def _like_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None
 
 @register_kernel(
     "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_gradient,
+    fake=_allocate_gradient,
     flops=no_flops,
     scratch=no_scratch,
 )
@@ -185,14 +185,16 @@ def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | 
     return _launch_gradient(grads, None, factor, row_scale)
 
 
-def _like_swiglu_gradient(grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    return _like_gradient([grad], factor, row_scale)
+def _allocate_swiglu_gradient(
+    grad: Tensor, both: Tensor, factor: Tensor, row_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    return _allocate_gradient([grad], factor, row_scale)
 
 
 @register_kernel(
     "float8_swiglu_gradient(Tensor grad, Tensor both, Tensor factor, Tensor? row_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_swiglu_gradient,
+    fake=_allocate_swiglu_gradient,
     flops=no_flops,
     scratch=no_scratch,
 )
@@ -204,12 +206,14 @@ def _launch_gradient(
     grads: list[Tensor], both: Tensor | None, factor: Tensor, row_scale: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Round the gradients, or with `both` SwiGLU's gradient, by rows, and with row_scale by columns."""
-    data, scale, columns, column_scale = _like_gradient(grads, factor, row_scale)
+    data, scale, columns, column_scale = _allocate_gradient(grads, factor, row_scale)
     if not data.numel():
         return data, scale, columns, column_scale.fill_(1.0)
     count, width = data.shape
     parts = row_factor = None
-    programs = _programs(data if both is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS)
+    programs = _count_programs(
+        data if both is None else grads[0], WARPS_PER_SM if row_scale is None else WARPS_WITH_COLUMNS
+    )
     if row_scale is not None:
         parts, row_factor = scale.new_empty(programs, width), scale.new_empty(count)
     results = data, scale, row_factor, parts
@@ -247,18 +251,18 @@ def _transpose(x: Tensor) -> Tensor:
     return result
 
 
-def _like_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
+def _allocate_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
     return weights[0].new_empty(weights[0].shape[1], len(scale), dtype=E4M3)
 
 
 @register_kernel(
     "float8_transpose_weights(Tensor[] weights, Tensor scale) -> Tensor",
-    fake=_like_transposed_weights,
+    fake=_allocate_transposed_weights,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _transpose_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
-    result = _like_transposed_weights(weights, scale)
+    result = _allocate_transposed_weights(weights, scale)
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
         if part.numel():
@@ -331,8 +335,8 @@ def _launch_cast(
         0 if third is None else third.stride(0),
         BLOCK=next_power_of_2(width),
         STAGES=3 if up is None and second is None else STAGES,
-        num_warps=_warps(width),
-        maxnreg=None if parts is None else _registers(width),
+        num_warps=_count_warps(width),
+        maxnreg=None if parts is None else _count_registers(width),
         enable_fp_fusion=True,
     )
 
@@ -365,24 +369,25 @@ def _launch_swiglu_gradient(
         both.stride(0),
         BLOCK=next_power_of_2(width),
         STAGES=STAGES if width <= WIDE else 1,
-        num_warps=_warps(width),
-        maxnreg=None if parts is None else _registers(width),
+        num_warps=_count_warps(width),
+        maxnreg=None if parts is None else _count_registers(width),
         enable_fp_fusion=True,
     )
 
 
-def _programs(x: Tensor, warps_per_sm: int) -> int:
-    return min(len(x), max(1, warps_per_sm // _warps(x.shape[1])) * sm_count(x.device))
+def _count_programs(x: Tensor, warps_per_sm: int) -> int:
+    """Return the program count for casts by row: at most one per row."""
+    return min(len(x), max(1, warps_per_sm // _count_warps(x.shape[1])) * sm_count(x.device))
 
 
-def _warps(width: int) -> int:
+def _count_warps(width: int) -> int:
     """Return the warps for 32 elements per thread: 3.4 TB/s on an H200 with 4,096 elements per row."""
     return max(2, min(next_power_of_2(width) // 1024, 32))
 
 
-def _registers(width: int) -> int:
+def _count_registers(width: int) -> int:
     """Return the registers per thread with which WARPS_WITH_COLUMNS run at a time."""
-    return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _warps(width)))
+    return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _count_warps(width)))
 
 
 UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
@@ -514,6 +519,7 @@ def _column_scale_kernel(
     parts, factor, scale, inverse, count, width, COLUMNS: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
 ):
     # fmt: on
+    """Reduce partial column maxima to scales by column, and their inverses."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     most = tl.zeros((PARTS_PER_STEP, COLUMNS), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):
@@ -535,6 +541,7 @@ def _transpose_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     # fmt: on
+    """Store a tile of x transposed, in float8, with zeros in padded rows."""
     across = tl.cdiv(padded_count, TOKENS)
     row = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) // across) * CHANNELS + tl.arange(0, CHANNELS)

@@ -27,7 +27,7 @@ GELU_TANH_GATE, CLAMPED_GATE = tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED)
 
 
 class Gate(NamedTuple):
-    """A function, and the numbers of CLAMPED."""
+    """Gate function, with `alpha` and `limit` for the clamped one."""
 
     function: int
     alpha: float = 1.0
@@ -38,9 +38,9 @@ def launch_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None
     """Fill the result; `tensors` are gate, up and result, (..., width) in one dtype, and scale is (...)."""
     if not tensors[0].numel():
         return
-    rows = _rows(tensors, whole=scale is not None)
+    rows = _view_rows(tensors, whole=scale is not None)
     count, width = rows[0].shape
-    block = _block(count, width)
+    block = _tile_size(count, width)
     tiles = cdiv(width, block)
     _forward_kernel[(count * tiles,)](
         *rows,
@@ -62,9 +62,9 @@ def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | Non
     if not tensors[0].numel():
         grad_scale.zero_()
         return
-    rows = _rows(tensors, whole=scale is not None)
+    rows = _view_rows(tensors, whole=scale is not None)
     count, width = rows[0].shape
-    block = _block(count, width)
+    block = _tile_size(count, width)
     tiles = 1 if scale is not None else cdiv(width, block)
     _backward_kernel[(count * tiles,)](
         *rows,
@@ -82,15 +82,15 @@ def launch_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | Non
     )
 
 
-def _rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
+def _view_rows(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
     """Return tensors as rows of equal shape, or as a single row if all are contiguous and rows need not stay whole."""
     if not whole and all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
     return [as_rows(x) for x in tensors]
 
 
-def _block(count: int, width: int) -> int:
-    """Return the elements of a tile: one size for a single row of any length, so that no other kernel is compiled."""
+def _tile_size(count: int, width: int) -> int:
+    """Return the tile size in elements; all single rows have the same, so no other kernel is compiled."""
     return TILE if count == 1 else min(TILE, next_power_of_2(width))
 
 

@@ -80,7 +80,7 @@ class _GatedDelta(Function):
         return *grads[:5], None, None, grads[5] if ctx.needs_input_grad[7] else None
 
 
-def _like_forward(
+def _allocate_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return results, last states, sums of decays and inverse systems."""
@@ -124,14 +124,14 @@ def _backward_scratch(k: Tensor, v: Tensor) -> int:
 @register_kernel(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_forward,
+    fake=_allocate_forward,
     flops=_forward_flops,
     scratch=_forward_scratch,
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results, last, decays, inverse = _like_forward(q, k, v, g, beta, ids, before, state)
+    results, last, decays, inverse = _allocate_forward(q, k, v, g, beta, ids, before, state)
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
         return results, last, decays, inverse
@@ -215,7 +215,7 @@ def _solve(
     is_solved: bool,
 ) -> None:
     """Write all tensors of `chunks`, or its products alone if the systems are solved."""
-    kernels.solve[(sizes.chunks * sizes.rows, sizes.heads)](
+    kernels.solve_chunks[(sizes.chunks * sizes.rows, sizes.heads)](
         *(k, v, g, beta, ids, before, *chunks, sizes.length, sizes.chunks),
         **sizes.constants,
         PRECISION=_precision(),
@@ -238,7 +238,7 @@ def _carry(
     """Return states before chunks (rows, chunks, heads, K, V); write the tokens' values, and the last state."""
     states = k.new_empty(sizes.rows, sizes.chunks, sizes.heads, sizes.width, sizes.v_width)
     block = min(32, sizes.v_block)
-    kernels.carry[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
+    kernels.carry_states[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, chunks.keys, chunks.written, chunks.decays, ids, before),
         *(None if state is None else state.contiguous(), states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
@@ -249,7 +249,7 @@ def _carry(
     return states
 
 
-def _like_backward(
+def _allocate_backward(
     grad: Tensor,
     grad_state: Tensor,
     q: Tensor,
@@ -271,7 +271,7 @@ def _like_backward(
     "gated_delta_rule_backward(Tensor grad, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
     "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=_backward_flops,
     scratch=_backward_scratch,
 )
@@ -289,7 +289,7 @@ def _backward(
     decays: Tensor,
     inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _like_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse)
+    grads = _allocate_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse)
     if not v.shape[:3].numel():
         if state is not None:
             grads[5].copy_(grad_state)
@@ -304,14 +304,14 @@ def _backward(
     by_chunk, constants = (sizes.chunks * sizes.rows, sizes.heads), sizes.constants
     wide = 128 if sizes.v_width > MIN_BLOCK and sizes.fits_ahead else MIN_BLOCK
     blocks = cdiv(sizes.v_width, wide)
-    kernels.results_to_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
+    kernels.compute_grad_written[(sizes.chunks * sizes.rows * blocks, sizes.heads)](
         *(grad, q, k, chunks.decays, ids, grad_written, sizes.length, sizes.chunks),
         **{**constants, "BV": wide},
         PRECISION=precision,
         num_warps=4,
     )
     block = min(32, sizes.v_block)
-    kernels.carry_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
+    kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), q, k, chunks.keys, chunks.decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, sizes.length, sizes.chunks),
         **{**constants, "BV": block},
@@ -323,14 +323,14 @@ def _backward(
     is_large = sizes.itemsize == 4 and sizes.width > 64
     partial_k = torch.empty_like(grad_k, dtype=torch.float32)
     grad_decays = torch.empty_like(chunks.decays)
-    kernels.gradients_of_products[by_chunk](
+    kernels.compute_product_gradients[by_chunk](
         *(grad, q, k, chunks.written, states, grad_states, chunks.decays, ids, before),
         *(grad_q, partial_k, grad_decays, sizes.length, sizes.chunks),
         **{**constants, "BV": block if is_large else MIN_BLOCK},
         PRECISION=precision,
         num_warps=8,
     )
-    kernels.gradients_of_system[by_chunk](
+    kernels.compute_system_gradients[by_chunk](
         *(k, v, beta, chunks.inverse, chunks.written, states, grad_written, chunks.decays, ids, before),
         *(
             partial_k,

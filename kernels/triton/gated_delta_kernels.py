@@ -102,12 +102,13 @@ def invert(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def solve(
+def solve_chunks(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr, IS_SOLVED: tl.constexpr,
 ):
     # fmt: on
+    """Store, by chunk and head, the sums of decays, the inverse system, and its products with keys and values."""
     row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
     own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
@@ -143,12 +144,15 @@ def solve(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def carry(
+def carry_states(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """
+    Pass the state through a row's chunks: store the state before every chunk, the written values, and the last state.
+    """
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -190,6 +194,7 @@ def compute_results(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """Store the results for one chunk, head and value block, from the incoming state and the written values."""
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     number = tl.program_id(0) // BLOCKS
@@ -216,11 +221,12 @@ def compute_results(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def results_to_written(
+def compute_grad_written(
     grad, q, k, decays, ids, grad_written, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """Store the part of the written values' gradient that comes from results in the same chunk."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     _row, _chunk, first, inside = chunk_of(tl.program_id(0) // BLOCKS, length, chunks, CHUNK)
     head = tl.program_id(1)
@@ -242,12 +248,13 @@ def results_to_written(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def carry_back(
+def carry_gradients_back(
     grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """Pass the state's gradient back through a row's chunks, and complete the written values' gradients."""
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -283,12 +290,13 @@ def carry_back(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def gradients_of_products(
+def compute_product_gradients(
     grad, q, k, written, states, grad_states, decays, ids, before, grad_q, grad_k, grad_decays, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """Store query, key and decay gradients from the results and the passed states, by chunk and head."""
     row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
     own, incoming, last, end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
@@ -337,12 +345,13 @@ def gradients_of_products(
 # fmt: off
 @lean
 @triton.jit(do_not_specialize=["length", "chunks"])
-def gradients_of_system(
+def compute_system_gradients(
     k, v, beta, inverse, written, states, grad_written, decays, ids, before, partial_k, grad_decays, pairs, grad_k,
     grad_v, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """Store the gradients that pass through the solved systems: keys, values, gates and beta."""
     row, chunk, first, inside = chunk_of(tl.program_id(0), length, chunks, CHUNK)
     head = tl.program_id(1)
     own, incoming, _last, _end = borders(ids, before, row, chunk, first, inside, length, CHUNK)
@@ -398,6 +407,7 @@ def gradients_of_system(
 @triton.jit(do_not_specialize=["count"])
 def sum_groups(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr):
     # fmt: on
+    """Store the sum of gradients over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     channel, inside = tl.arange(0, BK), key_head < count
     total = tl.zeros((SIZE, BK), tl.float32)

@@ -35,29 +35,29 @@ class _GeGlu(Function):
         return _backward(grad, *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
-def _like_forward(gate: Tensor, up: Tensor) -> Tensor:
+def _allocate_forward(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@register_kernel("geglu(Tensor gate, Tensor up) -> Tensor", fake=_like_forward, flops=no_flops, scratch=no_scratch)
+@register_kernel("geglu(Tensor gate, Tensor up) -> Tensor", fake=_allocate_forward, flops=no_flops, scratch=no_scratch)
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    result = _like_forward(gate, up)
+    result = _allocate_forward(gate, up)
     launch_forward(GEGLU, (gate, up, result), None)
     return result
 
 
-def _like_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of gate and up."""
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 @register_kernel(
     "geglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    results = _like_backward(grad, gate, up)
+    results = _allocate_backward(grad, gate, up)
     launch_backward(GEGLU, (grad, gate, up, *results), None, grad.new_empty(0))
     return results

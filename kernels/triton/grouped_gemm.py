@@ -41,22 +41,22 @@ def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: 
     return grouped_gemm(TRITON, x, weight, offsets, transposed)
 
 
-def _like_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[2])
 
 
 @register_kernel(
     "grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
-    fake=_like_rows,
+    fake=_allocate_rows,
     flops=rows_flops,
     scratch=no_scratch,
 )
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    result = _like_rows(x, weight, offsets)
+    result = _allocate_rows(x, weight, offsets)
     if not result.numel() or not weight.numel():
         return result.zero_()
     num_experts, inputs, outputs = weight.shape
-    if blocks.suit(num_experts, x, weight):
+    if blocks.suits_tma(num_experts, x, weight):
         blocks.rows_by_blocks(x, weight, offsets, result)
         return result
     rows = _tile_rows(len(x), num_experts)
@@ -82,22 +82,22 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return result
 
 
-def _like_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
 @register_kernel(
     "grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor",
-    fake=_like_matrices,
+    fake=_allocate_matrices,
     flops=matrices_flops,
     scratch=no_scratch,
 )
 def _matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    result = _like_matrices(a, b, offsets)
+    result = _allocate_matrices(a, b, offsets)
     if not result.numel() or not len(a):
         return result.zero_()
     num_experts, height, width = result.shape
-    if blocks.suit(num_experts, a, b):
+    if blocks.suits_tma(num_experts, a, b):
         blocks.matrices_by_blocks(a, b, offsets, result)
         return result
     down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)

@@ -153,6 +153,7 @@ def _publish_kernel(
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """Copy a token's hidden state, scalars and choices to this rank's slots; unused slots get no choices."""
     slot, column = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
     if scalars is not None:
         within, is_used = column < CHOICES, column < tl.where(slot < tokens, CHOICES, 0)
@@ -208,6 +209,7 @@ def _rows_kernel(
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """Copy a token from its rank to the rows for its local choices."""
     program, choice = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
     rank = program // slots
     row = tl.load(dest_row + program * CHOICES + choice, mask=choice < CHOICES, other=-1)
@@ -230,6 +232,7 @@ def _sums_kernel(
     RANKS: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
+    """Sum a token's staged rows over the ranks with its chosen experts."""
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
     within = choice < CHOICES
     expert = tl.load(chosen + token * CHOICES + choice, mask=within, other=-1).to(tl.int32)

@@ -92,7 +92,7 @@ class _Unpermute(Function):
         return grad_rows, products.to(probabilities.dtype) if ctx.needs_probabilities else None, None, None, None
 
 
-def _like_spread(
+def _allocate_spread(
     x: Tensor,
     others: Tensor | None,
     probabilities: Tensor | None,
@@ -113,7 +113,7 @@ def _like_spread(
     "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor dest_row, Tensor offsets, SymInt count,"
     " bool weighted)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=_like_spread,
+    fake=_allocate_spread,
     flops=no_flops,
     scratch=no_scratch,
 )
@@ -127,7 +127,7 @@ def _spread(
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copy tokens to their choices' rows, times probabilities if `weighted`; `others` are rows, too."""
-    rows, row_scalars, products = _like_spread(x, others, probabilities, dest_row, offsets, count, weighted)
+    rows, row_scalars, products = _allocate_spread(x, others, probabilities, dest_row, offsets, count, weighted)
     if not dest_row.numel():
         return rows, row_scalars, products
     if not len(offsets):
@@ -154,7 +154,7 @@ def _spread(
     return rows, row_scalars, products
 
 
-def _like_gather(
+def _allocate_gather(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the sums by token, and row scalars by choice."""
@@ -164,7 +164,7 @@ def _like_gather(
 
 @register_kernel(
     "moe_gather(Tensor rows, Tensor? probabilities, Tensor? row_scalars, Tensor dest_row) -> (Tensor, Tensor)",
-    fake=_like_gather,
+    fake=_allocate_gather,
     flops=no_flops,
     scratch=no_scratch,
 )
@@ -172,7 +172,7 @@ def _gather(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""
-    summed, gathered = _like_gather(rows, probabilities, row_scalars, dest_row)
+    summed, gathered = _allocate_gather(rows, probabilities, row_scalars, dest_row)
     if not dest_row.numel():
         return summed.zero_(), gathered
     rows = as_rows(rows) if rows.numel() else rows

@@ -37,19 +37,20 @@ def moe_routes_triton(expert_indices: Tensor, num_experts: int) -> Routes:
     return Routes(*_routes(expert_indices, num_experts))
 
 
-def _like(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized tables for `Routes`: dest_row, source_choice and offsets."""
     rows = expert_indices.new_empty(expert_indices.shape, dtype=torch.int32)
     return rows, rows.new_empty(expert_indices.numel()), rows.new_empty(num_experts)
 
 
 @register_kernel(
     "moe_routes(Tensor expert_indices, int num_experts) -> (Tensor, Tensor, Tensor)",
-    fake=_like,
+    fake=_allocate_tables,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, choices, offsets = _like(expert_indices, num_experts)
+    rows, choices, offsets = _allocate_tables(expert_indices, num_experts)
     count = expert_indices.numel()
     if not count or not num_experts:
         return rows.fill_(DROPPED), choices.fill_(DROPPED), offsets.zero_()

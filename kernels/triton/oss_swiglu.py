@@ -39,23 +39,23 @@ class _ClampedSwiGlu(Function):
         return grad_both, grad_scale if ctx.needs_input_grad[1] else None, None, None
 
 
-def _like_forward(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+def _allocate_forward(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
     return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
 
 
 @register_kernel(
     "oss_swiglu_halves(Tensor both, Tensor? scale, float alpha, float limit) -> Tensor",
-    fake=_like_forward,
+    fake=_allocate_forward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _forward(both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-    result = _like_forward(both, scale, alpha, limit)
+    result = _allocate_forward(both, scale, alpha, limit)
     launch_forward(Gate(CLAMPED, alpha, limit), (*both.chunk(2, -1), result), scale)
     return result
 
 
-def _like_backward(
+def _allocate_backward(
     grad: Tensor, both: Tensor, scale: Tensor | None, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
@@ -64,12 +64,12 @@ def _like_backward(
 
 @register_kernel(
     "oss_swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale, float alpha, float limit) -> (Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _backward(grad: Tensor, both: Tensor, scale: Tensor | None, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
-    grad_both, grad_scale = _like_backward(grad, both, scale, alpha, limit)
+    grad_both, grad_scale = _allocate_backward(grad, both, scale, alpha, limit)
     tensors = (grad, *both.chunk(2, -1), *grad_both.chunk(2, -1))
     launch_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
     return grad_both, grad_scale

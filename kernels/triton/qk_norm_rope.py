@@ -63,7 +63,7 @@ class _QkNormRope(Function):
         return *_backward(q_grad, k_grad, *ctx.saved_tensors), None, None, None
 
 
-def _like_forward(
+def _allocate_forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return rotated queries and keys, and 1 / rms by vector."""
@@ -74,14 +74,14 @@ def _like_forward(
 @register_kernel(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor cos, Tensor sin)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_forward,
+    fake=_allocate_forward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _forward(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _like_forward(q, k, q_weight, k_weight, eps, cos, sin)
+    results = _allocate_forward(q, k, q_weight, k_weight, eps, cos, sin)
     if not q.numel():
         return results
     q, k, (cos, sin) = contiguous_last_dim(q), contiguous_last_dim(k), angle_tables(cos, sin)
@@ -116,7 +116,7 @@ def _forward(
     return results
 
 
-def _like_backward(
+def _allocate_backward(
     q_grad: Tensor,
     k_grad: Tensor,
     q: Tensor,
@@ -136,7 +136,7 @@ def _like_backward(
 @register_kernel(
     "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
     "Tensor q_rstd, Tensor k_rstd, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=no_flops,
     scratch=no_scratch,
 )

@@ -111,7 +111,7 @@ class _AddRmsNorm(Function):
         return grad_x, grad_x, grad_weight if needs else None, None, None, None
 
 
-def _like_forward(
+def _allocate_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
 ) -> tuple[Tensor, ...]:
     """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` rounded rows and scales."""
@@ -125,14 +125,14 @@ def _like_forward(
 @register_kernel(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered, bool float8) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_like_forward,
+    fake=_allocate_forward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
 ) -> tuple[Tensor, ...]:
-    normed, summed, rstd, data, q_scale = _like_forward(x, residual, weight, eps, zero_centered, float8)
+    normed, summed, rstd, data, q_scale = _allocate_forward(x, residual, weight, eps, zero_centered, float8)
     if not x.numel():
         return normed, summed, rstd, data, q_scale
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
@@ -156,13 +156,13 @@ def _forward(
         ZERO_CENTRED=zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_warps(tile_rows * block),
+        num_warps=_count_warps(tile_rows * block),
         enable_fp_fusion=True,
     )
     return normed, summed, rstd, data, q_scale
 
 
-def _like_backward(
+def _allocate_backward(
     grad: Tensor,
     grad_summed: Tensor | None,
     x: Tensor,
@@ -178,7 +178,7 @@ def _like_backward(
 @register_kernel(
     "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
     "bool needs_weight) -> (Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
@@ -216,13 +216,13 @@ def _backward(
         ZERO_CENTRED=zero_centered,
         ROWS=tile_rows,
         BLOCK=block,
-        num_warps=_warps(tile_rows * block),
+        num_warps=_count_warps(tile_rows * block),
         enable_fp_fusion=True,
     )
     return grad_x, weight.new_empty(0) if parts is None else reduce_partials(parts, weight.dtype)
 
 
-def _warps(elements: int) -> int:
+def _count_warps(elements: int) -> int:
     """Return the warps for 16 elements per thread: two loads of 16 bytes in half precision, to hide latency."""
     return max(1, min(elements // 512, 32))
 

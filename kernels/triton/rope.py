@@ -61,18 +61,18 @@ class _Rope(Function):
         return rotated, None, None, None, None, None
 
 
-def _like(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
+def _allocate_result(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @register_kernel(
     "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor",
-    fake=_like,
+    fake=_allocate_result,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
-    result = _like(x, cos, sin, interleaved, reverse)
+    result = _allocate_result(x, cos, sin, interleaved, reverse)
     _launch(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
     return result
 

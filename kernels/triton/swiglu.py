@@ -64,52 +64,55 @@ class _SwiGluHalves(Function):
         return grad_both, grad_scale if ctx.needs_input_grad[1] else None
 
 
-def _like_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
+def _allocate_forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @register_kernel(
-    "swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor", fake=_like_forward, flops=no_flops, scratch=no_scratch
+    "swiglu(Tensor gate, Tensor up, Tensor? scale) -> Tensor",
+    fake=_allocate_forward,
+    flops=no_flops,
+    scratch=no_scratch,
 )
 def _forward(gate: Tensor, up: Tensor, scale: Tensor | None) -> Tensor:
-    result = _like_forward(gate, up, scale)
+    result = _allocate_forward(gate, up, scale)
     launch_forward(SWIGLU, (gate, up, result), scale)
     return result
 
 
-def _like_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of gate, up, and the scale (empty without a scale)."""
-    return gate.new_empty(gate.shape), up.new_empty(up.shape), _like_scale(grad, scale)
+    return gate.new_empty(gate.shape), up.new_empty(up.shape), _allocate_scale(grad, scale)
 
 
 @register_kernel(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor? scale) -> (Tensor, Tensor, Tensor)",
-    fake=_like_backward,
+    fake=_allocate_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    results = _like_backward(grad, gate, up, scale)
+    results = _allocate_backward(grad, gate, up, scale)
     launch_backward(SWIGLU, (grad, gate, up, *results[:2]), scale, results[2])
     return results
 
 
-def _like_halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _allocate_halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
-    return both.new_empty(both.shape), _like_scale(grad, scale)
+    return both.new_empty(both.shape), _allocate_scale(grad, scale)
 
 
 @register_kernel(
     "swiglu_halves_backward(Tensor grad, Tensor both, Tensor? scale) -> (Tensor, Tensor)",
-    fake=_like_halves_backward,
+    fake=_allocate_halves_backward,
     flops=no_flops,
     scratch=no_scratch,
 )
 def _halves_backward(grad: Tensor, both: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    grad_both, grad_scale = _like_halves_backward(grad, both, scale)
+    grad_both, grad_scale = _allocate_halves_backward(grad, both, scale)
     launch_backward(SWIGLU, (grad, *both.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
     return grad_both, grad_scale
 
 
-def _like_scale(grad: Tensor, scale: Tensor | None) -> Tensor:
+def _allocate_scale(grad: Tensor, scale: Tensor | None) -> Tensor:
     return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)

@@ -92,5 +92,5 @@ def test_quantizing_again_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("weight_format", FORMATS.values(), ids=NAMES)
 def test_rows_of_broken_blocks_are_refused(weight_format: WeightFormat) -> None:
     """A width that no block divides is an error with both numbers."""
-    with pytest.raises(ValueError, match=f"rows of 300 elements do not consist of blocks of {weight_format.block}"):
+    with pytest.raises(ValueError, match=f"rows of 300 elements can't be divided into blocks of {weight_format.block}"):
         weight_format.quantize(weights(2, 300))

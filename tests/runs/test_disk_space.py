@@ -21,7 +21,7 @@ def _record_forecast(folder: Path, words: Sequence[str]) -> Outcome:
     def record(checkpoints: Path, expected: int, likely: int) -> None:
         (folder / "forecast").write_text(json.dumps(expected), "utf-8")
 
-    io_errors._check_space = record
+    io_errors._check_disk = record
     return command(folder, words, None)
 
 

@@ -267,7 +267,7 @@ def copies_of_mirror(use: str, values: Values, folder: Path) -> Any:
             before = mirror._last
             mirror.on_event(Event("step_ended", Step(index, 9)))
             started += [index] if mirror._last != before else []
-            mirror._wait()
+            mirror._wait_for_copy()
         mirror.close()
     return [name for name in ("one", "two") if (folder / name).exists()], started, set(waits)
 

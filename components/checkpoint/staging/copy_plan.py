@@ -116,7 +116,7 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
     copies: dict[Any, Copy] = {}  # memory is allocated for all of them together, after the walk
 
     def copy_of(tensor: Tensor) -> Tensor:
-        if (key := _key(tensor)) not in copies:
+        if (key := _memory_key(tensor)) not in copies:
             # without memory until the walk is over, but with the shape and strides that a wrapper needs
             target = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             target.untyped_storage().resize_(0)
@@ -138,7 +138,7 @@ def _copy_leaf(path: tuple[Any, ...], value: Any, copy_of: Callable[[Tensor], Te
     return copy.deepcopy(value)
 
 
-def _key(tensor: Tensor) -> Any:
+def _memory_key(tensor: Tensor) -> Any:
     """Return an equal key for views on the same memory with the same shape, strides and dtype."""
     memory = (tensor.device, tensor.data_ptr()) if tensor.numel() else None
     return memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -186,7 +186,7 @@ class _StorageRange:
 
 def _allocate(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
     """Allocate targets for copies; return the copies to make, with one copy per dense storage range."""
-    ranges = list(_ranges([member for member in copies if member.source.numel()]))
+    ranges = list(_merge_ranges([member for member in copies if member.source.numel()]))
     whole = [extent for extent in ranges if extent.is_dense()]
     single = [member for extent in ranges if not extent.is_dense() for member in extent.members]
     sizes = [*(extent.end - extent.start for extent in whole), *(member.bytes for member in single)]
@@ -201,12 +201,12 @@ def _allocate(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
     return [*map(Copy, map(_StorageRange.source, whole), memory), *single]
 
 
-def _ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
-    """Yield the storage ranges covered by overlapping tensors."""
+def _merge_ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
+    """Yield disjoint storage ranges: tensors with overlapping memory share one."""
     by_storage: dict[Any, list[_StorageRange]] = {}
     for member in copies:
         key = member.source.device, member.source.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append(_extent(member))
+        by_storage.setdefault(key, []).append(_find_extent(member))
     for ranges in by_storage.values():
         last, *others = sorted(ranges, key=lambda extent: (extent.start, extent.end))
         for extent in others:
@@ -218,8 +218,8 @@ def _ranges(copies: Sequence[Copy]) -> Iterator[_StorageRange]:
         yield last
 
 
-def _extent(member: Copy) -> _StorageRange:
-    """Return the range from a tensor's first element to its last."""
+def _find_extent(member: Copy) -> _StorageRange:
+    """Return the bytes in its storage from a tensor's first element to its last, the start rounded down."""
     tensor = member.source
     start = int(tensor.storage_offset()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -73,7 +73,7 @@ def test_deep_nesting_is_corrupt(checkpoint: Path) -> None:
 def test_the_manifest_of_another_step_is_corrupt(checkpoint: Path) -> None:
     """A renamed or copied folder is not accepted as another step."""
     other = checkpoint.rename(checkpoint.with_name("step-8"))
-    with pytest.raises(CorruptCheckpointError, match="is of step 7"):
+    with pytest.raises(CorruptCheckpointError, match="has step 7, and the folder's name"):
         read_manifest(other)
 
 

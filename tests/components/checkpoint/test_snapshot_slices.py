@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import assemble, is_needed, mark, needed_rows
+from drawloom.components.checkpoint.snapshot import assemble, is_needed, mark_slices, needed_rows
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Cuts = list[list[int]]
@@ -38,7 +38,8 @@ def test_slices_of_any_layout_load_into_any_other(data: st.DataObject) -> None:
     whole = numbers(shape)
     saved, wanted = data.draw(layouts(shape)), data.draw(layouts(shape))
     pieces: list[Any] = [
-        mark({"mean": whole[tensor_slice.index()], "steps": torch.tensor(3)}, tensor_slice) for tensor_slice in saved
+        mark_slices({"mean": whole[tensor_slice.index()], "steps": torch.tensor(3)}, tensor_slice)
+        for tensor_slice in saved
     ]
     for tensor_slice in [*wanted, None]:
         needed = [
@@ -76,9 +77,11 @@ def test_a_missing_piece_is_an_error() -> None:
 def test_replicated_slices_are_not_counted_twice() -> None:
     """Tensors without dimensions, or with other dimensions, are not slices."""
     tensor_slice = TensorSlice((4,), (0,), (2,))
-    state = mark({"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, tensor_slice)
+    state = mark_slices(
+        {"w": torch.zeros(2), "count": torch.tensor(1), "table": torch.zeros(2, 2), "text": "x"}, tensor_slice
+    )
     assert [type(part).__name__ for part in state.values()] == ["SlicedTensor", "Tensor", "Tensor", "str"]
-    assert mark({"w": torch.zeros(2)}, None) == {"w": pytest.approx(torch.zeros(2))}
+    assert mark_slices({"w": torch.zeros(2)}, None) == {"w": pytest.approx(torch.zeros(2))}
 
 
 @given(st.data())

@@ -190,9 +190,13 @@ def test_adapters_that_peft_lacks_are_refused(adapters: Any, text: str, tmp_path
         (
             Phi3,
             [lora("q_proj", dora=True)],
-            "as one layer, of which a part is adapted with DoRA; adapt .*k_proj",
+            "as one layer, and DoRA adapts only a part of it; adapt .*k_proj",
         ),
-        (Qwen35, [lora("q_proj"), full("linear_attn")], "is in .*linear_attn.* in files, which PEFT tunes as a whole"),
+        (
+            Qwen35,
+            [lora("q_proj"), full("linear_attn")],
+            "is a part of .*linear_attn.* in model files, and PEFT can only tune the whole",
+        ),
     ],
 )
 def test_parts_of_joined_modules_that_peft_tunes_whole_are_refused(

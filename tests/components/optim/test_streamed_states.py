@@ -11,7 +11,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
-from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, cut, pad_size, state_of
+from drawloom.components.optim.streamed_states import SLOTS, Slots, StreamedStep, cut_into_ranges, pad_size, state_of
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
@@ -143,7 +143,7 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
     """Columns on one rank keep their noise, and every element is in one range that fits a slot."""
     param, whole = rows_of_columns(), rows_of_columns()
     whole.weight.copy_(param.weight)
-    ranges = list(cut(0, param, 2048))
+    ranges = list(cut_into_ranges(0, param, 2048))
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges[:-1])] and len(ranges) > 2
     assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.bytes <= 2048 for part in ranges)
     slots = Slots(DelayedTransfers(4), DEVICE, 2048)

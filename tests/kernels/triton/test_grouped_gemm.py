@@ -110,12 +110,12 @@ def test_tma_is_used_only_for_aligned_half_precision(monkeypatch: pytest.MonkeyP
     """TMA needs half precision, rows at multiples of 16 bytes, transposed or not, and enough rows per expert."""
     monkeypatch.setattr(tma, "is_supported", lambda device: True)
     rows, weight = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 24, dtype=torch.bfloat16)
-    suit = grouped_gemm_blocks.suit
-    assert suit(4, rows, weight) and suit(4, rows, weight.transpose(1, 2))
-    assert not suit(5, rows, weight)
-    assert not suit(4, rows.float(), weight.float())
-    assert not suit(4, rows[:, :12].contiguous(), weight) and not suit(4, rows[:, 1:9], weight)
-    assert not suit(4, rows.T.contiguous().T, weight) and not suit(4, rows, weight[:1].expand(4, 16, 24))
+    suits_tma = grouped_gemm_blocks.suits_tma
+    assert suits_tma(4, rows, weight) and suits_tma(4, rows, weight.transpose(1, 2))
+    assert not suits_tma(5, rows, weight)
+    assert not suits_tma(4, rows.float(), weight.float())
+    assert not suits_tma(4, rows[:, :12].contiguous(), weight) and not suits_tma(4, rows[:, 1:9], weight)
+    assert not suits_tma(4, rows.T.contiguous().T, weight) and not suits_tma(4, rows, weight[:1].expand(4, 16, 24))
 
 
 def test_weight_gradient_can_be_deferred() -> None:
