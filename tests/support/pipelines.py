@@ -486,7 +486,7 @@ def _steps(
         "held_out": float(held_out[0]),
         "norm": step.state.number("grad_norm"),
         "norms": [
-            float(clip(max_norm=1.0, norm_type=p, targets=[targets])._norm())
+            float(clip(max_norm=1.0, norm_type=p, targets=[targets])._compute_norm())
             for p, targets in ((1.0, "*"), (3.0, "*layers.*"), (math.inf, "*"))
         ],
     }

@@ -84,7 +84,7 @@ def _read_all(folder: Path) -> None:
 
 def test_faults_names_every_file_that_changed(tmp_path: Path) -> None:
     """All damaged shards are listed at once, files of others, and a lock with content."""
-    assert store_of(tmp_path / "store", PARTS).faults() == []
+    assert store_of(tmp_path / "store", PARTS).find_faults() == []
     damage(tmp_path / "store" / "00000.tokens")
     damage(tmp_path / "store" / "00001.json")
     (tmp_path / "store" / "00002.digests").unlink()
