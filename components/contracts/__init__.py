@@ -1,6 +1,7 @@
 """Contracts of ports: a module per module of ports, and a function per property that implementations must have."""
 
 FRAMEWORK_ONLY = {
+    "HybridKernels": "it adds nothing to RecurrentKernels and ExpertKernels, whose contracts its kernels keep",
     "TeacherPredictions": "it belongs to the rows of one packing, so runs test it",
     "Scorer": "its hidden states have a width that only the run's model knows, so runs test it",
     "Timed": "it changes the timeouts of process groups and ends processes, so only the owner of both can implement it",

@@ -16,14 +16,14 @@ log = logging.getLogger("drawloom.data")
 CLASSES_OF_FILES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names, in transformers 4 and 5, that read `tokenizer.json` unchanged."""
 
-REBUILT = ("qwen2",)
+REBUILT = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 """The `model_type` values of our families for which transformers 5 ignores the declared tokenizer class
-(MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in its tokenization_auto.py): Qwen2Tokenizer replaces normalizer and
+(MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in its tokenization_auto.py): Qwen's classes replace normalizer and
 pre-tokenizer. A folder with an `auto_map` keeps its class; transformers runs its code only on request."""
 
 AUTO_MAP = {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
 CODE_FILE = "own_tokenizer.py"
-CODE = '''"""The tokenizer of `tokenizer.json`, unchanged: transformers 5 would rebuild it as Qwen2's."""
+CODE = '''"""The tokenizer of `tokenizer.json`, unchanged: transformers 5 would rebuild it as Qwen's."""
 
 from transformers import PreTrainedTokenizerFast
 

@@ -107,7 +107,9 @@ class LockedFolder:
                 copy_files(make_folder(make_folder(self.folder / FILES) / node) / setting, paths)
 
         content = json.dumps(read_environment(self.environments), indent=1).encode()
-        replace_file(make_folder(self.folder / "log") / ENVIRONMENT, content)
+        path = make_folder(self.folder / "log") / ENVIRONMENT
+        if not path.is_file() or path.read_bytes() != content:
+            replace_file(path, content)
 
     def _compare_ranks(self) -> None:
         """Raise UserError on all ranks if their recipes differ."""

@@ -115,7 +115,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("Tracker", "track"), "_track"),
         (("DistributionTracker", "track_distributions"), "_track"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
-        (("Executor", "evaluate"), "_measure"),
+        (("Executor", "evaluate"), "_measure_loss"),
         (("Group", "sum"), "Evaluate._measure"),
         (("MemoryUser", "memory_bytes"), "memory_by_kind"),
     ],

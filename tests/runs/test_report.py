@@ -28,6 +28,8 @@ def test_a_report_lists_starts_kills_and_resumes(tmp_path: Path) -> None:
     both = (tmp_path / "both.html").read_text("utf-8")
     assert outcome.code == 0 and "in both.html" in outcome.text
     assert "left out: corpus is not a run folder" in outcome.text
-    assert "<tr><th>optimizer.lr</th><td>0.004</td><td>0.001</td></tr>" in both and "<td>ended</td>" in both
+    rows_of_recipes = re.findall(r"<th class=.c\d.>(one|two)</th><td>([\d.]+)</td>", both)
+    assert "<th>optimizer.lr</th>" in both and rows_of_recipes == [("one", "0.004"), ("two", "0.001")]
+    assert "<td>ended</td>" in both
     [outcome] = drawloom(tmp_path, "report", "corpus")
     assert outcome.code == 2 and "corpus is not a run folder" in outcome.text

@@ -20,14 +20,14 @@ def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
-    """A name loads a callable; for attention and exchanges it loads several functions."""
+    """A name loads a callable; for attention, exchanges and float8 it loads several functions."""
     implementation = load(operation, name)
-    parts = (
-        [getattr(implementation, part) for part in ("publish", "choices", "limit", "rows", "stage", "sums")]
-        if (operation == "moe_peers")
-        else []
-    )
-    functions = (implementation.mask, implementation.attend) if operation == "attention" else parts or [implementation]
+    names = {
+        "attention": ("mask", "attend"),
+        "moe_peers": ("publish", "choices", "limit", "rows", "stage", "sums"),
+        "linear_float8": ("quantize", "quantize_weights", "quantize_gradient", "swiglu", "multiply"),
+    }
+    functions = [getattr(implementation, part) for part in names.get(operation, ())] or [implementation]
     assert all(map(callable, functions))
 
 
