@@ -28,8 +28,9 @@ def test_a_report_lists_starts_kills_and_resumes(tmp_path: Path) -> None:
     both = (tmp_path / "both.html").read_text("utf-8")
     assert outcome.code == 0 and "in both.html" in outcome.text
     assert "left out: corpus is not a run folder" in outcome.text
-    rows_of_recipes = re.findall(r"<th class=.c\d.>(one|two)</th><td>([\d.]+)</td>", both)
-    assert "<th>optimizer.lr</th>" in both and rows_of_recipes == [("one", "0.004"), ("two", "0.001")]
+    recipes = both.partition("<h2>Recipes</h2>")[2]
+    rates = re.findall(r"<th class=.c\d.>(one|two)</th><td>([\d.]+)</td>", recipes)
+    assert "<th>optimizer.lr</th>" in recipes and rates == [("one", "0.004"), ("two", "0.001")]
     assert "<td>ended</td>" in both
     [outcome] = drawloom(tmp_path, "report", "corpus")
     assert outcome.code == 2 and "corpus is not a run folder" in outcome.text
