@@ -29,8 +29,9 @@ def test_a_report_lists_starts_kills_and_resumes(tmp_path: Path) -> None:
     assert outcome.code == 0 and "in both.html" in outcome.text
     assert "left out: corpus is not a run folder" in outcome.text
     recipes = both.partition("<h2>Recipes</h2>")[2]
-    rates = re.findall(r"<th class=.c\d.>(one|two)</th><td>([\d.]+)</td>", recipes)
-    assert "<th>optimizer.lr</th>" in recipes and rates == [("one", "0.004"), ("two", "0.001")]
+    lines = re.findall(r"<tr><th class=.c\d.>(one|two)</th>(.*?)</tr>", recipes, re.DOTALL)
+    assert "<th>optimizer.lr</th>" in recipes and [name for name, _ in lines] == ["one", "two"]
+    assert "<td>0.004</td>" in lines[0][1] and "<td>0.001</td>" in lines[1][1]
     assert "<td>ended</td>" in both
     [outcome] = drawloom(tmp_path, "report", "corpus")
     assert outcome.code == 2 and "corpus is not a run folder" in outcome.text
