@@ -196,7 +196,11 @@ class Checkpointer:
         return commit.CommitProtocol(self._group, ShardPlan.of(self.states, self._world), self.recipe)
 
     def _restore_from_memory(self) -> int:
-        """Load the newest state that all ranks hold, and return its step; 0 if a checkpoint is newer."""
+        """
+        Load the newest state that every rank has in memory, and return its step.
+
+        Return 0 and load nothing if there is no such state, or if a checkpoint on disk is newer.
+        """
         assert self._memory is not None
         states = {step: state for step, state in self._memory.states_by_step().items() if state.fits(self.states)}
         steps = set[int].intersection(*map(set, self._world.gather_json([*states])))

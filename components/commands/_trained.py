@@ -40,7 +40,11 @@ def run_folder(text: str) -> Path | str:
 
 @contextmanager
 def local_run(options: argparse.Namespace) -> Iterator[None]:
-    """Replace the URL of a mirror by a temporary folder with the checkpoint that the options choose."""
+    """
+    Set `options.run_folder` to a local folder: a mirror's URL is replaced by a temporary folder.
+
+    The checkpoint that the options choose is fetched from the mirror. A path stays as it is.
+    """
     url = options.run_folder
     if isinstance(url, Path):
         yield

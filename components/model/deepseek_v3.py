@@ -61,7 +61,11 @@ class LatentConfig(GroupedExpertsConfig):
 
     @classmethod
     def faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the fault if there are fewer key heads than query heads; latent attention has equally many."""
+        """
+        Yield the inherited faults, and one if the number of key heads is not the number of query heads.
+
+        Latent attention has equally many of both.
+        """
         yield from super().faults(given)
         heads = given["num_attention_heads"]
         if (kv_heads := given.get("num_key_value_heads", heads)) != heads:

@@ -161,14 +161,15 @@ class Nodes:
 
     @property
     def length(self) -> int:
-        """Return the sequence length, or 1 if rows are not tokens; UserError if no node has it."""
+        """Return the sequence length, or 1 if rows are not tokens; UserError if no data set has it as a setting."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
         for name in self._find_used_nodes(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
                     return length + self.made_rows[1]
-        raise UserError("a plan needs the length of rows, and no node of the recipe has a setting `length`", 2)
+        text = "a plan needs the sequence length, and no data set of the recipe has a setting `length` or `max_length`"
+        raise UserError(f"{text}; add one of them, an integer", 2)
 
     @property
     def document_length(self) -> float:

@@ -179,7 +179,9 @@ def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tenso
     try:
         return torch.stack(values, spec.dim) if is_stack else torch.cat(values, spec.dim)
     except RuntimeError as error:
-        raise _create_error(path, f"the shards can't be joined by {spec}: {_describe_kinds(values)}") from error
+        shapes = "equal shapes" if is_stack else f"shapes that differ only in dimension {spec.dim}"
+        text = f"microbatches have tensors that can't be joined by {spec}: {_describe_kinds(values)}; use {shapes}"
+        raise _create_error(path, text) from error
 
 
 def _check_dimension(value: Any, spec: Shard | Stack, more: int, path: str) -> None:

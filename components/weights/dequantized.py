@@ -119,6 +119,7 @@ def _find_nf4(source: TensorSource, specs: Specs) -> Found:
         parts = tuple(name + end for end in ends if name + end in specs)
 
         def read(name: str = name, shape: tuple[int, ...] = shape, state: Any = state) -> Tensor:
+            """Read the weight's storage: codes and scales, not yet dequantized."""
             return _read_nf4(source, name, shape, state)
 
         yield name, QuantizedTensor(TensorSpec(shape, torch.bfloat16), NF4, parts, read)

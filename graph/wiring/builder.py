@@ -156,7 +156,11 @@ class EdgeResolver:
         return (name,) if target is not None and implements_any(target.spec.cls, field.ports) else ()
 
     def _resolve(self, node: Node, field: Field, value: Any, path: KeyPath, *, many: bool = False) -> tuple[str, ...]:
-        """Return the target nodes of a written edge, if they implement the field's port."""
+        """
+        Return the names of the nodes that an edge in the recipe refers to, or defines inline.
+
+        Names that do not exist and nodes that do not implement the field's port are left out, and reported as problems.
+        """
         if isinstance(value, str) and value[:1] == "@":
             names = self._find_named(node, value[1:], path, many)
         elif isinstance(value, dict | Table):

@@ -277,7 +277,7 @@ def _is_handled(number: int, node: Any) -> bool:
 
 
 def run_trainer(use: str, values: Values, _place: Path) -> Any:
-    """Return the steps, each skipped by the phase, and the error that ends the run, or "" without one."""
+    """Run a phase that skips every step. Return its steps, and the error that ends the run, or "" without one."""
     steps: list[int] = []
 
     def skip(step: Step) -> None:

@@ -178,9 +178,11 @@ class StageRunner:
 
     @property
     def _shards(self) -> Shards:
-        """Return the stage's shards; ValueError if its parameters are not sharded."""
+        """Return the stage's shards, which gather parameters and reduce gradients; ValueError if it has none."""
         if self.stage.shards is None:
-            raise ValueError(f"the parameters of stage {self.stage.index} are not sharded")
+            raise ValueError(
+                f"stage {self.stage.index} can't gather parameters or reduce gradients: the stage has no `shards`"
+            )
         return self.stage.shards
 
 

@@ -142,7 +142,11 @@ def simulate(
 
 
 def _lower_all_ranks(program: Program, costs: Costs, sharding: Sharding | None) -> list[RankProgram]:
-    """Return all ranks' lowered programs, ordered for these costs."""
+    """
+    Return every rank's program with its messages, and with its actions on shards if there is `sharding`.
+
+    Actions are ordered by their times under these costs.
+    """
     timing = time(program, costs)
     lines = [with_messages(program, timing, rank) for rank in range(program.ranks)]
     return [sharding.apply(line) for line in lines] if sharding else lines

@@ -187,7 +187,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shapes": (
         lambda: unshard_tree([torch.ones(1, 2), torch.ones(1, 3)], Shard()),
-        "the shards can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape (1, 3)",
+        "microbatches have tensors that can't be joined by Shard(dim=0): a tensor of shape (1, 2), a tensor of shape "
+        "(1, 3); use shapes that differ only in dimension 0",
     ),
     "kinds": (
         lambda: unshard_tree([torch.ones(1), [1]], Shard()),

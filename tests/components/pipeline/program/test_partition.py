@@ -18,7 +18,7 @@ COSTS = st.lists(st.lists(st.floats(0.2, 2), min_size=4, max_size=4), min_size=6
 
 
 def slices_of(costs: list[list[float]], activations: list[float] | None = None, comm: float = 0.25) -> Slices:
-    """Return slices with these costs, in stages with costs of their own."""
+    """Return model slices with these costs (slices, ops); every stage has additional costs."""
     return Slices(np.array(costs), np.array(activations or [1.0] * len(costs)), np.array([0.1, 0.3, 0.2, 0.1]), comm)
 
 
