@@ -224,7 +224,7 @@ class Recording(ABC):
 
     @abstractmethod
     def grad_for(self, weight: Tensor) -> WeightGradient:
-        """Return the function that accepts a weight's gradient (any shape) from an operation."""
+        """Return the function that a backward pass calls for the weight's gradient (any shape)."""
 
     def __enter__(self) -> None:
         self._token: Token[Recording | None] = _recording.set(self)
@@ -314,7 +314,11 @@ def deferring(function: type[Function]) -> type[Function]:
 
 
 def weight_gradient_of(weight: Tensor) -> WeightGradient:
-    """Return the function that accepts a weight's gradient (any shape) in an operation's backward pass."""
+    """
+    Return the function that an operation's backward pass calls for its weight's gradient (any shape).
+
+    It returns the gradient; inside a Recording, such as a split backward pass, it may defer it or add it to `.grad`.
+    """
     if torch.compiler.is_compiling():
         return _compute_now  # a compiled backward pass cannot decide at run time
     recording = _recording.get()

@@ -19,7 +19,7 @@ class VocabularyGroup(Protocol):
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors (...) as (ranks, ...) (all-gather)."""
+        """Stack all ranks' tensors (...) along a new first dimension: (ranks, ...) (all-gather)."""
         ...
 
 

@@ -106,7 +106,7 @@ class LoraLinear(Linear, AdaptedLayer):
 
     @property
     def _row_ranks(self) -> TensorRanks:
-        """Ranks that split the weight's rows."""
+        """Ranks that partition every weight row, an output's weights; only this rank unless the layer is rowwise."""
         return self.ranks if self.style == "rowwise" else ALONE
 
     def split_dims(self) -> Mapping[str, SplitDim]:

@@ -201,6 +201,7 @@ def _is_content(value: Any) -> bool:
 
 
 def _are_values(value: Any) -> bool:
+    """Return whether JSON is an object from metric names to finite numbers or null."""
     return isinstance(value, dict) and all(value is None or _is_number(value) for value in value.values())
 
 

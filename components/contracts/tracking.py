@@ -14,7 +14,7 @@ from drawloom.graph.testing import expect
 
 
 def totals_of_nothing_have_no_distributions(metric: DistributionMetric) -> None:
-    """Histograms of a step without measurements, if any, have only finite numbers."""
+    """A step without measurements has no histograms, or only histograms with finite numbers."""
     accumulators = metric.accumulators if isinstance(metric, Metric) else {}
     totals = {name: part.identity() for name, part in accumulators.items()}
     for name, histogram in metric.distributions(totals, Step(1, 1)).items():

@@ -28,8 +28,11 @@ def total_of(losses: Mapping[str, Any], name: str) -> Tensor:
     """Return a named sum, or `loss`, over this rank's microbatches: float64 (). Raises UserError for tensors."""
     total = _stack_microbatches(losses, name).double().sum(0)
     if total.ndim:
-        text = f"the loss's sum {name!r} is a tensor of shape {tuple(total.shape)}, and the metric needs a number"
-        raise UserError(f"{text}; write the name of another sum, or use another metric", exit_code=2)
+        raise UserError(
+            f"the loss's sum {name!r} is a tensor of shape {tuple(total.shape)}, and the metric needs a number; "
+            "write the name of a sum that is a number, or use another metric",
+            exit_code=2,
+        )
     return total
 
 

@@ -37,7 +37,11 @@ def split_parameter(module: nn.Module, name: str, ranks: Group, along: str, spli
 
 
 def _slice_dim(name: str, shape: tuple[int, ...], split_dim: SplitDim, ranks: Group, along: str) -> TensorSlice:
-    """Return this rank's slice along the split dimension. Raises UserError if the units can't be partitioned."""
+    """
+    Return this rank's slice along the split dimension.
+
+    Raises UserError if the rank count doesn't divide the unit count or, with `uneven`, exceeds it.
+    """
     dim, unit = split_dim.dim, split_dim.unit
     units = shape[dim] // unit
     if units < ranks.size if split_dim.uneven else units % ranks.size:

@@ -327,6 +327,7 @@ def _replace_loss(function: Callable[..., Tensor], inputs: MicrobatchInputs) -> 
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
+        """Compute the last stage's result, in place of the loss."""
         return function(hidden, head, batch)
 
     # Without weights the model computes no losses of its own, such as a router's.

@@ -204,14 +204,16 @@ class MeasuresStep(Protocol):
 
     def measure(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
-        Return a microbatch's sums, float64 (numbers,), from its last hidden states (rows, length, hidden_size).
+        Return a microbatch's part of the step's sums, float64 (sums,), from hidden states (rows, length, hidden_size).
+
+        The executor adds up the parts of all microbatches and ranks, and calls `with_measured` with the result.
 
         Called without gradients; `batch` has its reference log-probabilities, if the loss is `Referenced`.
         """
         ...
 
     def with_measured(self, batch: Any, sums: Tensor) -> Any:
-        """Return the batch with the step's sums, float64 (numbers,)."""
+        """Return the batch with the step's sums, float64 (sums,)."""
         ...
 
 

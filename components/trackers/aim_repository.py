@@ -47,8 +47,7 @@ def refuse_link(folder: Path) -> None:
     """Raise UserError if a folder's repository is a symbolic link."""
     path = folder / ".aim"  # the folder may come from a stranger
     if path.is_symlink():
-        text = "it is a symbolic link, which may lead anywhere"
-        raise UserError(f"{path} can't be written to ({text}); remove it, or use another run name")
+        raise UserError(f"{path} is a symbolic link, which may lead anywhere; remove the link, or use another run name")
 
 
 def open_repository(aim: Any, location: AimLocation) -> Any:

@@ -386,7 +386,7 @@ def _count_warps(width: int) -> int:
 
 
 def _count_registers(width: int) -> int:
-    """Return the registers per thread with which WARPS_WITH_COLUMNS run at a time."""
+    """Return the most registers per thread with which WARPS_WITH_COLUMNS warps fit on a multiprocessor."""
     return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _count_warps(width)))
 
 

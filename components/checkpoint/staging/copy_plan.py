@@ -157,7 +157,7 @@ def _copy_tensor(path: tuple[Any, ...], tensor: Tensor, copy_of: Callable[[Tenso
         return wrap(parts, context, tensor.size(), tensor.stride())
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         kind = f"a {tensor.layout} tensor on {tensor.device}"
-        raise TypeError(f"{'/'.join(map(str, path))} is {kind}, which can't be staged")
+        raise TypeError(f"{'/'.join(map(str, path))} is {kind}, which can't be staged; save a dense tensor with data")
     return copy_of(tensor.detach())
 
 

@@ -78,6 +78,7 @@ class Attention(TensorParallel):
         return tuple(layer(hidden) for layer in layers)
 
     def joint_layers(self) -> Sequence[Sequence[Linear]]:
+        """Return the projections to q, k and v as one group, if all three multiply in float8."""
         layers = self.q_proj, self.k_proj, self.v_proj
         return [layers] if all(map(multiplies_in_float8, layers)) else []
 

@@ -183,7 +183,7 @@ class Router(Linear, RowSums):
         return scores.topk(self.num_experts_per_tok).indices
 
     def _compute_probabilities(self, scores: Tensor) -> Tensor:
-        """Return the scores (..., experts) divided by their sum, unless a softmax already did so."""
+        """Divide scores (..., experts) by their sum, except softmax scores, whose sum is already 1."""
         return scores if self.routing.scoring_func == "softmax" else self._normalise_scores(scores)
 
     def _normalise_scores(self, scores: Tensor) -> Tensor:

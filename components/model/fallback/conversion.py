@@ -98,7 +98,7 @@ class _Layout:
         return value[0] if isinstance(value, list) else value  # type: ignore[no-any-return]
 
     def _find_parameter(self, name: str) -> tuple[str, str | None]:
-        """Return the parameter for a tensor on disk, and its WeightConverter's pattern; None if only renamed."""
+        """Map a tensor's name on disk to its parameter, and its WeightConverter's pattern; None if only renamed."""
         from transformers.core_model_loading import rename_source_key
 
         parameter, pattern = rename_source_key(name, self.renamings, self.converters)

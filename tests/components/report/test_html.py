@@ -39,7 +39,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog:
 def test_the_share_of_time_in_steps_is_a_sentence(
     tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has no abbreviation for it, and the report has the run's end, still missing in the log."""
+    """The log spells out what ETTR means; the report shows that the run has ended, before the log says so."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "tokens": 8, "tokens_per_second": 4.0}\n', "utf-8")
     (tmp_path / "log").mkdir()
     (tmp_path / "log/rank-0.log").write_text("2020-01-01 00:00:00,500 INFO drawloom.run: run     mine, in runs/mine\n")

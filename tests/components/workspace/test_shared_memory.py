@@ -112,7 +112,7 @@ def test_a_ticket_of_a_missing_segment_is_reported(changes: dict[str, Any], mess
 
 
 def test_other_systems_get_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory has no such segments, the error suggests a folder."""
+    """Without `memfd_create`, which not all systems have, the error suggests setting workspace_path."""
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UserError, match="give workspace_path"), share(Packed({}, {})):
         pytest.fail("it must not open")
