@@ -124,7 +124,7 @@ def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
     crowded, empty = run_ranks(_refusals, 2)
     assert crowded[0] == "True" and empty[0] == "False"
     assert "rank 0 of 2 received 16 rows for its experts" in crowded[1] and "set capacity = 2.0," in crowded[1]
-    assert "rank 0 of 2 has 4 tokens, and memory for 3; set max_tokens = 4 or more" in crowded[2]
+    assert "rank 0 of 2 has 4 tokens, and memory for 3 tokens; set max_tokens = 4 or more" in crowded[2]
 
 
 def test_shapes_are_known_without_an_exchange() -> None:

@@ -143,7 +143,7 @@ def test_passes_out_of_order_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="after each backward_input"):
         split.backward_weight()
     split.backward_input(outputs, grads_for(outputs), inputs)
-    with pytest.raises(RuntimeError, match="was called before"):
+    with pytest.raises(RuntimeError, match="was already called"):
         split.backward_input(outputs, grads_for(outputs), inputs)
     split.backward_weight()
     with pytest.raises(RuntimeError, match="once after each"):
