@@ -88,7 +88,7 @@ class _EmbeddingGradient(Addable):
         return self(grad.to(dtype), tokens)
 
     def add_to(self, summed: Tensor, grad: Tensor, tokens: Tensor) -> None:  # type: ignore[override]
-        """Add once to every distinct token's row, so additions have a fixed order."""
+        """Sum gradients by token, then add one sum to every distinct token's row; additions have a fixed order."""
         ordered, order = tokens.reshape(-1).sort(stable=True)
         begins = torch.ones_like(ordered, dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]

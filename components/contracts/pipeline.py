@@ -145,7 +145,7 @@ def _prepare(loss: Loss) -> Loss:
     if others := set(loss.batch_leaves) - TokenBatch.specs.keys():
         names = ", ".join(sorted(others))
         raise BrokenContractError(
-            f"the contract of losses has rows of tokens, without {names}: test this loss in a run"
+            f"the loss needs {names}, and batches in this contract have only tokens; test the loss in a run"
         )
     if (module := module_of(loss)) is not None:
         module.to_empty(device="cpu").double()

@@ -40,8 +40,8 @@ class CostSource(Protocol):
     """
     Source for a model's costs in any partition into stages.
 
-    `sizes` are slice counts by stage, for slices with the costs from `slices`; by default, stages are partitioned as in
-    a run.
+    A slice is the smallest part of a model that can be a stage, usually a layer; `slices` returns the costs. `sizes`
+    are slice counts by stage; by default, stages are partitioned as in a run.
     """
 
     def costs(

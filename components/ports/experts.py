@@ -54,7 +54,7 @@ class ExpertKernels(Kernels, Protocol):
 
     @property
     def moe_peers(self) -> "PeerExchange":
-        """Token copies and sums in other ranks' memory."""
+        """Operations that read tokens and sums from other ranks' memory, for expert parallelism."""
         ...
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:

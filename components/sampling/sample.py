@@ -48,7 +48,7 @@ class Sample:
     )
 
     def is_finished(self, step: int) -> bool:
-        """Return whether rank 0 has a text for this step. A collective, equal on all ranks."""
+        """Return whether `sample.txt` on rank 0 already has this step's text. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample(step)))
 
     def finish(self, step: int) -> None:

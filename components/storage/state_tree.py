@@ -101,7 +101,7 @@ def entries(tree: Tree) -> dict[str, Tree]:
 
 
 class _Packer:
-    """Packer for a state; it collects tensors by name."""
+    """Converter from a state to a JSON tree with names in place of tensors; `tensors` has the tensors by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

@@ -62,6 +62,7 @@ class MlflowTracker(ServiceTracker):
             make_folder(self._artifacts_folder)
 
     def _begin(self, step: int) -> None:
+        """Create an MLflow run, or continue the run named in the run folder; do nothing if one has begun."""
         if self._run:
             return
         is_local = self.uri is None

@@ -63,7 +63,7 @@ def select_outputs(mapper: Mapper, names: Collection[str]) -> Mapper:
 
 
 def _fill_gaps(mappers: Sequence[Mapper]) -> list[Mapper]:
-    """Extend every mapper until its inputs are exactly the previous mapper's outputs."""
+    """Add identities to the mappers, so that every mapper's inputs are exactly the previous mapper's outputs."""
     stages = list(mappers)
     for index in range(len(stages) - 1, 0, -1):  # inputs of later mappers pass earlier ones
         outputs = set(stages[index - 1].outputs)

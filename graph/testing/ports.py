@@ -79,6 +79,7 @@ def _make_method(promised: Callable[..., Any], calls: list[Call], answer: Any) -
 
 
 def _read_attribute_type(port: type, name: str, promised: Any) -> Any:
+    """Return the annotated type of a port's attribute or property `promised`; Any if it has no annotation."""
     hints = typing.get_type_hints(promised.fget if isinstance(promised, property) else port)
     return hints.get("return" if isinstance(promised, property) else name, Any)
 

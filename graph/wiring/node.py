@@ -137,7 +137,8 @@ class NodeView:
         """Return the node that an edge leads to; None if the edge is left out. ValueError if it leads to several."""
         nodes = self.neighbours(edge)
         if len(nodes) > 1:
-            raise ValueError(f"{edge!r} leads to {len(nodes)} nodes: {', '.join(node.name for node in nodes)}")
+            names = ", ".join(node.name for node in nodes)
+            raise ValueError(f"{edge!r} leads to {len(nodes)} nodes: {names}; call neighbours({edge!r})")
         return nodes[0] if nodes else None
 
     def neighbours(self, edge: str) -> "list[NodeView]":

@@ -133,7 +133,11 @@ class SettingsResolver:
 
 
 def _quote_hint(hint: str, node: Node, path: KeyPath) -> str:
-    """Return a hint with a quoted override in place of an array, if the setting was written on the command line."""
+    """
+    Return a hint `write [1, 2]` as `write 'node.key=[1, 2]'`, if the setting was written on the command line.
+
+    Other hints are unchanged. The quotes keep a shell from splitting the array or expanding its brackets.
+    """
     if not hint.startswith("write [") or path[1:] or node.position_of(path) != COMMAND_LINE:
         return hint
     value = hint.removeprefix("write ")

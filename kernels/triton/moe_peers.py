@@ -54,7 +54,11 @@ class PeerExchangeTriton:
 
     @staticmethod
     def choices(chosen: Peers, first: int, experts: int) -> Tensor:
-        """Return local experts, int32 (ranks * slots, top_k), for chosen int32 (slots, top_k) by rank."""
+        """
+        Return the choices of this rank's experts, numbered from 0, int32 (ranks * slots, top_k); other choices are -1.
+
+        This rank has `experts` experts from `first` on. chosen: int32 (slots, top_k) by rank, -1 in unused slots.
+        """
         tensors, addresses = chosen
         slots, top_k = tensors[0].shape
         local = tensors[0].new_empty(len(tensors) * slots, top_k)

@@ -203,7 +203,7 @@ def _assert_close(check: str, actual: Tensor, expected: Tensor, why: str) -> Non
     """Raise SelfCheckError if the largest difference exceeds TOLERANCE times the largest expected value."""
     difference = float((actual - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
-        raise SelfCheckError(check, f"{why} by {difference:.1e} of the largest value")
+        raise SelfCheckError(check, f"{why}; the largest difference is {difference:.1e} of the largest value")
 
 
 def _find_constants(reference: nn.Module) -> dict[str, float]:

@@ -120,7 +120,11 @@ class RowSchedule(ABC):
 
 
 def _number_microbatches(op_codes: Ints) -> tuple[Ints, Ints, Ints, Bools]:
-    """Return local stage, op, microbatch, and overlap with the previous action, for a row's actions."""
+    """
+    Decode a row's op codes to local stage, op, microbatch, and overlap with the previous action.
+
+    Op codes have no microbatches: a stage's microbatches are in order, and the n-th W belongs to the n-th I.
+    """
     op_codes, overlaps = _split_overlaps(op_codes)
     local_stage, op = op_codes // 4 - 1, op_codes % 4
     microbatch = np.zeros_like(local_stage)

@@ -247,7 +247,8 @@ class Auto:
         if counts := [count for count in wanted if ranks * count <= (self._slice_count or ranks * count)]:
             return counts
         stages = ranks * wanted[0]
-        raise UserError(f"{self._slice_count} slices are too few for {stages} stages; write {stages} of each or more")
+        remedy = f"write {stages} or more in every setting that lists slices"
+        raise UserError(f"{self._slice_count} slices are too few for {stages} stages; {remedy}")
 
     @property
     def _slice_count(self) -> int:

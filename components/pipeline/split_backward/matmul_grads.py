@@ -230,7 +230,7 @@ def _weight_from_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
 
 def _is_private(factor: Any, made: Tensor, leaf: Tensor, users: Users) -> bool:
     """
-    Return whether the factor `made` is a transpose, cast or transposed cast of a leaf that nothing else uses.
+    Return whether `made`, a result of node `factor`, is a leaf's transpose, cast or both, and has no other use or hook.
 
     The leaf's gradient is then computed without the nodes in between.
     """

@@ -158,7 +158,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     for name, file_name in files_by_tensor.items():
         if not _is_plain_file_name(file_name):
             problem = f"{path} places {name!r:.99} in {file_name!r:.99}"
-            raise UserError(f"{problem}, which is not a file of the folder; take another copy")
+            raise UserError(f"{problem}, which is not a plain file name; take another copy")
     if (count := len(set(files_by_tensor.values()))) > MAX_FILES:
         raise UserError(f"{path} names {count} files, and more than {MAX_FILES} are not read; take another copy")
     return files_by_tensor, _read_total_size(index, path)

@@ -52,7 +52,10 @@ def test_a_schedule_reports_problems_of_its_settings() -> None:
     words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.auto")
     for setting, text in (
         ("schedule.memory=0.5", "memory = 0.5: a microbatch's activations are 1 on a rank; write more"),
-        ("schedule.slices=[1.0]", "1 slices are too few for 2 stages; write 2 of each or more"),
+        (
+            "schedule.slices=[1.0]",
+            "1 slices are too few for 2 stages; write 2 or more in every setting that lists slices",
+        ),
     ):
         (problem,) = problems(*words, setting)
         assert (problem.node, problem.text) == ("schedule", text)
