@@ -111,7 +111,7 @@ def test_check_warns_of_compiled_blocks_under_split_backward() -> None:
     assert warnings_of(ZERO_BUBBLE) == warnings_of("stages.compile=true") == []
     (warning,) = warnings_of(ZERO_BUBBLE, "stages.compile=true")
     assert "a compiled block computes weight gradients together with input gradients" in warning
-    assert "[schedule] puts it into the bubble; write compile = false" in warning
+    assert "which [schedule] schedules in the bubble, has nothing to compute; write compile = false" in warning
     (warning,) = warnings_of("stages.compile=true", "stages.recompute='selective'")
     assert "torch chooses what compiled blocks recompute" in warning
     assert warnings_of("stages.compile=true", "stages.recompute='blocks'") == []
