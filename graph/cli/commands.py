@@ -134,7 +134,7 @@ def _load_checked_recipe(options: argparse.Namespace, project: Project, *, elsew
 
 
 def _run(options: argparse.Namespace, project: Project) -> RunResult:
-    """Run a recipe; open it again after a failure that its nodes can survive."""
+    """Run a recipe; open it again after a failure its nodes can survive."""
     recipe = _load_checked_recipe(options, project)
     if options.dry_run:
         return RunResult(options.recipe, preview=recipe.preview())

@@ -56,7 +56,7 @@ def find_replaced_range(meaning: Meaning, offset: int) -> tuple[int, int]:
 
 
 def _complete_headers(meaning: Meaning) -> Iterator[Completion]:
-    """Yield names for a header: the recipe's tables that this document lacks, or in an edit all tables and lists."""
+    """Yield names for a header: the recipe's tables missing in this document, or in an edit all tables and lists."""
     path = meaning.cursor.path[:-1]
     is_edit = path[:1] == (EDIT,)
     table = _find_table(meaning, path[1:] if is_edit else path)

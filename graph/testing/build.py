@@ -92,7 +92,7 @@ def _list_members(field: Field, value: Any) -> Iterable[Any]:
 
 
 def _wrap_members(field: Field, value: Any) -> Any:
-    """Return the objects for a field in the class that the container would use."""
+    """Return the objects for a field in the class used by the container."""
     if field.kind == "every" and not isinstance(value, Every):
         return Every(value)
     if field.kind == "ordered" and not isinstance(value, Ordered):
@@ -101,7 +101,7 @@ def _wrap_members(field: Field, value: Any) -> Any:
 
 
 def _make_empty_field(field: Field) -> Any:
-    """Return a value for a field that the container fills."""
+    """Return a value for a field filled by the container."""
     return Every() if field.kind == "every" else EMPTY_RECIPE
 
 

@@ -159,7 +159,7 @@ class EdgeResolver:
         """
         Return the names of the nodes that an edge in the recipe refers to, or defines inline.
 
-        Names that do not exist and nodes that do not implement the field's port are left out, and reported as problems.
+        Unknown names, and nodes without the field's port, are left out, and reported as problems.
         """
         if isinstance(value, str) and value[:1] == "@":
             names = self._find_named(node, value[1:], path, many)

@@ -83,7 +83,11 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
         ("first_run", ("mesh.data_replicate=2", "schedule.use=pipeline.schedules.zero_bubble_v"), []),
         ("first_run", ("mesh.data_shard=2",), ["ranks along 'data_shard'"]),
         ("first_run", ("mesh.context=2", "mesh.tensor=2", "model.vocab_size=320"), ["ranks along 'context'"]),
-        ("finetune_lora", ("vars.base=.", "adapters.lora.dropout=0.1"), ["[adapters.lora] draws new random numbers for dropout"]),
+        (
+            "finetune_lora",
+            ("vars.base=.", "adapters.lora.dropout=0.1"),
+            ["[adapters.lora] draws new random numbers for dropout"],
+        ),
     ],
 )
 def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, whys: list[str]) -> None:

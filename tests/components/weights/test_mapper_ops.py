@@ -99,7 +99,11 @@ MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {
     "unstack": (unstack("a", ["b", "c"]), {"a": numbers(3)}, "dimension 0 has size 3, not 2"),
     "chunk": (chunk("a", ["b", "c"]), {"a": numbers(3)}, "can't be cut into 2 of one size"),
     "chunk of sizes": (chunk("a", ["b", "c"], 0, [1, 1]), {"a": numbers(3)}, r"into pieces of sizes \[1, 1\]"),
-    "concatenate": (concatenate(["b", "c"], "a"), {"b": numbers(1), "c": numbers(3)}, r"\[1, 3\], but needs equal ones"),
+    "concatenate": (
+        concatenate(["b", "c"], "a"),
+        {"b": numbers(1), "c": numbers(3)},
+        r"\[1, 3\], but needs equal ones",
+    ),
     "of sizes": (concatenate(["b", "c"], "a", 0, [2, 2]), {"b": numbers(1), "c": numbers(3)}, r"but needs \[2, 2\]"),
 }
 
