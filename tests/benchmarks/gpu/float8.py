@@ -34,24 +34,24 @@ def main() -> None:
     device.open()
     processes = TorchProcesses(device=device)
     processes.open()
+    mesh = RankMesh(processes=processes, data_replicate=1)
+    mesh.open()
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     try:
         for case in CASES:
             if not words or any(word in case.name for word in words):
-                speeds = [_measure(attrs.evolve(case, linear=linear), processes, device) for linear in FORMATS]
+                speeds = [measure_case(attrs.evolve(case, linear=linear), mesh, device) for linear in FORMATS]
                 print(f"{case.name:<60}float8 is {speeds[1] / speeds[0]:.3f} times as fast", flush=True)
     finally:
         processes.close()
 
 
-def _measure(case: Case, processes: TorchProcesses, device: ComputeDevice) -> float:
+def measure_case(case: Case, mesh: RankMesh, device: ComputeDevice) -> float:
     """Print lines about a case, and return its tokens per second."""
-    mesh = RankMesh(processes=processes, data_replicate=1)
-    mesh.open()
     step: Callable[[], None] = our_step(case, mesh, device)
     cost = clock.step_cost(step, device.device)
     speed = case.tokens / cost.seconds
-    print(f"{case.name:<60}{speed:>9,.0f} tokens/s, {cost.seconds * 1e3:.1f} ms, {cost.allocated:.1f} GiB", flush=True)
+    print(f"{case.name:<75}{speed:>9,.0f} tokens/s, {cost.seconds * 1e3:.1f} ms, {cost.allocated:.1f} GiB", flush=True)
     if device.device.type == "cuda":
         for line in describe_operations(list(traced_operations(step))):
             print(f"    {line}", flush=True)

@@ -5,16 +5,13 @@ First the time to dequantize one large weight, then steps with the shape of Llam
 projections, with the peak memory and, relative to bfloat16, the speed.
 """
 
-import gc
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import clock
-from benchmarks.gpu.breakdown import describe_operations, traced_operations
-from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case, our_step
+from benchmarks.gpu.float8 import measure_case
+from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -42,12 +39,12 @@ def main() -> None:
         mesh.open()
         speeds = {}
         if "experts" in words:
-            _measure(
+            measure_case(
                 Case(QWEN_30B, 1, 1, lora=True, frozen="mxfp4" if TINY else "nf4", recompute="blocks"), mesh, device
             )
             return
         for name in dict.fromkeys(["compute", *chosen]):
-            speeds[name] = _measure(Case(LARGE, 2, 1, lora=True, frozen=name), mesh, device)
+            speeds[name] = measure_case(Case(LARGE, 2, 1, lora=True, frozen=name), mesh, device)
         for name in chosen:
             print(f"{name:<10}{speeds[name] / speeds['compute']:.3f} times the speed of bfloat16", flush=True)
     finally:
@@ -70,22 +67,6 @@ def _measure_dequantization(name: str, device: torch.device) -> None:
     seconds = begin.elapsed_time(end) / 1e3 / REPEATS
     rate = (stored.nbytes + result.nbytes) / seconds / 1e12
     print(f"dequantize {name:<8}{SHAPE[0]} x {SHAPE[1]}: {seconds * 1e6:.0f} us, {rate:.2f} TB/s", flush=True)
-
-
-def _measure(case: Case, mesh: RankMesh, device: ComputeDevice) -> float:
-    """Print lines about a case, and return its tokens per second."""
-    step: Callable[[], None] = our_step(case, mesh, device)
-    cost = clock.step_cost(step, device.device)
-    speed = case.tokens / cost.seconds
-    print(f"{case.name:<75}{speed:>9,.0f} tokens/s, {cost.seconds * 1e3:.1f} ms, {cost.allocated:.1f} GiB", flush=True)
-    if device.device.type == "cuda":
-        for line in describe_operations(list(traced_operations(step))):
-            print(f"    {line}", flush=True)
-    del step
-    gc.collect()
-    if device.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return speed
 
 
 if __name__ == "__main__":
