@@ -18,8 +18,9 @@ A feed-forward network is one operation: its gate and up projections are one pro
 write their results in float8 alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ def linears_float8(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor])
 
 
 def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> tuple[Tensor, ...]:
-    rows = _round_input(kernels, x, weights)
-    gradients = _GradientDispatcher([weight_gradient_of(weight) for weight in weights])
+    for weight in weights:
+        check_operands(x, weight)
+    rows = round_input(kernels, x, _need_gradients(weights))
+    gradients = GradientDispatcher([weight_gradient_of(weight) for weight in weights])
     result: tuple[Tensor, ...] = _LinearFloat8.apply(x, bias, gradients, kernels, *rows, *weights)  # type: ignore[no-untyped-call]
     return result
 
@@ -61,9 +64,10 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
     (width, inputs), down (outputs, width), all bfloat16.
     """
     weights = gate, up, down
-    check_operands(x, down)
-    rows = _round_input(kernels, x, [gate, up])
-    gradients = _GradientDispatcher([weight_gradient_of(weight) for weight in weights])
+    for weight in weights:
+        check_operands(x, weight)
+    rows = round_input(kernels, x, _need_gradients([gate, up]))
+    gradients = GradientDispatcher([weight_gradient_of(weight) for weight in weights])
     result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
 
@@ -72,7 +76,7 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
     """Raise TypeError unless operands are bfloat16, and ValueError for unsuitable widths."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(f"products in float8 round bfloat16 operands, and these are {x.dtype} and {weight.dtype}")
-    if any(width % ALIGNMENT for width in weight.shape):
+    if any(width % ALIGNMENT for width in weight.shape[-2:]):
         raise ValueError(f"a weight {tuple(weight.shape)} has a width that is not divisible by {ALIGNMENT}")
 
 
@@ -84,11 +88,13 @@ class _Rounded:
     version: int
 
 
-def _round_input(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor]) -> Float8Rows:
-    """Round x (..., width) by rows, for products with these weights, and keep the result as long as x lives."""
-    for weight in weights:
-        check_operands(x, weight)
-    transposed = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+def _need_gradients(weights: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass will compute a gradient for any of the weights."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+
+def round_input(kernels: Float8Kernels, x: Tensor, transposed: bool) -> Float8Rows:
+    """Round x (..., width) by rows, with or without a transposed copy, and keep the result as long as x lives."""
     if x.is_inference():  # without a version
         return _quantize(kernels, x, transposed)
     known: _Rounded | None = getattr(x, "float8", None)
@@ -119,10 +125,18 @@ class KeptWeights:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         """Allocate memory for an operation's weights (outputs, inputs); the first weight refers to it."""
         self.weights = weights
-        self.rows = empty_weights(weights)
+        self.rows = self.allocate()
         self._kernels: Float8Kernels | None = None
         self._versions: list[int] = []
         weights[0].float8 = self  # type: ignore[attr-defined]
+
+    def allocate(self) -> Float8Rows:
+        """Allocate memory for the rounded weights."""
+        return empty_weights(self.weights)
+
+    def fill(self, kernels: Any) -> None:
+        """Round the weights into their memory."""
+        kernels.round_weights(self.weights, self.rows)
 
     @property
     def is_current(self) -> bool:
@@ -138,7 +152,7 @@ class KeptWeights:
         """Round the weights after an update; before their first use, do nothing."""
         if self._kernels is not None:
             with torch.no_grad():
-                self._kernels.round_weights(self.weights, self.rows)
+                self.fill(self._kernels)
             self._versions = [weight._version for weight in self.weights]
 
 
@@ -213,41 +227,42 @@ def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[
             results.append(None)
             continue
         factors = rounded.columns[part], rounded.column_scale[part], x.detach()
-        results.append(ctx.weight_gradient(_WeightGradient(ctx.kernels, number), *factors))
+        results.append(ctx.weight_gradient(FactorProduct(partial(_multiply_factors, ctx.kernels), number), *factors))
     return results
 
 
+def _multiply_factors(kernels: Float8Kernels, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    """Return the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,)."""
+    return kernels.multiply(grad, scale, x, None, fast=False)
+
+
 @dataclass(frozen=True)
-class _WeightGradient(Addable):
-    """
-    Weight gradient: the product e4m3 (outputs, tokens) @ (inputs, tokens).T, times a scale (outputs,).
+class FactorProduct(Addable):
+    """Weight gradient: a product of float8 factors; `number` is the weight's number among its operation's weights."""
 
-    `number` is the weight's number among its operation's weights.
-    """
-
-    kernels: Float8Kernels
+    product: Callable[..., Tensor]
     number: int = 0
 
-    def __call__(self, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.kernels.multiply(grad, scale, x, None, fast=False)
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return self.product(*tensors)
 
-    def in_dtype(self, dtype: torch.dtype, grad: Tensor, scale: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self(grad, scale, x).to(dtype)
+    def in_dtype(self, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        return self(*tensors).to(dtype)
 
-    def add_to(self, summed: Tensor, grad: Tensor, scale: Tensor, x: Tensor) -> None:  # type: ignore[override]
+    def add_to(self, summed: Tensor, *tensors: Tensor) -> None:
         # In Triton, a fused product and addition took longer than both launches.
-        summed += self(grad, scale, x)
+        summed += self(*tensors)
 
 
 @dataclass(frozen=True)
-class _GradientDispatcher:
+class GradientDispatcher:
     """Callable for an operation with several weights: passes a computed gradient to its weight's WeightGradient."""
 
     gradients: Sequence[WeightGradient]
 
     def __call__(self, compute: Compute, *tensors: Tensor) -> Tensor | None:
         """Pass a gradient, whose function knows the weight's number, to its weight."""
-        assert isinstance(compute, _WeightGradient)
+        assert isinstance(compute, FactorProduct)
         return self.gradients[compute.number](compute, *tensors)
 
 
@@ -311,4 +326,4 @@ def _backward_of_down(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     if not needs_down:
         return grad_inner, None
     factors = rounded.columns, rounded.column_scale, inner.detach()
-    return grad_inner, ctx.weight_gradient(_WeightGradient(kernels, 2), *factors)
+    return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)

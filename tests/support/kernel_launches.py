@@ -183,7 +183,7 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         "moe_permute of far rows",
         lambda: moe_permute._spread(rows, rows, None, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_unpermute of far rows", lambda: moe_permute._gather(rows, None, None, of_choices)
+    yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows(rows, None, None, of_choices)
     yield "grouped_gemm of far rows", lambda: grouped_gemm._rows(rows, matrices, ends)
     yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._matrices(rows, rows, ends)
 
@@ -224,8 +224,8 @@ def experts() -> Iterator[tuple[str, Launch]]:
     of_choices = expert_indices.to(torch.int32)
     yield "moe_routes", lambda: moe_routes._routes(expert_indices, 128)
     yield "moe_permute", lambda: moe_permute._spread(x, None, chances, of_choices, ends, of_choices.numel(), False)
-    yield "moe_permute backward", lambda: moe_permute._gather(rows, None, chances.flatten(), of_choices)
-    yield "moe_unpermute", lambda: moe_permute._gather(rows, chances, None, of_choices)
+    yield "moe_permute backward", lambda: moe_permute.sum_rows(rows, None, chances.flatten(), of_choices)
+    yield "moe_unpermute", lambda: moe_permute.sum_rows(rows, chances, None, of_choices)
     yield (
         "moe_unpermute backward",
         lambda: moe_permute._spread(x, rows, chances, of_choices, ends, of_choices.numel(), True),
