@@ -10,7 +10,6 @@ this shifts exponents; only elements 2^15 times smaller than their expert's larg
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 

@@ -92,7 +92,9 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """
         ...
 
-    def factors(self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor) -> "GroupedFactors":
+    def factors(
+        self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
+    ) -> "GroupedFactors":
         """
         Return factors for the sum over an expert's rows of outer products, left (rows, outputs) and right (rows,
         inputs); with choices (rows,), the rows of `right` are token `choice // top_k` of (tokens, inputs).
@@ -171,7 +173,9 @@ class EagerGroupedFloat8(EagerFloat8):
         gradients = swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
         return *self.quantize(torch.cat(gradients, 1), False)[:2], grad_probabilities
 
-    def factors(self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor) -> GroupedFactors:
+    def factors(
+        self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
+    ) -> GroupedFactors:
         count = len(left.data)
         row = torch.arange(count, device=ends.device)
         expert = torch.searchsorted(ends.long(), row, right=True)
@@ -211,7 +215,7 @@ def _index(data: Tensor, rows: Tensor) -> Tensor:
 
 
 def _spread_columns(rows: Tensor, column: Tensor, columns: int) -> Tensor:
-    """Return e4m3 (rows, width) as (width, columns), with row i at column[i]; rows with column `columns` are dropped."""
+    """Return e4m3 (rows, width) as (width, columns), with row i at column[i]; column `columns` is dropped."""
     result = rows.new_zeros(columns + 1, rows.shape[1]).view(torch.uint8)
     return result.index_copy(0, column, rows.view(torch.uint8))[:columns].t().contiguous().view(E4M3)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, positive_number, writing
 from drawloom.components.commands._recipes import add_overlays, only
-from drawloom.components.parallel.float8_layers import linear_layers
+from drawloom.components.parallel.float8_layers import supported_layers
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
@@ -137,11 +137,11 @@ def _measure_effects(recipe: Recipe, steps: int) -> Evidence:
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in linear_layers(stage.module).items()
+            for name, layer in supported_layers(stage.module).items()
             if layer.uses_float8
         }
         if not layers:
-            raise UserError(f"no linear layer of {recipe} can use float8", 2)
+            raise UserError(f"no layer of {recipe} can use float8", 2)
         _set_float8([*layers.values()], False)
         for index in range(1, steps + 2):
             step = Step(index, steps + 1)
@@ -162,8 +162,8 @@ def _training_phases(recipe: Recipe) -> list[str]:
     return list(targets[: updates[-1] + 1])
 
 
-def _set_float8(layers: Sequence[LinearLayer], uses_float8: bool) -> None:
-    """Turn float8 on or off in linear layers."""
+def _set_float8(layers: Sequence[Float8Layer], uses_float8: bool) -> None:
+    """Turn float8 on or off in layers."""
     for layer in layers:
         layer.uses_float8 = uses_float8
 
@@ -175,14 +175,14 @@ class _Probe:
     parameters: Parameters
     executor: Executor
     batches: Sequence[Batch]
-    layers: Mapping[str, LinearLayer]
+    layers: Mapping[str, Float8Layer]
 
     def evidence(self) -> Evidence:
         """Measure no layer, all layers, and each layer alone."""
         self._run_pass([])  # compiles and allocates
         loss, gradients, seconds = self._run_pass([])
 
-        def effect(layers: Sequence[LinearLayer]) -> Effect:
+        def effect(layers: Sequence[Float8Layer]) -> Effect:
             other_loss, others, time_of_pass = self._run_pass(layers)
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
@@ -192,7 +192,7 @@ class _Probe:
         together = effect([*self.layers.values()])
         return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
 
-    def _run_pass(self, layers: Sequence[LinearLayer]) -> tuple[float, list[Tensor], float]:
+    def _run_pass(self, layers: Sequence[Float8Layer]) -> tuple[float, list[Tensor], float]:
         """Return the mean loss, the gradients and the seconds of a pass with float8 in these layers."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:

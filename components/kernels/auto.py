@@ -21,8 +21,10 @@ from drawloom.kernels.attention import attention_eager, causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
+from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.recompute import cheap, note
 from drawloom.kernels.weight_formats import WeightFormat
 
@@ -55,6 +57,7 @@ class AutoKernels:
 
     device: Device
     _linear_float8: Choice = _operation_setting("linear_float8", "linear layers in float8")
+    _experts_float8: Choice = _operation_setting("experts_float8", "experts in float8")
     _dequantize: Choice = _operation_setting("dequantize", "the dequantization of frozen weights")
     _rms_norm: Choice = _operation_setting("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
@@ -300,6 +303,15 @@ class AutoKernels:
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._functions["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+
+    def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+        kernels = self._functions["experts_float8"]
+        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
+
+    def expert_rows_float8(
+        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
+    ) -> Tensor:
+        return expert_rows_float8(self._functions["experts_float8"], rows, probabilities, gate_up, down, offsets)
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: WeightFormat, offsets: Tensor

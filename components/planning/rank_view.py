@@ -15,6 +15,7 @@ from drawloom.components.parallel.shard_transfers import message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
+from drawloom.components.ports.model import LinearLayer
 from drawloom.components.ports.stages import Stage
 
 
@@ -150,8 +151,9 @@ class RankView:
         precision = self.stages.precision
         if precision.gather != "float8":
             return 0
-        layers = float8_layers(stage.module, precision).values()
-        return sum(layer.weight.numel() for layer in layers) * (int(precision.compute.itemsize) - 1)
+        layers = [*float8_layers(stage.module, precision).values()]
+        elements = sum(layer.weight.numel() for layer in layers if isinstance(layer, LinearLayer))
+        return elements * (int(precision.compute.itemsize) - 1)
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""

@@ -194,13 +194,25 @@ def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
     }
 
 
-class LinearLayer(QuantizableLayer):
+class Float8Layer:
+    """A layer whose forward pass multiplies by its weights in float8 if stages set `uses_float8`."""
+
+    supports_float8: bool = True
+    uses_float8: bool = False
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights by name, (outputs, inputs) or (experts, outputs, inputs)."""
+        raise NotImplementedError
+
+
+class LinearLayer(QuantizableLayer, Float8Layer):
     """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
 
     quantizable: ClassVar[tuple[str, ...]] = ("weight",)
     weight: Tensor
-    supports_float8: ClassVar[bool] = True
-    uses_float8: bool = False
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        return {"weight": self.weight}
 
 
 @runtime_checkable

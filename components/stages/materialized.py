@@ -22,7 +22,7 @@ from drawloom.components.parallel.float8_layers import (
     check_float8,
     check_gpu,
     describe_float8,
-    linear_layers,
+    supported_layers,
 )
 from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
@@ -392,8 +392,10 @@ class MaterializedStages:
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
         self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
-        layers = [name for module in modules for name in linear_layers(module)]
-        self._check_matches("linear_in_compute", "linear layer", self.precision.linear_in_compute, layers)
+        layers = [name for module in modules for name in supported_layers(module)]
+        self._check_matches(
+            "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
+        )
         weights = [name for module in modules for name in quantizable_weights(module)]
         self._check_matches("frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
 

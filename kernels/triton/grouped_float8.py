@@ -415,6 +415,7 @@ def _multiply_groups(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -
         WIDTH=SLOW_WIDTH,
         STEP=GROUP,
         STAGES=STAGES,
+        SUMMANDS=GROUP,
         num_warps=8,
         enable_fp_fusion=True,
     )
@@ -444,7 +445,8 @@ def _take_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = (column < width)[None, :]
         values = tl.load(data + token[:, None] * width + column[None, :], mask=is_used[:, None] & inside, other=0.0)
-        tl.store(rows + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=(row < count)[:, None] & inside)
+        at = rows + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(at, values, mask=(row < count)[:, None] & inside)
 
 
 @lean
@@ -617,7 +619,7 @@ def _multiply_rows_kernel(
 @triton.jit(do_not_specialize=["num_experts"])
 def _multiply_groups_kernel(
     left, right, scale, ends, result, num_experts, down, across, height, width, EXPERTS: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SUMMANDS: tl.constexpr,
 ):
     # fmt: on
     expert = tl.program_id(0) // (down * across)
@@ -631,7 +633,7 @@ def _multiply_groups_kernel(
     top, side = (tile // across) * HEIGHT, (tile % across) * WIDTH
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for start in tl.range(first, past, STEP, num_stages=STAGES):
-        total = tl.dot(left.load([top, start]), right.load([side, start]).T, total, max_num_imprecise_acc=STEP)
+        total = tl.dot(left.load([top, start]), right.load([side, start]).T, total, max_num_imprecise_acc=SUMMANDS)
     total *= tl.load(scale + expert)
     row, column = top + tl.arange(0, HEIGHT), side + tl.arange(0, WIDTH)
     at = result + (expert.to(tl.int64) * height + row[:, None]) * width + column[None, :]

@@ -14,15 +14,15 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import Dispatched, ExpertKernels
-from drawloom.components.ports.model import QuantizableLayer
+from drawloom.components.ports.experts import Dispatched, ExpertKernels, supports_expert_parallel
+from drawloom.components.ports.model import Float8Layer, QuantizableLayer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
 class SharedGate(Linear):
     """Linear layer with one output; it is never computed in float8, because it is too narrow."""
 
-    supports_float8: ClassVar[bool] = False
+    supports_float8 = False
 
 
 class SparseMoeBlock(nn.Module):
@@ -74,7 +74,7 @@ def _find_used_rows(here: Dispatched) -> Tensor:
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
-class Experts(ExpertParallel, QuantizableLayer):
+class Experts(ExpertParallel, QuantizableLayer, Float8Layer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
@@ -93,6 +93,10 @@ class Experts(ExpertParallel, QuantizableLayer):
         self.num_experts = experts
         self.spec = spec
         self.kernels = kernels
+        self.supports_float8 = not spec.biases and spec.clamp is None
+
+    def float8_weights(self) -> Mapping[str, Tensor]:
+        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
 
     def parameter_roles(self) -> Mapping[str, Role]:
         visited = self.spec.choices / self.spec.experts
@@ -109,8 +113,16 @@ class Experts(ExpertParallel, QuantizableLayer):
 
         Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token.
         """
+        if self.uses_float8 and self._keep_tokens():
+            # Tokens are rounded before they are copied to rows, and so are their gradients.
+            routes = self.kernels.moe_routes(chosen, self.num_experts)
+            weights = self.gate_up_proj, self.down_proj
+            return self.kernels.experts_float8(hidden.to(weights[0].dtype), probabilities, *weights, routes)
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
+        if self.uses_float8:
+            weights = self.gate_up_proj, self.down_proj
+            return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, *weights, here.ends))
         both = self.project("gate_up_proj", here.rows, here.ends)
         if self.spec.biases:
             both = both + self._look_up_biases("gate_up_proj_bias", here)
@@ -121,6 +133,12 @@ class Experts(ExpertParallel, QuantizableLayer):
             scale = here.scale.where(_find_used_rows(here), 0).unsqueeze(-1)
             outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
         return here.combine(outputs)
+
+    def _keep_tokens(self) -> bool:
+        """Return whether all experts are on this rank, so that tokens stay here."""
+        if self.dispatcher is None or isinstance(self.dispatcher, LocalExperts):
+            return True
+        return supports_expert_parallel(self.dispatcher) and len(self.gate_up_proj) == self.num_experts
 
     def _apply_gate(self, both: Tensor, scale: Tensor) -> Tensor:
         """Return activation(gate) * up * scale, (rows, width), for `both` = gate and up (rows, 2 * width)."""
