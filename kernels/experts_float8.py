@@ -115,9 +115,9 @@ class _ExpertsFloat8(Function):
             rows = kernels.take(ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends))
         first, first_scale, first_transposed = _round_weight(kernels, gate_up)
         both = kernels.multiply_rows(rows[0], rows[1], first, first_scale, ends, True)
-        inner = cheap_inside(kernels.weighted_swiglu, both, rows[2])
+        inner = cheap_inside(kernels.expert_swiglu, both, rows[2])
         second, second_scale, second_transposed = _round_weight(kernels, down)
-        outputs = kernels.multiply_rows(*inner, second, second_scale, ends, True)
+        outputs = kernels.multiply_rows(inner[0], inner[1], second, second_scale, ends, True)
         ctx.transposed = first_transposed, second_transposed
         ctx.weight_gradient, ctx.kernels = weight_gradient, kernels
         ctx.save_for_backward(
@@ -149,7 +149,7 @@ class _ExpertsFloat8(Function):
             grad_down = ctx.weight_gradient(product, grad_factor, inner_factor, scale, ends.detach())
             del inner_factor, grad_factor
         del rows
-        *rounded, grad_probabilities = kernels.weighted_swiglu_gradient(grad_inner, both, probabilities)
+        *rounded, grad_probabilities = kernels.expert_swiglu_gradient(grad_inner, both, probabilities)
         grad_both = ScaledRows(*rounded)
         del grad_inner
         if needs_first:

@@ -1,8 +1,8 @@
 """
-Casts and products of experts in float8: rows sorted by expert, times their expert's matrix.
+Casts and products in float8 for experts: rows sorted by expert, times their expert's matrix.
 
 `experts_float8.py` explains the recipe. Rows past the last end may hold any values, in inputs and results; they
-contribute to no gradient of a weight.
+contribute to no weight's gradient.
 """
 
 from typing import NamedTuple, Protocol
@@ -17,10 +17,10 @@ from drawloom.kernels.operation import upcast
 from drawloom.kernels.swiglu import swiglu_eager, swiglu_gradients
 
 GROUP = 128
-"""Rows to whose multiple every expert's part of a transposed copy is padded: tensor cores multiply along rows."""
+"""Multiple to which every expert's columns in a transposed copy are padded: tensor cores multiply along rows."""
 
 MIN_SCALE = 2.0**-100
-"""Smallest scale of an expert's gradient, whose inverse is finite."""
+"""Smallest scale for an expert's gradient, whose inverse is finite."""
 
 
 class ScaledRows(NamedTuple):
@@ -64,7 +64,7 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         ...
 
     def quantize_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Round a weight (experts, outputs, inputs) by expert: e4m3 of this shape, and scales (experts,)."""
+        """Round a weight (experts, outputs, inputs) by expert: e4m3 with this shape, and scales (experts,)."""
         ...
 
     def transpose_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
         """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
         ...
 
-    def weighted_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def expert_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Round silu(gate) * up * probability by rows, where gate and up are the halves of `both` (rows, 2 * width):
+        Round silu(gate) * up * probability by rows, where `both` (rows, 2 * width) is gate and up:
         e4m3 (rows, width) and scales (rows,).
         """
         ...
 
-    def weighted_swiglu_gradient(
+    def expert_swiglu_gradient(
         self, grad: Tensor, both: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -94,11 +94,12 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
 
     def factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
-    ) -> "GroupedFactors":
+    ) -> GroupedFactors:
         """
-        Return factors for the sum over an expert's rows of outer products, left (rows, outputs) and right (rows,
-        inputs); with choices (rows,), the rows of `right` are token `choice // top_k` of (tokens, inputs).
+        Return factors for sums of outer products over every expert's rows, left (rows, outputs) and right (rows,
+        inputs).
 
+        With choices (rows,), the data in `right` are tokens (tokens, inputs), and row r is token choices[r] // top_k.
         Both scales are by row. Their products multiply `left`, relative to the expert's largest.
         """
         ...
@@ -116,7 +117,7 @@ class GroupedFloat8Kernels(Float8Kernels, Protocol):
 
 
 def count_columns(rows: int, experts: int) -> int:
-    """Return the columns of transposed copies: at most GROUP - 1 columns of padding by expert."""
+    """Return the columns in transposed copies, with at most GROUP - 1 padded columns by expert."""
     return (rows // GROUP + experts) * GROUP
 
 
@@ -161,11 +162,11 @@ class EagerGroupedFloat8(EagerFloat8):
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)
 
-    def weighted_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def expert_swiglu(self, both: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = both.float().chunk(2, -1)
         return self.quantize(swiglu_eager(gate, up, probabilities.float()), False)[:2]
 
-    def weighted_swiglu_gradient(
+    def expert_swiglu_gradient(
         self, grad: Tensor, both: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         (gate, up), wide = both.float().chunk(2, -1), upcast(grad)
@@ -187,30 +188,29 @@ class EagerGroupedFloat8(EagerFloat8):
         folded = (left.data.float() * (product / scale[expert])[:, None]).to(E4M3)
         rows = right.data if choices is None else _index(right.data, choices.clamp_min(0).long() // top_k)
         begins = ends.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)
-        padded = _padded_ends(ends)
+        padded = _pad_ends(ends)
         column = row - begins[expert] + padded.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)[expert]
         columns = count_columns(count, len(ends))
-        return GroupedFactors(
-            *(_spread_columns(x, column.where(is_used, columns), columns) for x in (folded, rows)), scale
-        )
+        column = column.where(is_used, columns)
+        return GroupedFactors(_spread_columns(folded, column, columns), _spread_columns(rows, column, columns), scale)
 
     def multiply_rows(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
         matrices = b.float().transpose(1, 2) * b_scale[:, None, None]
         return (grouped_gemm.EAGER.rows(a.float(), matrices, ends) * a_scale[:, None]).bfloat16()
 
     def multiply_groups(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-        product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _padded_ends(ends))
+        product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _pad_ends(ends))
         return (product * scale[:, None, None]).bfloat16()
 
 
-def _padded_ends(ends: Tensor) -> Tensor:
+def _pad_ends(ends: Tensor) -> Tensor:
     """Return the columns' ends by expert."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     return ((counts + GROUP - 1) // GROUP * GROUP).cumsum(0).to(ends.dtype)
 
 
 def _index(data: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of e4m3 (n, width); torch does not index float8 on a CPU."""
+    """Return e4m3 rows (n, width); torch does not index float8 on a CPU."""
     return data.view(torch.uint8)[rows].view(E4M3)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drawloom.components.commands._options import integer, output_file, positive_number, writing
 from drawloom.components.commands._recipes import add_overlays, only
-from drawloom.components.parallel.float8_layers import supported_layers
+from drawloom.components.parallel.float8_layers import float8_candidates
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.pipeline import Executor, state_of_batches, sum_losses
@@ -137,7 +137,7 @@ def _measure_effects(recipe: Recipe, steps: int) -> Evidence:
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in supported_layers(stage.module).items()
+            for name, layer in float8_candidates(stage.module).items()
             if layer.uses_float8
         }
         if not layers:
@@ -187,7 +187,7 @@ class _Probe:
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
         effect([*self.layers.values()])
-        for layer in {layer.weight.shape: layer for layer in self.layers.values()}.values():
+        for layer in {_weight_shapes(layer): layer for layer in self.layers.values()}.values():
             effect([layer])  # compiles the casts of its shape
         together = effect([*self.layers.values()])
         return Evidence({name: effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds)
@@ -208,6 +208,11 @@ class _Probe:
         for parameter in parameters:
             parameter.grad = None
         return loss / weight, gradients, seconds
+
+
+def _weight_shapes(layer: Float8Layer) -> tuple[torch.Size, ...]:
+    """Return the shapes of a layer's weights."""
+    return tuple(weight.shape for weight in layer.float8_weights().values())
 
 
 def relative_error(gradients: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

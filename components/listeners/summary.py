@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.float8_layers import count_text, float8_layers, supported_layers
+from drawloom.components.parallel.float8_layers import count_text, float8_candidates, float8_layers
 from drawloom.components.parallel.frozen_formats import chosen_weights
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
@@ -111,7 +111,7 @@ class RunSummary:
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
             if used := float8_layers(whole, precision):
-                yield count_text(used, supported_layers(whole))
+                yield count_text(used, float8_candidates(whole))
             if stored_weights := len(chosen_weights(whole, precision)):
                 yield f"{stored_weights} frozen weights in {precision.frozen}"
 

@@ -22,7 +22,7 @@ from drawloom.kernels.float8 import ALIGNMENT, MIN_CAPABILITY
 from drawloom.kernels.linear_float8 import KeptWeights
 
 
-def supported_layers(module: nn.Module) -> dict[str, Float8Layer]:
+def float8_candidates(module: nn.Module) -> dict[str, Float8Layer]:
     """
     Return the linear layers and experts of a stage's module, or of a whole model, that can use float8: no heads and no
     routers.
@@ -41,7 +41,7 @@ def float8_layers(module: nn.Module, precision: Precision) -> dict[str, Float8La
         return {}
     return {
         name: layer
-        for name, layer in supported_layers(module).items()
+        for name, layer in float8_candidates(module).items()
         if not any(fnmatchcase(name, pattern) for pattern in precision.linear_in_compute)
         and all(compute_dtype(f"{name}.{leaf}", precision) == torch.bfloat16 for leaf in layer.float8_weights())
     }
@@ -184,7 +184,7 @@ def _find_layers(nodes: StageNodes) -> tuple[dict[str, Float8Layer], dict[str, F
     if built is None or module is None:
         return {}, {}
     layers = float8_layers(module, built)
-    return layers, {name: layer for name, layer in supported_layers(module).items() if name not in layers}
+    return layers, {name: layer for name, layer in float8_candidates(module).items() if name not in layers}
 
 
 def build_precision(node: NodeView) -> Precision | None:

@@ -22,7 +22,7 @@ from drawloom.components.parallel.float8_layers import (
     check_float8,
     check_gpu,
     describe_float8,
-    supported_layers,
+    float8_candidates,
 )
 from drawloom.components.parallel.frozen_formats import check_frozen, describe_frozen, quantizable_weights
 from drawloom.components.parallel.master_weights import ParameterStore
@@ -392,7 +392,7 @@ class MaterializedStages:
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
         self._check_matches("uncast", "parameter", self.precision.uncast, parameters)
-        layers = [name for module in modules for name in supported_layers(module)]
+        layers = [name for module in modules for name in float8_candidates(module)]
         self._check_matches(
             "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
         )

@@ -22,7 +22,7 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def draw_leaves() -> list[Tensor]:
-    """Return tokens, probabilities, and weights of gate and up, and of down."""
+    """Return tokens, probabilities, and both weights."""
     probabilities = torch.rand(TOKENS, TOP_K).requires_grad_()
     weights = draw(EXPERTS, 2 * INNER, WIDTH, scale=0.3), draw(EXPERTS, WIDTH, INNER, scale=0.3)
     return [draw(TOKENS, WIDTH), probabilities, *weights]
@@ -34,7 +34,7 @@ def draw_routes() -> Routes:
 
 
 def in_float8(routes: Routes) -> Callable[..., Tensor]:
-    return lambda *leaves: experts_float8(EAGER, *leaves, routes)
+    return lambda x, probabilities, gate_up, down: experts_float8(EAGER, x, probabilities, gate_up, down, routes)
 
 
 def reference(routes: Routes) -> Callable[..., Tensor]:
@@ -74,7 +74,7 @@ def test_results_and_gradients_are_as_precise_as_roundings() -> None:
 
 
 def test_exact_products_equal_those_of_bfloat16() -> None:
-    """Numbers of few bits lose nothing: results and the down projection's gradient equal bfloat16's bit for bit."""
+    """Small integers lose nothing: results and the down projection's gradient equal bfloat16's bit for bit."""
     routes = moe_routes_eager(torch.randint(0, EXPERTS, (TOKENS, TOP_K)), EXPERTS)
     x = torch.randint(-4, 5, (TOKENS, WIDTH)).bfloat16()
     gate_up = torch.zeros(EXPERTS, 2 * INNER, WIDTH).bfloat16()
@@ -91,13 +91,13 @@ def test_exact_products_equal_those_of_bfloat16() -> None:
 
 
 def test_rows_and_tokens_have_equal_bits() -> None:
-    """Experts on rows that a dispatcher copied have the bits of experts that copy rounded tokens."""
+    """Experts on rows that a dispatcher copied equal experts that copy rounded tokens, bit for bit."""
     leaves, grad = draw_leaves(), draw(TOKENS, WIDTH).detach()
     routes = moe_routes_eager(torch.randint(0, EXPERTS, (TOKENS, TOP_K)), EXPERTS)
 
-    def by_rows(x: Tensor, probabilities: Tensor, *weights: Tensor) -> Tensor:
+    def by_rows(x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         rows, scale = moe_permute_eager(x, probabilities, routes)
-        return moe_unpermute_eager(expert_rows_float8(EAGER, rows, scale, *weights, routes.offsets), routes)
+        return moe_unpermute_eager(expert_rows_float8(EAGER, rows, scale, gate_up, down, routes.offsets), routes)
 
     actual, expected = (gradients(function, *leaves, grad=grad) for function in (by_rows, in_float8(routes)))
     for left, right in zip(actual, expected, strict=True):
@@ -118,7 +118,7 @@ def test_a_number_that_is_not_finite_reaches_its_experts_gradients(value: float)
 
 
 def test_deferred_recomputed_and_kept_gradients_have_the_same_bits() -> None:
-    """Split backward passes, accumulation, recomputation and kept weights have the bits of plain backward passes."""
+    """Split backward passes, accumulation, recomputation and kept weights change no bit."""
     leaves, routes, grad = draw_leaves(), draw_routes(), draw(TOKENS, WIDTH).detach()
     function = in_float8(routes)
     expected = gradients(function, *leaves, grad=grad)
@@ -172,7 +172,7 @@ def test_shapes_on_the_meta_device(kernels: str) -> None:
         routes = Routes(
             *(torch.empty(shape, dtype=torch.int32) for shape in ((TOKENS, TOP_K), (TOKENS * TOP_K,), (EXPERTS,)))
         )
-        y = experts_float8(chosen, *leaves, routes)
+        y = experts_float8(chosen, leaves[0], leaves[1], leaves[2], leaves[3], routes)
         grads = torch.autograd.grad(y, leaves, torch.empty_like(y))
     assert y.shape == leaves[0].shape
     assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -25,6 +25,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     names = {
         "attention": ("mask", "attend"),
         "moe_peers": ("publish", "choices", "limit", "rows", "stage", "sums"),
+        "experts_float8": ("take", "quantize_experts", "expert_swiglu", "factors", "multiply_rows", "multiply_groups"),
         "linear_float8": ("quantize", "quantize_weights", "quantize_gradient", "swiglu", "multiply"),
     }
     functions = [getattr(implementation, part) for part in names.get(operation, ())] or [implementation]

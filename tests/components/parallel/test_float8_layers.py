@@ -9,7 +9,7 @@ import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.parallel.float8_layers import check_gpu, float8_layers, supported_layers, use_float8
+from drawloom.components.parallel.float8_layers import check_gpu, float8_candidates, float8_layers, use_float8
 from drawloom.graph import UserError
 from support.qwen3 import SIZES, SPARSE_SIZES
 
@@ -32,7 +32,7 @@ def test_projections_use_float8_and_nothing_else_does() -> None:
     assert names == projections
     assert float8_layers(module, DtypePolicy(compute="bfloat16")) == {}
     sparse = whole(Qwen3Moe, SPARSE_SIZES)
-    assert not any(name.endswith("mlp.gate") for name in supported_layers(sparse))
+    assert not any(name.endswith("mlp.gate") for name in float8_candidates(sparse))
 
 
 def test_patterns_and_uncast_weights_exclude_layers() -> None:

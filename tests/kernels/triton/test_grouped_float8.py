@@ -1,4 +1,4 @@
-"""Casts and products of experts in Triton against the eager ones, bit by bit where no sum is involved."""
+"""Experts' casts and products in Triton against the eager ones, bit by bit where nothing is summed."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.experts_float8 import experts_float8
-from drawloom.kernels.float8 import E4M3
 from drawloom.kernels.grouped_float8 import EAGER, ScaledRows, empty_experts
 from drawloom.kernels.moe import moe_routes_eager
 from drawloom.kernels.triton.grouped_float8 import TRITON
@@ -26,7 +25,7 @@ def spread(*shape: int, seed: int = 0) -> Tensor:
     return x.bfloat16().to(DEVICE)
 
 
-def sorted_rows(width: int, seed: int = 0) -> ScaledRows:
+def rows_by_expert(width: int, seed: int = 0) -> ScaledRows:
     """Return rounded rows for COUNTS, and UNUSED rows, whose scale is not a number."""
     data, scale, _ = EAGER.quantize(spread(sum(COUNTS) + UNUSED, width, seed=seed), False)
     scale[sum(COUNTS) :] = torch.nan
@@ -60,7 +59,7 @@ def test_tokens_are_copied_to_the_rows_of_their_choices(width: int) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 16, 48), (2, 144, 272)])
 def test_casts_of_weights_equal_eager_casts(shape: tuple[int, int, int]) -> None:
-    """Elements, scales by expert and transposed copies have the bits of eager ones; an expert of zeros is finite."""
+    """Elements, scales by expert and transposed copies equal eager ones; an expert with zeros has a finite scale."""
     weight = spread(*shape)
     weight[1] = 0
     weight[0, 3, 5] = -7.0
@@ -83,8 +82,8 @@ def test_casts_of_swiglu_equal_eager_casts(rows: int, width: int) -> None:
     probabilities = torch.rand(rows, device=DEVICE)
     results: list[Any] = []
     for kernels in (TRITON, EAGER):
-        data, scale = kernels.weighted_swiglu(both, probabilities)
-        gradient, gradient_scale, grad_probabilities = kernels.weighted_swiglu_gradient(grad, both, probabilities)
+        data, scale = kernels.expert_swiglu(both, probabilities)
+        gradient, gradient_scale, grad_probabilities = kernels.expert_swiglu_gradient(grad, both, probabilities)
         results.append((data.float() * scale[:, None], gradient.float() * gradient_scale[:, None], grad_probabilities))
     for actual, expected in zip(results[0][:2], results[1][:2], strict=True):
         limit = expected.abs().amax(1, keepdim=True) / 8  # at least the distance of two numbers of e4m3
@@ -96,8 +95,8 @@ def test_casts_of_swiglu_equal_eager_casts(rows: int, width: int) -> None:
 @pytest.mark.parametrize("indexed", [False, True])
 def test_factors_of_gradients_equal_eager_ones(indexed: bool) -> None:
     """Transposed copies have every expert's rows in its own columns, with zeros up to the next group."""
-    left, ends = sorted_rows(48), row_ends()
-    rows = sorted_rows(80, seed=1)
+    left, ends = rows_by_expert(48), row_ends()
+    rows = rows_by_expert(80, seed=1)
     right, choices = rows, None
     if indexed:
         choices = torch.randint(0, 2 * 50, (len(left.data),), generator=torch.Generator().manual_seed(0))
@@ -111,22 +110,22 @@ def test_factors_of_gradients_equal_eager_ones(indexed: bool) -> None:
 
 
 def test_products_equal_eager_ones() -> None:
-    """Products by row and by expert agree up to the order of additions, with experts of any size, also without rows."""
-    left, ends, used = sorted_rows(272), row_ends(), sum(COUNTS)
+    """Products by row and by expert agree up to the order of additions, also for experts without rows."""
+    left, ends, used = rows_by_expert(272), row_ends(), sum(COUNTS)
     data, scale = EAGER.quantize_experts(spread(EXPERTS, 304, 272))
     for fast in (True, False):
         actual, expected = (
             kernels.multiply_rows(*left, data, scale, ends, fast)[:used].float() for kernels in (TRITON, EAGER)
         )
         torch.testing.assert_close(actual, expected, rtol=8e-3, atol=8e-3 * float(expected.abs().max()))
-    factors = EAGER.factors(left, sorted_rows(144, seed=2), None, 1, ends)
+    factors = EAGER.factors(left, rows_by_expert(144, seed=2), None, 1, ends)
     actual, expected = (kernels.multiply_groups(*factors, ends).float() for kernels in (TRITON, EAGER))
     torch.testing.assert_close(actual, expected, rtol=8e-3, atol=8e-3 * float(expected.abs().max()))
     assert not actual[1].any()
 
 
 def test_experts_equal_eager_ones() -> None:
-    """Results and gradients of the whole operation agree with eager ones up to the order of additions."""
+    """The whole operation's results and gradients agree with eager ones up to the order of additions."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(0, EXPERTS, (40, TOP_K), generator=generator).to(DEVICE)
     shapes = (40, 32), (EXPERTS, 96, 32), (EXPERTS, 32, 48), (40, 32)
@@ -135,7 +134,8 @@ def test_experts_equal_eager_ones() -> None:
     results = []
     for kernels in (TRITON, EAGER):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, probabilities, gate_up, down)]
-        y = experts_float8(kernels, *leaves, moe_routes_eager(choices, EXPERTS))
+        routes = moe_routes_eager(choices, EXPERTS)
+        y = experts_float8(kernels, leaves[0], leaves[1], leaves[2], leaves[3], routes)
         results.append((y, *torch.autograd.grad(y, leaves, grad)))
     for actual, expected in zip(*results, strict=True):
         size = expected.float().abs().amax()
@@ -143,15 +143,9 @@ def test_experts_equal_eager_ones() -> None:
 
 
 def test_a_number_that_is_not_finite_reaches_the_gradients_of_its_expert() -> None:
-    """An infinite scale of a row makes the gradient of its own expert's weight NaN, and of no other."""
-    left, right, ends = sorted_rows(16), sorted_rows(16, seed=1), row_ends()
+    """A row whose scale is not finite makes its expert's weight gradient NaN, and no other."""
+    left, right, ends = rows_by_expert(16), rows_by_expert(16, seed=1), row_ends()
     left.scale[141] = torch.nan
     for kernels in (TRITON, EAGER):
         scale = kernels.factors(left, right, None, 1, ends).scale
         assert scale.isnan().tolist() == [False, False, True, False, False]
-
-
-def test_e4m3_is_the_format_of_all_factors() -> None:
-    """All operands of products are e4m3."""
-    factors = TRITON.factors(sorted_rows(16), sorted_rows(16), None, 1, row_ends())
-    assert factors.left.dtype == factors.right.dtype == E4M3
