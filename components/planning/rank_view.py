@@ -38,13 +38,14 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `update_flops` are the matrix product FLOPs in one optimizer step; `host_bytes` are streamed from host memory and
-    back in every step.
+    `gradient_passes` is how often an update reads or writes all gradients; `update_flops` are the matrix product FLOPs
+    in one optimizer step; `host_bytes` are streamed from host memory and back in every step.
     """
 
     mesh: PlannedMesh
     stages: Any
     bytes_by_kind: Mapping[str, int]
+    gradient_passes: int
     update_flops: float
     host_bytes: int
 
@@ -175,7 +176,8 @@ class RankView:
     def _update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
-        traffic: float = 4 * sizes.get("gradients", 0) + 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
+        traffic: float = self.gradient_passes * sizes.get("gradients", 0)
+        traffic += 2 * self._weight_bytes + 2 * sizes.get("optimizer_state", 0)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.
