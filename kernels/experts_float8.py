@@ -34,7 +34,7 @@ def experts_float8(
     """
     Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)), (tokens, width).
 
-    x bfloat16 (tokens, width), probabilities (tokens, top_k); gate_up (experts, 2 * inner, width), whose first half is
+    x bfloat16 (..., width), probabilities (tokens, top_k); gate_up (experts, 2 * inner, width), whose first half is
     the gate's, and down (experts, width, inner), both bfloat16.
     """
     return _apply(kernels, x, probabilities, gate_up, down, routes.offsets, routes.dest_row, routes.source_choice)
@@ -119,7 +119,7 @@ class _ExpertsFloat8(Function):
         second, second_scale, second_transposed = _round_weight(kernels, down)
         outputs = kernels.multiply_rows(inner[0], inner[1], second, second_scale, ends, True)
         ctx.transposed = first_transposed, second_transposed
-        ctx.weight_gradient, ctx.kernels = weight_gradient, kernels
+        ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
         ctx.save_for_backward(
             *(gate_up, down, first_scale, second_scale, data, rows[1], rows[2], both, *inner),
             *(ends, dest_row, source_choice),
@@ -162,6 +162,7 @@ class _ExpertsFloat8(Function):
             grad_x = kernels.multiply_rows(*grad_both, transposed, first_scale, ends, False)
             if dest_row is not None:
                 grad_x, grad_probabilities = kernels.sum_by_token(grad_x, grad_probabilities, dest_row)
+            grad_x = grad_x.view(ctx.inputs_shape)
         results = grad_x, grad_probabilities if needs_probabilities else None, grad_gate_up, grad_down
         return *results, *(None,) * 7
 

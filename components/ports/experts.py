@@ -68,7 +68,7 @@ class ExpertKernels(Kernels, Protocol):
     ) -> Tensor:
         """
         Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)) with products in float8: x
-        (tokens, width), probabilities (tokens, top_k), gate_up (experts, 2 * inner, width), down (experts, width,
+        (..., width), probabilities (tokens, top_k), gate_up (experts, 2 * inner, width), down (experts, width,
         inner), all but probabilities bfloat16; result (tokens, width).
         """
         ...

@@ -224,6 +224,15 @@ class JointLayers(Protocol):
         ...
 
 
+@runtime_checkable
+class RoundsInput(Protocol):
+    """A module whose first operations may multiply its input in float8."""
+
+    def rounds_input(self) -> bool:
+        """Return whether they do, so that the norm before the module rounds its result in the same pass."""
+        ...
+
+
 @port
 class Model(Protocol):
     """

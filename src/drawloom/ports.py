@@ -124,6 +124,7 @@ from drawloom.components.ports.model import (
     Kernels as Kernels,
     LanguageModel as LanguageModel,
     JointLayers as JointLayers,
+    RoundsInput as RoundsInput,
     KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,

@@ -60,13 +60,16 @@ class SparseMoeBlock(nn.Module):
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
         chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights)
-        tokens, choices, scale = (tensor.flatten(0, -2) for tensor in (hidden, chosen, probabilities))
+        choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
         # The view of the experts' output is made here, since FSDP warns of modules that return views.
-        mixed: Tensor = self.experts(tokens, choices, scale).view_as(hidden)
+        mixed: Tensor = self.experts(hidden, choices, scale).view_as(hidden)
         if not self.spec.shared_width:
             return mixed
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
+
+    def rounds_input(self) -> bool:
+        return self.experts.uses_float8 and self.experts.keeps_tokens()
 
 
 def _find_used_rows(here: Dispatched) -> Tensor:
@@ -109,17 +112,18 @@ class Experts(ExpertParallel, QuantizableLayer, Float8Layer):
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
         """
-        Apply every token's experts `chosen`, int64 (tokens, choices), to hidden states (tokens, hidden_size).
+        Apply every token's experts `chosen`, int64 (tokens, choices), to hidden states (..., hidden_size).
 
-        Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token.
+        Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token: (tokens,
+        hidden_size).
         """
-        if self.uses_float8 and self._keep_tokens():
+        if self.uses_float8 and self.keeps_tokens():
             # Tokens are rounded before they are copied to rows, and so are their gradients.
             routes = self.kernels.moe_routes(chosen, self.num_experts)
             weights = self.gate_up_proj, self.down_proj
             return self.kernels.experts_float8(hidden.to(weights[0].dtype), probabilities, *weights, routes)
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
-        here = dispatcher.dispatch(hidden, chosen, probabilities, self.num_experts)
+        here = dispatcher.dispatch(hidden.flatten(0, -2), chosen, probabilities, self.num_experts)
         if self.uses_float8:
             weights = self.gate_up_proj, self.down_proj
             return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, *weights, here.ends))
@@ -134,7 +138,7 @@ class Experts(ExpertParallel, QuantizableLayer, Float8Layer):
             outputs = outputs + (self._look_up_biases("down_proj_bias", here) * scale).to(outputs.dtype)
         return here.combine(outputs)
 
-    def _keep_tokens(self) -> bool:
+    def keeps_tokens(self) -> bool:
         """Return whether all experts are on this rank, so that tokens stay here."""
         if self.dispatcher is None or isinstance(self.dispatcher, LocalExperts):
             return True
