@@ -320,27 +320,28 @@ def _factors(
     _largest_scale_kernel[(len(ends),)](
         left_scale, right_scale, ends, scale, STEP=1024, num_warps=4, enable_fp_fusion=True
     )
-    for x, index, result, scales in (
-        (left, None, left_factor, (left_scale, right_scale, scale)),
-        (right, choices, right_factor, (None, None, None)),
-    ):
-        width, columns = result.shape
-        _transpose_kernel[(columns // GROUP * cdiv(width, CHANNELS),)](
-            x,
-            index,
-            *scales,
-            ends,
-            result,
-            len(ends),
-            width,
-            columns,
-            CHOICES=top_k,
-            EXPERTS=next_power_of_2(len(ends)),
-            ROWS=GROUP,
-            CHANNELS=CHANNELS,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+    columns = left_factor.shape[1]
+    widths = left.shape[1], right.shape[1]
+    _transpose_kernel[(columns // GROUP * sum(cdiv(width, CHANNELS) for width in widths),)](
+        left,
+        right,
+        choices,
+        left_scale,
+        right_scale,
+        scale,
+        ends,
+        left_factor,
+        right_factor,
+        len(ends),
+        *widths,
+        columns,
+        CHOICES=top_k,
+        EXPERTS=next_power_of_2(len(ends)),
+        ROWS=GROUP,
+        CHANNELS=CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     return left_factor, right_factor, scale
 
 
@@ -560,30 +561,45 @@ def _largest_scale_kernel(left_scale, right_scale, ends, scale, STEP: tl.constex
 @lean
 @triton.jit(do_not_specialize=["num_experts"])
 def _transpose_kernel(
-    x, choices, left_scale, right_scale, scale, ends, result, num_experts, width, columns,
-    CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    left, right, choices, left_scale, right_scale, scale, ends, left_result, right_result, num_experts, left_width,
+    right_width, columns, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     # fmt: on
     """Store a transposed tile, with rows in their expert's columns, and zeros in padded columns."""
-    across = tl.cdiv(width, CHANNELS)
-    tile = tl.program_id(0) // across
+    left_tiles = tl.cdiv(left_width, CHANNELS)
+    across = left_tiles + tl.cdiv(right_width, CHANNELS)
+    tile, part = tl.program_id(0) // across, tl.program_id(0) % across
     expert, first, end = rows_of_tile(tile, ends, num_experts, EXPERTS, ROWS)
     if expert >= num_experts:
         return
     row = first + tl.arange(0, ROWS)
     inside = row < end
-    channel = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
-    source = row
-    if choices is not None:
-        source = tl.load(choices + row, mask=inside, other=0) // CHOICES
-    at = x + source.to(tl.int64)[:, None] * width + channel[None, :]
-    values = tl.load(at, mask=inside[:, None] & (channel < width)[None, :], other=0.0)
-    if scale is not None:
-        left = tl.load(left_scale + row, mask=inside, other=0.0)
-        factor = left * tl.load(right_scale + row, mask=inside, other=0.0)
-        factor *= tl.div_rn(1.0, tl.load(scale + expert))
-        values = (values.to(tl.float32) * factor[:, None]).to(result.dtype.element_ty)
     column = tile * ROWS + tl.arange(0, ROWS)
+    if part < left_tiles:
+        channel = part * CHANNELS + tl.arange(0, CHANNELS)
+        values = _load_tile(left, row, inside, channel, left_width)
+        factor = tl.load(left_scale + row, mask=inside, other=0.0)
+        factor *= tl.load(right_scale + row, mask=inside, other=0.0)
+        factor *= tl.div_rn(1.0, tl.load(scale + expert))
+        values = (values.to(tl.float32) * factor[:, None]).to(left_result.dtype.element_ty)
+        _store_transposed(left_result, values, column, channel, left_width, columns)
+    else:
+        channel = (part - left_tiles) * CHANNELS + tl.arange(0, CHANNELS)
+        source = row
+        if choices is not None:
+            source = tl.load(choices + row, mask=inside, other=0) // CHOICES
+        values = _load_tile(right, source, inside, channel, right_width)
+        _store_transposed(right_result, values, column, channel, right_width, columns)
+
+
+@triton.jit
+def _load_tile(x, row, inside, channel, width):
+    at = x + row.to(tl.int64)[:, None] * width + channel[None, :]
+    return tl.load(at, mask=inside[:, None] & (channel < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_transposed(result, values, column, channel, width, columns):
     at = result + channel.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(at, tl.trans(values), mask=(channel < width)[:, None])
 
