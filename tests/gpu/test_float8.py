@@ -22,7 +22,7 @@ EXPERTS = (
 MODELS = {"dense": (), "experts": EXPERTS}
 
 
-def learned(folder: Path, name: str, *words: str, processes: int = 1) -> list[tuple[Any, ...]]:
+def losses_of_run(folder: Path, name: str, *words: str, processes: int = 1) -> list[tuple[Any, ...]]:
     """Run the recipe, and return the steps' losses and gradient norms."""
     outcome = drawloom_run(folder, *COMMON, f"run.name={name}", *words, processes=processes)
     assert outcome.code == 0, outcome.text
@@ -36,11 +36,11 @@ def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> 
     and CUDA graphs read the elements of the last update.
     """
     words = MODELS[model]
-    plain = learned(folder, "pass", *words)
+    plain = losses_of_run(folder, "pass", *words)
     assert len(plain) == 6 and plain[-1][0] < plain[0][0]
-    assert learned(folder, "step", *words, "precision.linear_weights=step") == plain
+    assert losses_of_run(folder, "step", *words, "precision.linear_weights=step") == plain
     for rounding in ("pass", "step"):
-        graphs = learned(
+        graphs = losses_of_run(
             folder, f"graphs_{rounding}", *words, "stages.capture=true", f"precision.linear_weights={rounding}"
         )
         for mine, other in zip(graphs, plain, strict=True):
@@ -49,9 +49,9 @@ def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> 
 
 def test_weights_gathered_in_float8_give_the_same_losses(folder: Path) -> None:
     """Two ranks that gather elements and exponents compute the same as ranks that gather bfloat16, and one process."""
-    one = learned(folder, "one")
+    one = losses_of_run(folder, "one")
     shards = {
-        gather: learned(folder, gather, "mesh.data_shard=2", f"precision.gather={gather}", processes=2)
+        gather: losses_of_run(folder, gather, "mesh.data_shard=2", f"precision.gather={gather}", processes=2)
         for gather in ("compute", "float8")
     }
     for mine, other, alone in zip(shards["float8"], shards["compute"], one, strict=True):
@@ -61,8 +61,8 @@ def test_weights_gathered_in_float8_give_the_same_losses(folder: Path) -> None:
 
 def test_experts_on_two_ranks_have_the_losses_of_one_process(folder: Path) -> None:
     """Ranks that partition experts in float8, through rows that a dispatcher copied, agree up to rounding."""
-    one = learned(folder, "one", *EXPERTS)
+    one = losses_of_run(folder, "one", *EXPERTS)
     words = (*EXPERTS, "mesh.data_shard=2", "mesh.expert=2", 'stages.dispatcher={use="experts.all_to_all"}')
-    two = learned(folder, "two", *words, processes=2)
+    two = losses_of_run(folder, "two", *words, processes=2)
     for mine, other in zip(two, one, strict=True):
         assert list(mine) == pytest.approx(list(other), rel=2e-2)
