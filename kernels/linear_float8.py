@@ -58,6 +58,23 @@ def _multiply(kernels: Float8Kernels, x: Tensor, weights: Sequence[Tensor], bias
     return result
 
 
+def linear_quantized_float8(
+    kernels: Float8Kernels,
+    dequantize: Callable[[Tensor], Tensor],
+    x: Tensor,
+    stored: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """
+    Return x @ weight.T + bias (..., outputs), multiplied in float8, with a frozen weight: x bfloat16 (..., inputs).
+
+    `dequantize` maps the weight's storage (outputs, units) to the weight, bfloat16 (outputs, inputs).
+    """
+    rows = round_input(kernels, x, False)
+    y: Tensor = _FrozenLinearFloat8.apply(x, stored, dequantize, kernels, *rows[:2])  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
 def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """
     Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs), multiplied in float8: x (..., inputs), gate and up
@@ -214,6 +231,38 @@ class _LinearFloat8(Function):
         grad_weights = _weight_gradients(ctx, rounded, x, weights)
         grad_bias = rows[0].sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None, None, None, None, None, *grad_weights
+
+
+class _FrozenLinearFloat8(Function):
+    """Linear layer with a frozen weight, dequantized and rounded in every pass; it saves the storage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        dequantize: Callable[[Tensor], Tensor],
+        kernels: Float8Kernels,
+        data: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
+        """Return (..., outputs) for rounded x: data (tokens, inputs), scale (tokens,)."""
+        weight = dequantize(stored)
+        check_operands(x, weight)
+        elements, weight_scale = kernels.quantize_weights([weight])
+        ctx.save_for_backward(stored, weight_scale)
+        ctx.dequantize, ctx.kernels, ctx.inputs_shape = dequantize, kernels, x.shape
+        return kernels.multiply(data, scale, elements, weight_scale, fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        stored, weight_scale = ctx.saved_tensors
+        kernels: Float8Kernels = ctx.kernels
+        rounded = kernels.quantize_gradient([grad.reshape(-1, grad.shape[-1])], weight_scale, None)
+        elements = kernels.transpose_weights([ctx.dequantize(stored)], weight_scale)
+        grad_x = kernels.multiply(rounded.data, rounded.scale, elements, None, fast=False).view(ctx.inputs_shape)
+        return grad_x, None, None, None, None, None
 
 
 def _weight_gradients(ctx: Any, rounded: Gradient, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:

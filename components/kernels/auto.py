@@ -23,7 +23,7 @@ from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
 from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.recompute import cheap, note
 from drawloom.kernels.weight_formats import WeightFormat
@@ -157,8 +157,16 @@ class AutoKernels:
         return self._functions["dequantize"](stored, weight_format.name)  # type: ignore[no-any-return]
 
     def linear_quantized(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: Tensor,
+        weight_format: WeightFormat,
+        bias: Tensor | None = None,
+        float8: bool = False,
     ) -> Tensor:
+        if float8:
+            dequantize = partial(self.dequantize, weight_format=weight_format)
+            return linear_quantized_float8(self._functions["linear_float8"], dequantize, x, stored, bias)
         return linear_quantized(self._functions["dequantize"], x, stored, weight_format, bias)
 
     def rms_norm(

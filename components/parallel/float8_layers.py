@@ -36,13 +36,14 @@ def float8_candidates(module: nn.Module) -> dict[str, Float8Layer]:
 
 
 def float8_layers(module: nn.Module, precision: Precision) -> dict[str, Float8Layer]:
-    """Return the layers for which the recipe chooses float8."""
+    """Return the layers for which the recipe chooses float8; experts that may be quantized stay in bfloat16."""
     if precision.linear != "float8":
         return {}
     return {
         name: layer
         for name, layer in float8_candidates(module).items()
         if not any(fnmatchcase(name, pattern) for pattern in precision.linear_in_compute)
+        and (isinstance(layer, LinearLayer) or precision.frozen == "compute")
         and all(compute_dtype(f"{name}.{leaf}", precision) == torch.bfloat16 for leaf in layer.float8_weights())
     }
 
@@ -54,7 +55,9 @@ def use_float8(module: nn.Module, precision: Precision) -> None:
     Raises UserError for a layer whose widths tensor cores can't multiply.
     """
     for name, layer in float8_layers(module, precision).items():
-        for weight in layer.float8_weights().values():
+        for leaf, weight in layer.float8_weights().items():
+            if leaf in layer.weight_formats:
+                continue  # blocks have multiples of 16 columns, and ranks split no block
             if fault := fault_of_widths(tuple(weight.shape)):
                 raise UserError(f"precision.linear: a weight of {name} {fault}; {exclude(name)}", exit_code=2)
         layer.uses_float8 = True
@@ -104,7 +107,8 @@ def _keep_by_operation(module: nn.Module, precision: Precision) -> Iterator[Kept
     for layer in float8_layers(module, precision).values():
         if id(layer) not in members:
             kind = KeptWeights if isinstance(layer, LinearLayer) else KeptExperts
-            yield from (kind([weight]) for weight in layer.float8_weights().values())
+            weights = layer.float8_weights()
+            yield from (kind([weight]) for leaf, weight in weights.items() if leaf not in layer.weight_formats)
 
 
 def fault_of_widths(shape: tuple[int, ...]) -> str:

@@ -153,7 +153,9 @@ class RankView:
         if precision.gather != "float8":
             return 0
         layers = [*float8_layers(stage.module, precision).values()]
-        elements = sum(layer.weight.numel() for layer in layers if isinstance(layer, LinearLayer))
+        elements = sum(
+            layer.weight.numel() for layer in layers if isinstance(layer, LinearLayer) and not layer.weight_formats
+        )
         return elements * (int(precision.compute.itemsize) - 1)
 
     def _reduce_seconds(self, device: DeviceModel) -> dict[int, float]:

@@ -194,7 +194,7 @@ def stored_formats(module: nn.Module) -> dict[str, WeightFormat]:
     }
 
 
-class Float8Layer:
+class Float8Layer(QuantizableLayer):
     """A layer whose forward pass multiplies by its weights in float8 if stages set `uses_float8`."""
 
     supports_float8: bool = True
@@ -205,7 +205,7 @@ class Float8Layer:
         raise NotImplementedError
 
 
-class LinearLayer(QuantizableLayer, Float8Layer):
+class LinearLayer(Float8Layer):
     """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
 
     quantizable: ClassVar[tuple[str, ...]] = ("weight",)
@@ -454,9 +454,17 @@ class Kernels(Protocol):
         ...
 
     def linear_quantized(
-        self, x: Tensor, stored: Tensor, weight_format: WeightFormat, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: Tensor,
+        weight_format: WeightFormat,
+        bias: Tensor | None = None,
+        float8: bool = False,
     ) -> Tensor:
-        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
+        """
+        Compute `linear`, or with `float8` `linear_float8`, of bfloat16 x with a frozen weight, given as its storage
+        (outputs, units).
+        """
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:

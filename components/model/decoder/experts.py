@@ -15,7 +15,7 @@ from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import Dispatched, ExpertKernels, supports_expert_parallel
-from drawloom.components.ports.model import Float8Layer, QuantizableLayer
+from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
@@ -77,7 +77,7 @@ def _find_used_rows(here: Dispatched) -> Tensor:
     return torch.arange(len(here.rows), device=here.rows.device) < here.ends[-1]
 
 
-class Experts(ExpertParallel, QuantizableLayer, Float8Layer):
+class Experts(ExpertParallel, Float8Layer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
