@@ -48,9 +48,9 @@ def main() -> None:
         for name, linear in product(dict.fromkeys(["compute", *chosen]), FORMATS_OF_PRODUCTS):
             case = Case(LARGE, 2, 1, lora=True, frozen=name, linear=linear)
             speeds[name, linear] = measure_case(case, mesh, device)
-        for (name, linear), speed in speeds.items():
+        for (stored, multiplied), speed in speeds.items():
             text = f"{speed / speeds['compute', 'compute']:.3f} times the speed of bfloat16"
-            print(f"{name:<10}products in {linear:<10}{text}", flush=True)
+            print(f"{stored:<10}products in {multiplied:<10}{text}", flush=True)
     finally:
         processes.close()
 
