@@ -106,7 +106,7 @@ class PlanResult(PlanData, Result):
         ]
         checkpoint = None if saves is None else SavesData(**attrs.asdict(saves), toml=saves.toml, lost=saves.lost)
         return cls(
-            **_plan_fields(plan),
+            **_plan_data_fields(plan),
             remedies=[RemedyData(**remedy_data(remedy)) for remedy in remedies],
             checkpoint=checkpoint,
             text="\n\n".join(parts),
@@ -140,7 +140,7 @@ class SearchResult(Result):
     @classmethod
     def of(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
         """Describe the plans of a search."""
-        plans = [SearchedPlan(**_plan_fields(choice.plan), toml=choice.overlay.splitlines()) for choice in choices]
+        plans = [SearchedPlan(**_plan_data_fields(choice.plan), toml=choice.overlay.splitlines()) for choice in choices]
         written = [] if overlay is None else [f"the first one is an overlay in {overlay}"]
         return cls(plans, overlay, "\n".join([search_text(choices), *written]))
 
@@ -166,7 +166,7 @@ class CalibrationResult(Result):
         return f"{self.toml}\nkept in {self.path}"
 
 
-def _plan_fields(plan: Plan) -> dict[str, Any]:
+def _plan_data_fields(plan: Plan) -> dict[str, Any]:
     """Return a plan's fields for `PlanData`."""
     data = as_data(plan)
     memory = [RankData(**rank) for rank in data.pop("memory")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import Drawings, RunRecord, names_of, read_run
 from drawloom.components.report.run_table import find_runs
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=help)
     help = "metric to compare; may be repeated (default: loss and validation_loss)"
     parser.add_argument("--metric", action="append", metavar="NAME", help=help)
-    parser.add_argument("--to", type=output_file, metavar="FILE", help="also write an HTML page with all curves")
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help="also write an HTML page with all curves")
 
 
 @output_class
@@ -102,10 +102,10 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
         raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
     if options.to is not None:
-        with writing(options.to):
+        with report_write_errors(options.to):
             replace_file(options.to, render_page(runs).encode())
     return CompareResult(
-        groups=[_summarize_group(group, ends) for group in groups],
+        groups=[_compare_at_last_steps(group, ends) for group in groups],
         last_steps=ends,
         path=options.to,
         groups_of_runs=groups,
@@ -123,12 +123,12 @@ def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return [read_run(path, name, Drawings()) for path, name in zip(paths, names_of(paths), strict=True)]
 
 
-def _summarize_group(group: SeedGroup, ends: Mapping[str, int]) -> ComparedGroup:
-    """Return a group with its metrics at their last common steps, `ends`, and its curves."""
+def _compare_at_last_steps(group: SeedGroup, last_common_steps: Mapping[str, int]) -> ComparedGroup:
+    """Return a group with its metrics at their last common steps, `last_common_steps`, and its curves."""
     curves = group.curves()
     metrics = {
         name: ComparedMetric(group.at(name, step), group.best(name), curves[name].x, curves[name].y)
-        for name, step in ends.items()
+        for name, step in last_common_steps.items()
         if name in curves
     }
     return ComparedGroup(group.name, [run.name for run in group.runs], group.settings, metrics)

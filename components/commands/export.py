@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import add_run, open_trained
+from drawloom.components.commands._trained import add_run_arguments, open_trained
 from drawloom.components.export.hf_writer import write_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
@@ -14,7 +14,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to write; it must not exist")
 
 

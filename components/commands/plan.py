@@ -4,9 +4,9 @@ import argparse
 import math
 import re
 
-from drawloom.components.commands._options import output_file, writing
+from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
-from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.calibrate import at_hand, calibrate, local_device
 from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder"
     )
-    add_overlays(parser)
+    add_overlay_option(parser)
     parser.add_argument(
         "--ranks", type=_parse_count, metavar="N", help="processes (default: the fewest the mesh allows)"
     )
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "with --mtbf: seconds by which a save delays the run (default: estimated from its bytes)"
     parser.add_argument("--save-seconds", type=_parse_positive_number, metavar="SECONDS", help=help)
     help = "with --search: write the fastest as an overlay to this file"
-    parser.add_argument("--to", type=output_file, metavar="FILE", help=help)
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", help=help)
 
 
 def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchResult | CalibrationResult:
@@ -61,7 +61,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
         raise UserError("--to writes the best plan that --search finds; add --search", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else find_remedies(recipe, planned)
-    return PlanResult.of(planned, helpful, _propose_saves(options, recipe, planned))
+    return PlanResult.of(planned, helpful, _propose_checkpoint_interval(options, recipe, planned))
 
 
 def _calibrate_device() -> CalibrationResult:
@@ -70,7 +70,7 @@ def _calibrate_device() -> CalibrationResult:
     return CalibrationResult(path, path.read_text("utf-8"))
 
 
-def _propose_saves(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
+def _propose_checkpoint_interval(options: argparse.Namespace, recipe: Recipe, planned: Plan) -> Interval | None:
     """Return the checkpoint interval, or None without --mtbf."""
     if options.mtbf is None:
         if options.save_seconds is not None:
@@ -88,7 +88,7 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
     if overlay is not None:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
         try:
-            with writing(overlay):
+            with report_write_errors(overlay):
                 replace_file(overlay, f"{head}\n{choices[0].overlay}\n".encode())
         except UserError:
             print_text(search_text(choices))

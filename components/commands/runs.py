@@ -38,7 +38,7 @@ class RunsResult(Result):
 
     def render(self, format: str) -> str:
         """Return a table for a terminal, or CSV."""
-        return as_csv(self.runs) if format == "csv" else as_text(self.runs)
+        return format_run_csv(self.runs) if format == "csv" else format_run_table(self.runs)
 
 
 def main(options: argparse.Namespace, project: Project) -> RunsResult:
@@ -53,16 +53,16 @@ def main(options: argparse.Namespace, project: Project) -> RunsResult:
     return RunsResult(shown)
 
 
-def as_text(rows: Sequence[RunRow]) -> str:
+def format_run_table(rows: Sequence[RunRow]) -> str:
     """Return the table for a terminal, with a line per run."""
     if not rows:
         return "no runs"
-    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_format_cells, rows)]
+    lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_make_table_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_align_cells(line, widths) for line in lines)
 
 
-def as_csv(rows: Sequence[RunRow]) -> str:
+def format_run_csv(rows: Sequence[RunRow]) -> str:
     """Return CSV with a column per differing setting."""
     keys = difference_keys(rows)
     file = io.StringIO()
@@ -73,7 +73,7 @@ def as_csv(rows: Sequence[RunRow]) -> str:
     return file.getvalue().rstrip("\n")
 
 
-def _format_cells(row: RunRow) -> tuple[str, ...]:
+def _make_table_cells(row: RunRow) -> tuple[str, ...]:
     """Return a run's cells: name, state, step, last and best loss, speed, and settings."""
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
     numbers = ["" if value is None else f"{value:.4f}" for value in (row.loss, row.best)]

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, get_args
 import attrs
 
 from drawloom.components.commands import _costs
-from drawloom.components.commands._options import integer, integers
-from drawloom.components.commands._recipes import Pipeline, add_overlays, mesh_sizes, require_microbatches
+from drawloom.components.commands._options import integer_parser, parse_positive_integers
+from drawloom.components.commands._recipes import Pipeline, add_overlay_option, read_mesh_sizes, require_microbatches
 from drawloom.components.parallel.data_shard import gathers_by_block
 from drawloom.components.pipeline.from_csv import read_file
 from drawloom.components.pipeline.program.builders import forward_only
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     known = "a recipe; with --ranks also the name of a schedule, or a CSV file of torch.distributed.pipelining"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE|NAME|FILE", help=known)
-    add_overlays(parser)
+    add_overlay_option(parser)
     help = "pipeline ranks (default: the recipe's); with --compare also several, such as 4,8"
-    parser.add_argument("--ranks", type=integers, metavar="N", help=help)
+    parser.add_argument("--ranks", type=parse_positive_integers, metavar="N", help=help)
     help = "microbatches per step (default: the recipe's); with --compare also several, such as 4,8"
-    parser.add_argument("--microbatches", type=integers, metavar="N", help=help)
+    parser.add_argument("--microbatches", type=parse_positive_integers, metavar="N", help=help)
     parser.add_argument(
-        "--stages-per-rank", type=integer(), metavar="N", help="stages per rank (default: the schedule's)"
+        "--stages-per-rank", type=integer_parser(), metavar="N", help="stages per rank (default: the schedule's)"
     )
     known = "F=1,I=1,W=1,comm=0,unshard=0,reduce=0|plan|RUN_FOLDER"
     costs = (
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(B, default I + W), a message (comm), and with mesh.data_shard gathering parameters (unshard) and reducing "
     )
     costs += "gradients (reduce); or seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
-    parser.add_argument("--costs", type=_costs.parse, metavar=known, help=costs)
+    parser.add_argument("--costs", type=_costs.parse_costs, metavar=known, help=costs)
     devices = "with --costs plan: the device, as for `drawloom plan` (default: this machine's)"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "draw the simulation of a run's schedule with traced costs, and the traced step below it"
@@ -176,7 +176,7 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
             )
         setattr(options, name, values[0])
     summary = _simulate_requested(options, project)
-    measured = None if options.run is None else _costs.read_run(options.run, project).simulation
+    measured = None if options.run is None else _costs.read_run_trace(options.run, project).simulation
     return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
@@ -193,7 +193,7 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
         name = options.recipe.removeprefix(FOLDER)
         _find_spec(project, name)  # report a misspelt name before missing options
         size = Size(options.ranks, require_microbatches(options.microbatches))
-        source = _costs.source(options, project, None)
+        source = _costs.make_cost_source(options, project, None)
         return _simulate_schedule(options, name, _open_by_name(options, project, name, source, size), size, source)
     if isinstance(project.registry.find(FOLDER + options.recipe.removeprefix(FOLDER)), Spec):
         raise UserError(f"{options.recipe} is a schedule; write --ranks 4 --microbatches 8", 2)
@@ -204,7 +204,7 @@ def _simulate_requested(options: argparse.Namespace, project: Project) -> Summar
     pipeline = Pipeline.of(recipe)
     _check_stages_per_rank(options, pipeline.use, pipeline.schedule, pipeline.ranks)
     size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
-    source = _costs.source(options, project, recipe)
+    source = _costs.make_cost_source(options, project, recipe)
     sharding = _find_sharding(recipe.graph) if isinstance(source, Units) else None
     return _simulate_schedule(options, pipeline.use.removeprefix(FOLDER), pipeline.schedule, size, source, sharding)
 
@@ -241,7 +241,7 @@ def _simulate_file(options: argparse.Namespace, project: Project) -> Summary:
     ):
         if requested not in (None, actual):
             raise UserError(f"{option} {requested}: {path} has {actual}; leave it out", 2)
-    return _simulate_program(options, path, program, _costs.source(options, project, None), None)
+    return _simulate_program(options, path, program, _costs.make_cost_source(options, project, None), None)
 
 
 def _compare_schedules(options: argparse.Namespace, project: Project) -> ComparisonResult:
@@ -252,7 +252,7 @@ def _compare_schedules(options: argparse.Namespace, project: Project) -> Compari
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
     pipeline = None if recipe is None else Pipeline.of(recipe)
-    source = _costs.source(options, project, recipe)
+    source = _costs.make_cost_source(options, project, recipe)
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
     names = list(dict.fromkeys([*_list_complete_schedules(project), *named]))
     ranks = options.ranks or [pipeline.ranks if pipeline else 1]
@@ -311,7 +311,7 @@ def _open_by_name(
     """
     use, spec = _find_spec(project, name)
     try:
-        data: dict[str, Any] = {"use": use, **_costs.settings_for(spec.fields, source, size.ranks)}
+        data: dict[str, Any] = {"use": use, **_costs.schedule_cost_settings(spec.fields, source, size.ranks)}
     except UserError as error:
         raise _UnsuitableError(str(error), error.exit_code) from error
     if "stages_per_rank" in spec.fields and options.stages_per_rank:
@@ -415,7 +415,7 @@ def _simulate_program(
 
 def _find_sharding(graph: Graph) -> Sharding | None:
     """Return how the recipe's mesh shards or replicates parameters; None without data parallelism."""
-    sizes = mesh_sizes(graph)
+    sizes = read_mesh_sizes(graph)
     shards = sizes.data_shard * sizes.context
     if sizes.data_replicate * shards == 1:
         return None

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._process_pool import forward_signals
-from drawloom.components.commands._recipes import add_overlays
-from drawloom.components.commands._slurm import array_script
-from drawloom.components.commands._sweep_points import Point, points_of
-from drawloom.components.commands.runs import as_text
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._process_pool import pool_with_signal_forwarding
+from drawloom.components.commands._recipes import add_overlay_option
+from drawloom.components.commands._slurm import format_array_script
+from drawloom.components.commands._sweep_points import Point, make_sweep_points
+from drawloom.components.commands.runs import format_run_table
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
@@ -86,24 +86,24 @@ class SweepResult(Result):
     def render(self, format: str) -> str:
         """Return the table of the runs; with --dry-run, their names and states."""
         if any(point.exit_code is not None for point in self.points) or self.runs:
-            return as_text(self.runs)
+            return format_run_table(self.runs)
         return "\n".join(f"{point.run}  {point.state}" for point in self.points)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlays(parser)
+    add_overlay_option(parser)
     help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
     parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
-    parser.add_argument("--random", type=integer(), metavar="N", help="N random points instead of the grid")
+    parser.add_argument("--random", type=integer_parser(), metavar="N", help="N random points instead of the grid")
     parser.add_argument("--random-seed", type=int, default=0, metavar="S", help="seed of the random points (default 0)")
-    parser.add_argument("--jobs", type=integer(), default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--jobs", type=integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
     devices = "as in `drawloom plan`: plan all runs for this device first, and refuse those that do not fit"
     parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
     help = "write a SLURM array script of the unfinished runs instead of running them"
-    parser.add_argument("--submit", type=output_file, metavar="FILE", help=help)
+    parser.add_argument("--submit", type=parse_output_path, metavar="FILE", help=help)
     help = "with --submit: an option of sbatch, such as --sbatch=--gres=gpu:1; may be repeated"
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=help)
     parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
@@ -138,7 +138,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         before = "" if point.state == "new" else f" ({point.state} before)"
         print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
 
-    with forward_signals(options.jobs) as pool:
+    with pool_with_signal_forwarding(options.jobs) as pool:
         commands = [_make_command(options, project, runs[number]) for number in unfinished]
         for index, code in pool.run(commands, report_start):
             point = points[unfinished[index]]
@@ -170,16 +170,16 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
     if not commands:
         raise UserError("all runs of the sweep are finished; there is nothing to submit")
     limit = options.jobs if options.jobs > 1 else None
-    script = array_script(folder.name, commands, folder, at_a_time=limit, options=options.sbatch)
+    script = format_array_script(folder.name, commands, folder, max_parallel_tasks=limit, options=options.sbatch)
     folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
-    with writing(options.submit):
+    with report_write_errors(options.submit):
         replace_file(options.submit, script.encode())
     print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
 def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
     """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
-    points = points_of(options.words, options.axes, options.random, options.random_seed)
+    points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
     folder = options.to or _default_folder(options, project, points[0])
     problems: dict[str, Problem] = {}
     runs = []

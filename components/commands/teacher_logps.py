@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._recipes import only
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with the teacher")
     parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
-    parser.add_argument("--to", type=output_file, metavar="FOLDER", required=True, help="the folder to write")
-    parser.add_argument("--top-k", type=integer(), default=64, metavar="K", help="tokens by position (default 64)")
-    parser.add_argument("--rows", type=integer(), default=8, help="rows that are computed together (default 8)")
+    parser.add_argument("--to", type=parse_output_path, metavar="FOLDER", required=True, help="the folder to write")
+    parser.add_argument(
+        "--top-k", type=integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
+    )
+    parser.add_argument("--rows", type=integer_parser(), default=8, help="rows that are computed together (default 8)")
     parser.epilog = "Set single values with node.key=value."
 
 
@@ -58,11 +60,11 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
         raise UserError(f"--to: {options.to} exists; give the name of a new folder", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     graph = recipe.graph.require_valid()
-    names = [only(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
+    names = [find_only_node(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
     with recipe.open(names) as run:
         rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
         counts: dict[str, int] = {split: rows.count(split) for split in SPLITS}
-        with writing(options.to):
+        with report_write_errors(options.to):
             options.to.mkdir(parents=True)
             for split in SPLITS:
                 with (

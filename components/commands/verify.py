@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify
-from drawloom.components.commands._trained import no_checkpoint
+from drawloom.components.commands._trained import missing_checkpoint_error
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
@@ -53,7 +53,7 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
     """Verify every checkpoint. The run may continue meanwhile."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if not checkpoints:
-        raise no_checkpoint(options.run_folder)
+        raise missing_checkpoint_error(options.run_folder)
     return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _verify_checkpoint(checkpoint))])
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._options import integer
-from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness, Tracker
 from drawloom.components.storage.step_log import read_steps
@@ -40,11 +40,11 @@ MAX_TRIES = 3  # a short run may end before it can be killed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlays(parser)
+    add_overlay_option(parser)
     parser.add_argument(
-        "--steps", type=integer(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
+        "--steps", type=integer_parser(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
     )
-    parser.add_argument("--ranks", type=integer(), default=1, metavar="R", help="processes (default: 1)")
+    parser.add_argument("--ranks", type=integer_parser(), default=1, metavar="R", help="processes (default: 1)")
 
 
 @output_class

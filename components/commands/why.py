@@ -16,14 +16,14 @@ from drawloom.components.commands._replay import (
     PhaseDigests,
     Replayer,
     TraceDifference,
-    common_checkpoints,
+    apply_single_edits,
     find_differing_metrics,
-    first_difference,
-    read_metrics,
-    read_nodes,
-    read_trace,
-    single_edits,
-    start_differs,
+    find_first_difference,
+    initial_states_differ,
+    list_common_checkpoints,
+    read_comparable_metrics,
+    read_recipe_nodes,
+    read_recorded_hashes,
 )
 from drawloom.components.report.metrics import lines_of
 from drawloom.components.report.run_record import OWN_SETTINGS, differences
@@ -96,9 +96,9 @@ def _format_section(title: str, settings: Sequence[WhySetting]) -> list[str]:
 
 def main(options: argparse.Namespace, project: Project) -> WhyResult:
     """Compare the records of two runs, and repeat their steps if these do not tell phase and tensor."""
-    pair = Pair(options.one, read_nodes(options.one), options.other, read_nodes(options.other))
-    recorded = [read_trace(run) for run in (pair.one, pair.other)]
-    if all(recorded) and (difference := first_difference(recorded[0], recorded[1])):
+    pair = Pair(options.one, read_recipe_nodes(options.one), options.other, read_recipe_nodes(options.other))
+    recorded = [read_recorded_hashes(run) for run in (pair.one, pair.other)]
+    if all(recorded) and (difference := find_first_difference(recorded[0], recorded[1])):
         return pair.result(difference, "recorded hashes")
     if options.recorded or pair.step is None:
         return pair.result(None, "metrics", notes=[] if pair.step else [pair.equal_steps()])
@@ -108,17 +108,17 @@ def main(options: argparse.Namespace, project: Project) -> WhyResult:
 
 def _replay_runs(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
     """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
-    candidates = [*common_checkpoints(pair.one, pair.other, step), (None, None)]
+    candidates = [*list_common_checkpoints(pair.one, pair.other, step), (None, None)]
     for start, other_start in candidates:
-        one = replayer.replay(pair.nodes, start, step)
-        other = replayer.replay(pair.other_nodes, other_start, step)
-        if start is None or not start_differs(one, other):
+        one = replayer.replay_and_read_hashes(pair.nodes, start, step)
+        other = replayer.replay_and_read_hashes(pair.other_nodes, other_start, step)
+        if start is None or not initial_states_differ(one, other):
             break
-    difference = first_difference(one, other)
+    difference = find_first_difference(one, other)
     if difference is None:
         note = f"repeated on this machine, both runs are equal up to step {step}: the environment made the difference"
         return pair.result(None, "metrics", notes=[note])
-    again = first_difference(one, replayer.replay(pair.nodes, start, difference.step))
+    again = find_first_difference(one, replayer.replay_and_read_hashes(pair.nodes, start, difference.step))
     if again is not None:
         where = f"a second replay differs in step {again.step}, {again.names[0]}"
         note = f"the first run is not deterministic on this machine: {where}"
@@ -133,12 +133,12 @@ def _find_causes(
 ) -> Iterator[str]:
     """Yield the keys, or nodes, whose value from the second run makes the first run differ at the same phase."""
     keys = sorted((setting.key for setting in pair.settings), key=lambda key: key.startswith(OBSERVERS))
-    for key, edited in islice(single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
+    for key, edited in islice(apply_single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
         try:
-            trace = replayer.replay(edited, start, difference.step)
+            trace = replayer.replay_and_read_hashes(edited, start, difference.step)
         except (RecipeError, UserError):  # this edit needs others
             continue
-        replayed = first_difference(one, trace)
+        replayed = find_first_difference(one, trace)
         if replayed is not None and (replayed.step, replayed.phase) == (difference.step, difference.phase):
             yield key
 
@@ -161,7 +161,7 @@ class Pair:
     @cached_property
     def rows(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         """Recorded metrics of both runs by step."""
-        return read_metrics(self.one), read_metrics(self.other)
+        return read_comparable_metrics(self.one), read_comparable_metrics(self.other)
 
     @cached_property
     def step(self) -> int | None:
