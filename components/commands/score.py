@@ -61,7 +61,9 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
         tokenizer = run.get(ChatTokenizer)
         text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
         with closing(ChatTemplate(text, tokenizer.template_tokens)) as template:
-            encoded = ((line, _encode_line(tokenizer, line, template)) for line in lines_of(options.paths))
+            encoded = (
+                (line, _encode_prompt_and_completion(tokenizer, line, template)) for line in lines_of(options.paths)
+            )
             while batch := [*islice(encoded, options.rows)]:
                 scores = _score_answers(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
                 written += [line.row | {"score": score} for (line, _), score in zip(batch, scores, strict=True)]
@@ -70,7 +72,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
 
-def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
+def _encode_prompt_and_completion(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
     """Return a line's ids, int64 (tokens,). Raises UserError with the line's position if it is malformed."""
     try:
         return torch.from_numpy(encode_answer(tokenizer, line.row, template).ids.astype("int64"))

@@ -117,17 +117,17 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     """Check and plan all runs, and then run or submit them."""
     if options.sbatch and options.submit is None:
         raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
-    runs = _load_runs(options, project)
+    runs = _load_and_check_runs(options, project)
     folder = runs[0].folder.parent
     if options.device:
-        _check_runs_fit(runs, device_model(options.device))
+        _check_runs_fit_device(runs, device_model(options.device))
     print_text(f"{len(runs)} runs in {folder}")
     points = [SweepPoint(run.point.name, run.words, run.state, None) for run in runs]
     unfinished = [number for number, point in enumerate(points) if point.state != "finished"]
     if options.dry_run or options.submit is not None:
         if options.submit is not None:
             _write_array_script(
-                options, folder, [_make_command(options, project, runs[number]) for number in unfinished]
+                options, folder, [_make_train_command(options, project, runs[number]) for number in unfinished]
             )
         return SweepResult(folder, points, [], 0)
     for number in sorted({*range(len(points))} - {*unfinished}):
@@ -139,7 +139,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         print_text(f"run {unfinished[index] + 1} of {len(runs)}: {point.run}{before}")
 
     with pool_with_signal_forwarding(options.jobs) as pool:
-        commands = [_make_command(options, project, runs[number]) for number in unfinished]
+        commands = [_make_train_command(options, project, runs[number]) for number in unfinished]
         for index, code in pool.run(commands, report_start):
             point = points[unfinished[index]]
             points[unfinished[index]] = SweepPoint(point.run, point.words, point.state, code)
@@ -152,7 +152,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), pool.received)
 
 
-def _check_runs_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> None:
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
@@ -177,10 +177,10 @@ def _write_array_script(options: argparse.Namespace, folder: Path, commands: Seq
     print_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
 
 
-def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
+def _load_and_check_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
     """Return the runs, with checked recipes. Raises RecipeError with all runs' problems, each problem once."""
     points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
-    folder = options.to or _default_folder(options, project, points[0])
+    folder = options.to or _default_sweep_folder(options, project, points[0])
     problems: dict[str, Problem] = {}
     runs = []
     for point in points:
@@ -197,7 +197,7 @@ def _load_runs(options: argparse.Namespace, project: Project) -> list[SweepRun]:
     return runs
 
 
-def _default_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
+def _default_sweep_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
     """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
     recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
     node = recipe.graph.nodes.get("run")
@@ -207,7 +207,7 @@ def _default_folder(options: argparse.Namespace, project: Project, point: Point)
     return Path("runs") / f"{node.settings['name']}-sweep"
 
 
-def _make_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
+def _make_train_command(options: argparse.Namespace, project: Project, run: SweepRun) -> list[str]:
     """Return the command to start a run of the sweep."""
     package = project.registry.package.partition(".")[0]
     overlays = [word for path in options.overlay for word in ("--overlay", path)]

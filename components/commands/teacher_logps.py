@@ -71,7 +71,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
                     (options.to / f"{split}.ids").open("wb") as ids,
                     (options.to / f"{split}.logps").open("wb") as logps,
                 ):
-                    for row_ids, row_logps in _predict_tokens(executor, rows, split, options.top_k, options.rows):
+                    for row_ids, row_logps in _predict_top_tokens(executor, rows, split, options.top_k, options.rows):
                         ids.write(row_ids.tobytes())
                         logps.write(row_logps.tobytes())
             manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
@@ -79,16 +79,16 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     return TeacherResult(options.to, counts, options.top_k)
 
 
-def _predict_tokens(
-    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, count: int
+def _predict_top_tokens(
+    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, rows_at_a_time: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `count` rows at a time."""
+    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows at a time."""
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
-        return torch.stack([_top_tokens(row, head, top_k) for row in hidden])
+        return torch.stack([_top_tokens_with_logps(row, head, top_k) for row in hidden])
 
-    for first in range(0, rows.count(split), count):
-        batch = rows.batch(split, range(first, min(first + count, rows.count(split))))
+    for first in range(0, rows.count(split), rows_at_a_time):
+        batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count(split))))
         outputs: dict[int, Tensor] = {}
         executor.infer_each(
             [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, finish
@@ -99,7 +99,7 @@ def _predict_tokens(
         yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
 
 
-def _top_tokens(hidden: Tensor, head: Head, top_k: int) -> Tensor:
+def _top_tokens_with_logps(hidden: Tensor, head: Head, top_k: int) -> Tensor:
     """Return the k likeliest ids, their logps, and the logp for all other tokens: float64 (length, 2 k + 1)."""
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
     for chunk in torch.split(hidden, step):

@@ -43,7 +43,7 @@ class TokenizeResult(Result):
 
 def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
     """Make or complete the store."""
-    tokenizer = _load_tokenizer(options)
+    tokenizer = _load_tokenizer_or_bytes(options)
     files = find(options.paths)
     workers = options.workers or len(os.sched_getaffinity(0))
     store = build(
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
     return TokenizeResult(options.to, len(store.lengths), store.token_count)
 
 
-def _load_tokenizer(options: argparse.Namespace) -> Tokenizer:
+def _load_tokenizer_or_bytes(options: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer for the options, or bytes. Raises UserError if its end token is unknown."""
     if options.tokenizer is None:
         if options.end_token is not None:
