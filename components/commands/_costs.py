@@ -8,7 +8,7 @@ from typing import Any, Literal
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.distributed.device_model import device_model
 from drawloom.components.pipeline.program.timing import Costs, CostTable
-from drawloom.components.planning.calibrate import at_hand
+from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.cost_sources import CostSource, Planned, Traced, Units
 from drawloom.components.planning.traces import TracedStep, read_traced_step
 from drawloom.graph import UserError
@@ -51,7 +51,7 @@ def make_cost_source(options: argparse.Namespace, project: Project, recipe: Reci
         return Traced(read_run_trace(options.costs, project))
     if recipe is None:
         raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
-    return Planned(recipe, device_model(options.device) if options.device else at_hand())
+    return Planned(recipe, device_model(options.device) if options.device else load_local_device_model())
 
 
 def read_run_trace(folder: Path, project: Project) -> TracedStep:
@@ -65,9 +65,9 @@ def read_run_trace(folder: Path, project: Project) -> TracedStep:
 def schedule_cost_settings(setting_names: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
     """Return a schedule's cost settings: `slices` for `auto`, otherwise `comm`, a message's cost in forward passes."""
     if "slices" in setting_names:
-        return source.slices(ranks)
+        return source.auto_schedule_settings(ranks)
     if "comm" in setting_names:
-        costs = source.costs(ranks, 2)
+        costs = source.stage_costs(ranks, 2)
         forward = costs.lengths[:, 0].mean() if isinstance(costs, CostTable) else costs.forward
         return {"comm": float(costs.comm / forward)}
     return {}

@@ -104,7 +104,11 @@ class PlanResult(PlanData, Result):
             *([] if plan.fits else [remedies_text(remedies)]),
             *([] if saves is None else [str(saves)]),
         ]
-        checkpoint = None if saves is None else SavesData(**attrs.asdict(saves), toml=saves.toml, lost=saves.lost)
+        checkpoint = (
+            None
+            if saves is None
+            else SavesData(**attrs.asdict(saves), toml=saves.toml_line, lost=saves.lost_time_fraction)
+        )
         return cls(
             **_plan_data_fields(plan),
             remedies=[RemedyData(**remedy_data(remedy)) for remedy in remedies],

@@ -124,7 +124,7 @@ def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def _compare_at_last_steps(group: SeedGroup, last_common_steps: Mapping[str, int]) -> ComparedGroup:
-    """Return a group with its metrics at their last common steps, `last_common_steps`, and its curves."""
+    """Return a group with its metrics at the metrics' `last_common_steps`, and its curves."""
     curves = group.curves()
     metrics = {
         name: ComparedMetric(group.at(name, step), group.best(name), curves[name].x, curves[name].y)

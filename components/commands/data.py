@@ -64,7 +64,7 @@ class RowsResult(Result):
 
 @output_class
 class FaultsResult(Result):
-    """Verdict about a run's rows with `audit_recorded_rows`, or a token store with `verify`."""
+    """Verdict about a run's rows with `audit`, or a token store with `verify`."""
 
     subject: str = output("run folder or token store")
     faults: Sequence[str] = output("one sentence per fault, the first ones only")

@@ -101,7 +101,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
 
 
 def _resolve_negative_layers(numbers: Sequence[int], layer_count: int) -> tuple[int, ...]:
-    """Turn layer numbers from -count - 1 to `layer_count` into numbers from 0. Raises UserError for others."""
+    """Turn layer numbers from -`layer_count` - 1 to `layer_count` into numbers from 0. Raises UserError for others."""
     if unknown := [number for number in numbers if not -layer_count - 1 <= number <= layer_count]:
         raise UserError(
             f"--layers: there is no layer {unknown[0]}; the model has 0 to {layer_count}, and -1 is the last", 2

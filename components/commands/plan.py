@@ -8,7 +8,11 @@ from drawloom.components.commands._options import parse_output_path, report_writ
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.distributed.device_model import DeviceModel, device_model
-from drawloom.components.planning.calibrate import at_hand, calibrate, local_device
+from drawloom.components.planning.calibrate import (
+    choose_local_device,
+    load_local_device_model,
+    measure_and_save_calibration,
+)
 from drawloom.components.planning.checkpoint_interval import Interval, propose_interval
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
@@ -54,7 +58,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
         print_text(calibration.render("text"))
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     recipe.check(elsewhere=True)
-    device = device_model(options.device) if options.device else at_hand()
+    device = device_model(options.device) if options.device else load_local_device_model()
     if options.search:
         return _search_plans(options, recipe, device)
     if options.to is not None:
@@ -66,7 +70,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
 
 def _calibrate_device() -> CalibrationResult:
     """Measure this machine's device, and return the calibration."""
-    path = calibrate(local_device())
+    path = measure_and_save_calibration(choose_local_device())
     return CalibrationResult(path, path.read_text("utf-8"))
 
 

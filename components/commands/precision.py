@@ -216,7 +216,7 @@ class _Probe:
 
 
 def relative_error(gradients: Sequence[Tensor], exact_gradients: Sequence[Tensor]) -> float:
-    """Return the norm of the gradients' difference (any shapes), divided by `exact_gradients`'s norm."""
+    """Return the norm of the gradients' difference (any shapes), divided by the norm of `exact_gradients`."""
     difference = sum(
         _sum_squares(gradient.double() - other) for gradient, other in zip(gradients, exact_gradients, strict=True)
     )

@@ -74,7 +74,7 @@ def _find_only_node_of_class(recipe: Recipe, kind: type) -> str:
 def _add_reference_logps(
     data: Preferences, executor: ProgramExecutor, lines_at_a_time: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield all data lines in order; pairs have log-probabilities added, computed `lines_at_a_time` lines at a time."""
+    """Yield all data lines in order; pairs with added log-probabilities, computed for `lines_at_a_time` lines."""
     lines = data.lines()
     while batch := [*islice(lines, lines_at_a_time)]:
         pairs = [pair for _, pair in batch if pair]

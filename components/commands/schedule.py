@@ -277,7 +277,7 @@ def _simulate_suitable_schedules(
     unsuitable: list[_UnsuitableError] = []
     for name in names:
         try:
-            schedule = _open_schedule_by_name(options, project, name, source, size, ignores_missing_settings=True)
+            schedule = _open_schedule_by_name(options, project, name, source, size, accepts_any_stages_per_rank=True)
             yield _check_and_simulate_schedule(options, name, schedule, size, source)
         except _UnsuitableError as error:
             unsuitable.append(error)
@@ -309,11 +309,11 @@ def _open_schedule_by_name(
     source: CostSource,
     size: "Size",
     *,
-    ignores_missing_settings: bool = False,
+    accepts_any_stages_per_rank: bool = False,
 ) -> Schedule:
     """Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
 
-    Raises UserError if the schedule has another number of stages per rank, unless `ignores_missing_settings`.
+    Raises UserError if the schedule has another number of stages per rank, unless `accepts_any_stages_per_rank`.
     """
     use, spec = _find_schedule_spec(project, name)
     try:
@@ -332,7 +332,7 @@ def _open_schedule_by_name(
         if "schedule" not in recipe.graph.implementers(Schedule):
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
-    if not ignores_missing_settings:
+    if not accepts_any_stages_per_rank:
         _check_stages_per_rank(options, name, schedule, size.ranks)
     return schedule
 
@@ -393,7 +393,7 @@ def _count_slices_by_stage(
     has_stage_costs = isinstance(source, Traced) and not options.compare and not options.ranks
     if has_stage_costs or not isinstance(schedule, PartitioningSchedule):
         return None
-    slices = source.slices(ranks).get("slices")
+    slices = source.auto_schedule_settings(ranks).get("slices")
     return schedule.layers_by_stage(ranks, len(slices)) if slices else None
 
 
@@ -411,14 +411,14 @@ def _simulate_and_summarize(
     elif isinstance(options.costs, dict) and sharding is None and {"unshard", "reduce"} & options.costs.keys():
         sharding = Sharding("unshard" in options.costs)  # without a recipe, parameters are gathered once per step
     try:
-        costs = source.costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
+        costs = source.stage_costs(program.ranks, program.stages // program.ranks, sizes, program.recompute)
     except UserError as error:
         raise _UnsuitableError(str(error), error.exit_code) from error
     try:
         simulation = simulate(program, costs, options.channels, sharding)
     except DeadlockError as deadlock:
         raise UserError(f"{name} can't be executed: {deadlock}") from deadlock
-    return Summary(name, simulation, None if options.forward_only else source.memory(program, sizes))
+    return Summary(name, simulation, None if options.forward_only else source.peak_activation_bytes(program, sizes))
 
 
 def _describe_parameter_sharding(graph: Graph) -> Sharding | None:

@@ -82,7 +82,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
 def _predict_top_tokens(
     executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, rows_at_a_time: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows at a time."""
+    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return torch.stack([_top_tokens_with_logps(row, head, top_k) for row in hidden])

@@ -64,9 +64,7 @@ class WhyResult(Result):
     step: int | None = output("first step that differs; null if no difference was found")
     phase: str = output("phase after which it differs, if known")
     tensors: Sequence[str] = output("names of the differing tensors, the first ones of the step first")
-    metrics_step: int | None = output(
-        "first step whose recorded metrics differ; it may be later than `first_differing_step`"
-    )
+    metrics_step: int | None = output("first step whose recorded metrics differ; it may be later than `step`")
     metrics: Sequence[WhySetting] = output("recorded metrics that differ in that step")
     source: str = output("recorded hashes, replay, or metrics")
     causes: Sequence[WhySetting] = output("settings, any one of which makes the first run differ there")
@@ -77,16 +75,14 @@ class WhyResult(Result):
     def render(self, format: str) -> str:
         """Return the difference, its causes, and what else differs."""
         lines = []
-        if self.first_differing_step is not None:
+        if self.step is not None:
             where = f"after [{self.phase}]" if self.phase and " " not in self.phase else self.phase
-            lines.append(
-                f"the runs first differ in step {self.first_differing_step}{f', {where}' if where else ''} ({self.source})"
-            )
+            lines.append(f"the runs first differ in step {self.step}{f', {where}' if where else ''} ({self.source})")
             more = f", and {len(self.tensors) - MAX_NAMES_SHOWN} more" if len(self.tensors) > MAX_NAMES_SHOWN else ""
             lines += [f"  {', '.join(self.tensors[:MAX_NAMES_SHOWN])}{more}"] if self.tensors else []
         lines += _format_settings_section(f"recorded metrics of step {self.metrics_step}", self.metrics)
         lines += _format_settings_section("caused by", self.causes)
-        others = [setting for setting in self.differing_settings if setting not in self.causes]
+        others = [setting for setting in self.settings if setting not in self.causes]
         lines += _format_settings_section(
             "also different in the recipes" if self.causes else "different in the recipes", others
         )

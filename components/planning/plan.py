@@ -169,7 +169,7 @@ def plan(
     do not fit.
     """
     nodes = Nodes.of(recipe)
-    mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.least_ranks)
+    mesh = PlannedMesh.of(nodes.mesh_settings, ranks or nodes.min_rank_count)
     with open_planner(nodes, device, mesh, schedule) as planner:
         if cache is None:
             return planner.plan()
@@ -183,11 +183,14 @@ def open_planner(
 ) -> Iterator["Planner"]:
     """Yield a planner whose model, loss and kernels are open."""
     kind = "cuda" if device.is_gpu else "cpu"
-    replacements: dict[str, Any] = {nodes.mesh: mesh, **dict.fromkeys(nodes.devices, PlannedDevice(torch.device(kind)))}
-    replacements |= dict.fromkeys(nodes.tokenizers_to_omit)
+    replacements: dict[str, Any] = {
+        nodes.mesh_node: mesh,
+        **dict.fromkeys(nodes.device_nodes, PlannedDevice(torch.device(kind))),
+    }
+    replacements |= dict.fromkeys(nodes.tokenizer_nodes_to_omit)
     if schedule is not None:
-        replacements[nodes.schedule] = schedule
-    with nodes.recipe.open(nodes.needed_by_stages, replacements) as objects:
+        replacements[nodes.schedule_node] = schedule
+    with nodes.recipe.open(nodes.nodes_needed_by_stages, replacements) as objects:
         yield Planner(nodes, device, mesh, {**objects, **replacements})
 
 
@@ -204,15 +207,15 @@ class Planner:
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
-        schedule = self.objects[self.nodes.schedule]
+        schedule = self.objects[self.nodes.schedule_node]
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; use the plan with schedule.use = "
-            raise UserError(f'{self.nodes.schedule}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
-        rows, microbatches = self.nodes.microbatches(self.mesh)
+            raise UserError(f'{self.nodes.schedule_node}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
+        rows, microbatches = self.nodes.divide_step_into_microbatches(self.mesh)
         try:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
-            raise UserError(f"{self.nodes.schedule} can't be executed: {deadlock}") from deadlock
+            raise UserError(f"{self.nodes.schedule_node} can't be executed: {deadlock}") from deadlock
         views = self._rank_views(program)
         persistent = max(sum(_persistent_bytes(view).values()) for view in views)
         if self.memory_limit and persistent > self.memory_limit:
@@ -220,9 +223,9 @@ class Planner:
         costs = self._measure_stages(views, program, rows)
         program = with_whole_backwards(program)
         memory = [self._rank_memory(view, index, program, costs) for index, view in enumerate(views)]
-        precision = self.objects[self.nodes.precision]
+        precision = self.objects[self.nodes.precision_node]
         document_rows = self._describe_rows(rows)
-        tokens = self.nodes.global_size * self.nodes.made_rows[0] * self.nodes.length
+        tokens = self.nodes.global_batch_size * self.nodes.rows_and_tokens_made_by_phase[0] * self.nodes.sequence_length
         exchanges = [view.exchange(self.device) for view in views]
         table = cost_table(costs, exchanges, self._message_seconds(costs))
         frozen = set[str]().union(*(view.frozen for view in views))
@@ -241,47 +244,47 @@ class Planner:
             tokens=tokens,
             flops=_training_flops(self._forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(products_in(precision.compute), math.nan),
-            steps=self.nodes.steps,
+            steps=self.nodes.step_count,
         )
 
     @property
     def _has_reference(self) -> bool:
         """Return whether the loss compares the model with forward passes without adapters."""
-        loss = self.objects[self.nodes.loss]
+        loss = self.objects[self.nodes.loss_node]
         return isinstance(loss, Referenced) and loss.reference == "adapters"
 
     @property
     def _layer_count(self) -> int:
         """The model's layer count."""
-        layers: int = self.objects[self.nodes.model].num_hidden_layers
+        layers: int = self.objects[self.nodes.model_node].num_hidden_layers
         return layers
 
     def _describe_rows(self, count: int) -> Rows:
         """Return microbatch rows for the estimates: `count`, sequence length, and mean document length."""
         # The length may require opening a store of many shards.
-        document = self.cache.once("document length", lambda: self.nodes.document_length)
-        return Rows(count, self.nodes.length, document)
+        document = self.cache.once("document length", lambda: self.nodes.mean_document_length)
+        return Rows(count, self.nodes.sequence_length, document)
 
     def _estimate_attention(self, rows: Rows) -> AttentionFractions:
         """Estimate the attention fractions; cuDNN gets single-document rows, unless another kernel is configured."""
         if not self.device.is_gpu:
             fractions = estimate_attention_fractions(self._forward_flops, Rows(rows.count, rows.length), 1.0)
             return attrs.evolve(fractions, packed=0.0)
-        captured = bool(self.nodes.settings(self.nodes.stages).get("capture")) and rows.document < math.inf
-        by_cudnn = self.nodes.attention in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
-        return estimate_attention_fractions(self._forward_flops, rows, rows.whole * by_cudnn)
+        captured = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("capture")) and rows.document < math.inf
+        by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
+        return estimate_attention_fractions(self._forward_flops, rows, rows.single_document_probability * by_cudnn)
 
     @cached_property
     def _forward_flops(self) -> ForwardFlops | None:
         """Return the model's forward FLOPs, or None if the model does not count them."""
         if not self.nodes.counts_flops:
             return None
-        model: CountsFlops = self.objects[self.nodes.model]
+        model: CountsFlops = self.objects[self.nodes.model_node]
         return self.cache.once("operations", model.forward_flops)  # it builds the model
 
     def _rank_views(self, program: Program) -> list[RankView]:
         """Return the views by pipeline rank, from the cache if another plan has the same partition."""
-        schedule = self.objects[self.nodes.schedule]
+        schedule = self.objects[self.nodes.schedule_node]
         cuts = isinstance(schedule, PartitioningSchedule)
         sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
         key = self.mesh.sizes, program.stage_to_rank, sizes
@@ -292,14 +295,14 @@ class Planner:
     def _build_rank_view(self, index: int, program: Program) -> "RankView":
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
         mesh = self.mesh.at(index)
-        replacements = {**self.objects, self.nodes.mesh: mesh}
+        replacements = {**self.objects, self.nodes.mesh_node: mesh}
         container = self.nodes.recipe.project.container(
-            self.nodes.recipe.graph, self.nodes.stages, *self.nodes.memory_users, replacements=replacements
+            self.nodes.recipe.graph, self.nodes.stages_node, *self.nodes.memory_user_nodes, replacements=replacements
         )
         container.build()
-        stages = container[self.nodes.stages]
+        stages = container[self.nodes.stages_node]
         stages.outline()
-        users = [container[name] for name in self.nodes.memory_users]
+        users = [container[name] for name in self.nodes.memory_user_nodes]
         sizes = {str(kind): size for kind, size in memory_by_kind(users).items()}
         update_flops = sum(user.update_flops() for user in users if isinstance(user, UpdateFlops))
         host_bytes = sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
@@ -307,16 +310,16 @@ class Planner:
 
     def _measure_stages(self, views: Sequence["RankView"], program: Program, rows: int) -> dict[int, StageCosts]:
         """Record every stage's passes on the meta device, and return the costs by stage."""
-        model, loss = self.objects[self.nodes.model], self.objects[self.nodes.loss]
-        stages, sizes = self.nodes.settings(self.nodes.stages), self.mesh.sizes.settings()
+        model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.loss_node]
+        stages, sizes = self.nodes.settings_of_node(self.nodes.stages_node), self.mesh.sizes.settings()
         meter = StageMeter(
             loss=loss,
             batch_type=self.nodes.batch_type,
             blocks=model.blocks,
             rows=rows,
-            length=self.nodes.length,
+            length=self.nodes.sequence_length,
             context=self.mesh.context_group,
-            gradient=self.objects[self.nodes.precision].gradient,
+            gradient=self.objects[self.nodes.precision_node].gradient,
             device=self.device.without_host() if stages.get("capture") else self.device,
             links=lambda dimension: link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._estimate_attention(self._describe_rows(rows)),
@@ -356,8 +359,8 @@ class Planner:
 
     def _batch_bytes(self, microbatches: int) -> int:
         """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
-        rows, _ = self.nodes.microbatches(self.mesh)
-        return microbatches * rows * self.nodes.length // self.mesh.sizes.context * (4 * 8 + 4)
+        rows, _ = self.nodes.divide_step_into_microbatches(self.mesh)
+        return microbatches * rows * self.nodes.sequence_length // self.mesh.sizes.context * (4 * 8 + 4)
 
 
 def _persistent_bytes(view: RankView) -> dict[str, int]:
@@ -369,5 +372,5 @@ def _training_flops(counted: ForwardFlops | None, tokens: int, rows: Rows, froze
     """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
     if counted is None:
         return None
-    pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}
+    pairs = {window: tokens / rows.length * rows.count_expected_pairs(window) for window in counted.per_pair}
     return counted.of_training(tokens, pairs, frozen)

@@ -91,27 +91,27 @@ def _try_values(recipe: Recipe, values: Values, cost: str, planned: Plan, ranks:
 
 def _list_candidates(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
-    ranks, stages = planned.ranks, nodes.settings(nodes.stages)
+    ranks, stages = planned.ranks, nodes.settings_of_node(nodes.stages_node)
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
-        yield {nodes.stages: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
+        yield {nodes.stages_node: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
     if stages["recompute"] == "none":
-        yield {nodes.stages: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
-    precision = nodes.settings(nodes.precision)
+        yield {nodes.stages_node: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
+    precision = nodes.settings_of_node(nodes.precision_node)
     if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
-        yield {nodes.precision: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
+        yield {nodes.precision_node: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
     if (rows := planned.rows.count) > 1:
         smaller = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
-        yield {nodes.only(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
+        yield {nodes.find_only_node(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
     replicas = planned.mesh.sizes.data_replicate
     if replicas > 1:
         more = {"data_shard": shards * replicas, "data_replicate": 1}
-        yield {nodes.mesh: more}, "parameters are gathered from other ranks", ranks
+        yield {nodes.mesh_node: more}, "parameters are gathered from other ranks", ranks
     if stages["recompute"] != "blocks":
-        yield {nodes.stages: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+        yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
     if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
-        yield {nodes.stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
-    yield {nodes.mesh: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
+        yield {nodes.stages_node: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
+    yield {nodes.mesh_node: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
 
 
 def remedy_data(remedy: Remedy) -> dict[str, Any]:

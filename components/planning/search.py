@@ -117,15 +117,15 @@ class _Search:
         if fastest is None:
             return []
         # Slices include the costs of the ends, and the schedule sets the recompute policies.
-        ends = [key for key in END_COSTS if nodes.settings(nodes.stages).get(key)]
-        stages = {**fastest.values[nodes.stages], **dict.fromkeys(ends, 0), "recompute": "none"}
-        values = {**fastest.values, nodes.stages: stages}
+        ends = [key for key in END_COSTS if nodes.settings_of_node(nodes.stages_node).get(key)]
+        stages = {**fastest.values[nodes.stages_node], **dict.fromkeys(ends, 0), "recompute": "none"}
+        values = {**fastest.values, nodes.stages_node: stages}
         cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages contain other layers
         try:
             planned = Planned(nodes.recipe.with_values(values), device, cache)
-            costs = planned.slices(fastest.plan.mesh.sizes.pipeline)
+            costs = planned.auto_schedule_settings(fastest.plan.mesh.sizes.pipeline)
             schedule = {"use": "pipeline.schedules.auto", "microbatches": fastest.plan.microbatches, **costs}
-            choice = self._try_settings({**values, nodes.schedule: schedule}, cache)
+            choice = self._try_settings({**values, nodes.schedule_node: schedule}, cache)
         except (RecipeError, UserError):  # also TooLargeError: stages of other sizes may contain more parameters
             return []
         return [] if choice is None else [choice]
@@ -135,7 +135,7 @@ class _Search:
         for schedule in _list_schedules(mesh):
             best = math.inf
             for rows in MICRO_SIZES:
-                if self.nodes.global_size % (rows * mesh.data_replicate * mesh.data_shard):
+                if self.nodes.global_batch_size % (rows * mesh.data_replicate * mesh.data_shard):
                     break
                 try:
                     choice = self._try_policies(mesh, rows, schedule)
@@ -173,12 +173,12 @@ class _Search:
             stages["dispatcher"] = {"use": "experts.all_to_all" if mesh.expert > 1 else "experts.local"}
         batch = {"micro_size": rows}
         values: dict[str, dict[str, Any]] = {
-            nodes.mesh: _mesh_settings(nodes, mesh),
-            nodes.only(Batching): batch,
-            nodes.stages: stages,
+            nodes.mesh_node: _mesh_settings(nodes, mesh),
+            nodes.find_only_node(Batching): batch,
+            nodes.stages_node: stages,
         }
         if schedule:
-            values[nodes.schedule] = {"use": f"pipeline.schedules.{schedule}"}
+            values[nodes.schedule_node] = {"use": f"pipeline.schedules.{schedule}"}
         return self._try_settings(values, cache)
 
     def _try_settings(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:

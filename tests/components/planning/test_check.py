@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.check import PLAN, comparison
+from drawloom.components.planning.check import PLAN, compare_with_plan
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.storage.byte_size import byte_size
@@ -62,5 +62,5 @@ def test_a_comparison_reports_the_error_of_the_plan() -> None:
     """Memory is compared only if it was measured."""
     planned = plan(RECIPE, device_model("cpu"))
     half = planned.peak_memory_bytes[0] // 2
-    assert "(+100.0%); step" in comparison(planned, half, 1.0)
-    assert "planned; step" in comparison(planned, None, 1.0)
+    assert "(+100.0%); step" in compare_with_plan(planned, half, 1.0)
+    assert "planned; step" in compare_with_plan(planned, None, 1.0)

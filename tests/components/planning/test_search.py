@@ -61,7 +61,7 @@ def test_auto_has_the_memory_that_stages_of_as_many_layers_leave() -> None:
     tried = [candidate.values for candidate in search(recipe, device, 2)]
     [values] = [candidate for candidate in tried if candidate.get("schedule", {}).get("use", "").endswith(".auto")]
     alone = Planned(recipe.with_values({name: values[name] for name in ("mesh", "batch", "stages")}), device)
-    assert values["schedule"]["memory"] == alone.slices(2)["memory"] < 1e8
+    assert values["schedule"]["memory"] == alone.auto_schedule_settings(2)["memory"] < 1e8
 
 
 def test_stages_too_large_under_auto_are_left_out() -> None:
