@@ -23,9 +23,9 @@ def test_no_other_number_of_steps_loses_less() -> None:
         for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):
             assert (
                 Interval(advised.node, round(other), 2.0, advised.between_failures, advised.step).lost_time_fraction
-                > advised.lost
+                > advised.lost_time_fraction
             )
-        assert advised.toml == f"checkpoint.every = {advised.every}"
+        assert advised.toml_line == f"checkpoint.every = {advised.every}"
     assert intervals[1] == pytest.approx(2 * intervals[32], rel=0.01)
 
 
