@@ -17,7 +17,7 @@ from drawloom.components.planning.checkpoint_interval import Interval, propose_i
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import find_remedies
-from drawloom.components.planning.search import search, search_text
+from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_text
@@ -87,15 +87,15 @@ def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceMod
     """Find the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)
-    choices = search(recipe, device, options.ranks)
+    choices = search_fastest_plans(recipe, device, options.ranks)
     overlay = options.to if choices else None
     if overlay is not None:
         head = f"# For {options.ranks} ranks of {device.name}, by `drawloom plan {options.recipe} --search`."
         try:
             with report_write_errors(overlay):
-                replace_file(overlay, f"{head}\n{choices[0].overlay}\n".encode())
+                replace_file(overlay, f"{head}\n{choices[0].format_overlay}\n".encode())
         except UserError:
-            print_text(search_text(choices))
+            print_text(format_search_table(choices))
             raise
     return SearchResult.of(choices, overlay)
 

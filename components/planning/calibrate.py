@@ -250,9 +250,9 @@ def _record_pass_cost(run: Callable[[], object], model: DeviceModel) -> PassCost
     """Record a call on meta tensors, as a plan does, and return the costs."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
-        recorder.begin()
+        recorder.begin_pass()
         run()
-        return recorder.end()
+        return recorder.end_pass()
 
 
 def _reachable_memory_fraction(device: torch.device) -> float:

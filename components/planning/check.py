@@ -11,7 +11,7 @@ import torch
 
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import find_remedies, toml_lines
+from drawloom.components.planning.remedies import find_remedies, format_toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
 from drawloom.components.storage.byte_size import byte_size
@@ -106,11 +106,11 @@ class PlanCheck:
             for remedy in find_remedies(recipe, planned)
             if remedy.plan.fits and remedy.plan.ranks == planned.ranks
         ]
-        settings = " or ".join("; ".join(toml_lines(remedy.values)) for remedy in fitting)
-        fullest = max(planned.memory, key=lambda rank: rank.peak)
-        needed, available = map(byte_size, (fullest.peak, planned.device.memory))
+        settings = " or ".join("; ".join(format_toml_lines(remedy.values)) for remedy in fitting)
+        fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
+        needed, available = map(byte_size, (fullest.peak_bytes, planned.device.memory))
         return (
-            f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; settings "
+            f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}; settings "
             f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
         )
 

@@ -483,7 +483,7 @@ OWN = ("id", "dir", "settings")
 
 def aim_calls(use: str, values: Values, folder: Path) -> Any:
     """Return the queue's size, and the timeout for Aim."""
-    with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
+    with mock.patch.multiple(aim, import_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
         edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with open_node(build(use, **edges, **values)):
             background = doubles["Background"]

@@ -31,12 +31,12 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
     recipe = RECIPE.with_values(values)
     planned = plan(recipe, device_model("cpu"))
     first, last = planned.memory
-    assert last.peak > 1.1 * first.peak
-    memory = int(0.94 * last.peak)  # beyond what a plan may be wrong by
-    when = re.escape(last.when)
+    assert last.peak_bytes > 1.1 * first.peak_bytes
+    memory = int(0.94 * last.peak_bytes)  # beyond what a plan may be wrong by
+    when = re.escape(last.action_at_peak)
     with (
         on_a_gpu(memory),
-        pytest.raises(UserError, match=f"the run needs {byte_size(last.peak)} on a GPU, in {when}"),
+        pytest.raises(UserError, match=f"the run needs {byte_size(last.peak_bytes)} on a GPU, in {when}"),
     ):
         plan_check(tmp_path, "cuda", recipe, 2).open()
 
