@@ -20,7 +20,7 @@ from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.ports.run import Stateful
-from drawloom.components.report.metrics import METRICS, lines_of
+from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
@@ -54,7 +54,7 @@ def read_recipe_nodes(run: Path) -> Nodes:
     """Return a run's recipe. Raises UserError if the folder has none."""
     path = run / LOCK
     try:
-        return tomli.loads(b"".join(lines_of(path)).decode("utf-8")) if path.exists() else _raise_missing_recipe(run)
+        return tomli.loads(b"".join(read_lines(path)).decode("utf-8")) if path.exists() else _raise_missing_recipe(run)
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
 
@@ -67,7 +67,7 @@ def _raise_missing_recipe(run: Path) -> Nodes:
 def read_recorded_hashes(run: Path) -> list[PhaseDigests]:
     """Return a run's recorded hashes in the order of steps and phases; for a repeated phase, the newest."""
     rows: dict[tuple[int, str], PhaseDigests] = {}
-    for line in lines_of(run / DIGESTS / hash_file_name(0)):
+    for line in read_lines(run / DIGESTS / hash_file_name(0)):
         try:
             row = json.loads(line)
             rows[row["step"], row["phase"]] = PhaseDigests(row["step"], row["phase"], row["digests"])
@@ -84,7 +84,7 @@ def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 def read_comparable_metrics(run: Path) -> dict[int, dict[str, Any]]:
     """Return a run's metrics by step, without machine metrics, such as speeds."""
     rows: dict[int, dict[str, Any]] = {}
-    for line in lines_of(run / METRICS):
+    for line in read_lines(run / METRICS):
         try:
             row = json.loads(line)
         except ValueError:  # a kill left the line incomplete

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from drawloom.components.commands._options import parse_output_path, report_write_errors
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
-from drawloom.components.report.drawings import draw_schedule
+from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, names_of, read_run
+from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, read_run_record, unique_run_names
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
@@ -49,8 +49,8 @@ def main(options: argparse.Namespace, project: Project) -> ReportResult:
     for folder in folders:
         check_is_run(folder)
     runs = [
-        read_run(folder, name, _draw_recipe(project, folder))
-        for folder, name in zip(folders, names_of(folders), strict=True)
+        read_run_record(folder, name, _draw_recipe(project, folder))
+        for folder, name in zip(folders, unique_run_names(folders), strict=True)
     ]
     target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     content = render_page(runs).encode()
@@ -85,4 +85,6 @@ def _draw_recipe(project: Project, folder: Path) -> Drawings:
 def _draw_recipe_schedule(recipe: Recipe) -> str:
     """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
     pipeline = Pipeline.of(recipe)
-    return draw_schedule(pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches))
+    return draw_schedule_svg(
+        pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches)
+    )

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, get_args
 
-from drawloom.components.report.run_table import COLUMNS, RunRow, State, difference_keys, read_rows, sort_rows
+from drawloom.components.report.run_table import (
+    COLUMNS,
+    RunRow,
+    State,
+    differing_setting_keys,
+    read_run_rows,
+    sort_run_rows,
+)
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.cli.terminal import print_text
@@ -45,7 +52,7 @@ def main(options: argparse.Namespace, project: Project) -> RunsResult:
     """Read the runs."""
     if not options.folder.is_dir():
         raise UserError(f"there is no folder {options.folder}; give one with runs, such as runs", 2)
-    rows = sort_rows(read_rows(options.folder), options.sort, reverse=options.reverse)
+    rows = sort_run_rows(read_run_rows(options.folder), options.sort, reverse=options.reverse)
     shown = [row for row in rows if options.state in (None, row.state)]
     for row in shown:
         if row.problem:
@@ -64,7 +71,7 @@ def format_run_table(rows: Sequence[RunRow]) -> str:
 
 def format_run_csv(rows: Sequence[RunRow]) -> str:
     """Return CSV with a column per differing setting."""
-    keys = difference_keys(rows)
+    keys = differing_setting_keys(rows)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*COLUMNS, *keys])

@@ -21,7 +21,7 @@ from drawloom.components.commands.runs import format_run_table
 from drawloom.components.distributed.device_model import DeviceModel, device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
-from drawloom.components.report.run_table import RunRow, read_rows, run_state, sort_rows
+from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
@@ -51,7 +51,7 @@ class SweepRun:
         lock = self.folder / LOCK
         if not lock.is_file():
             return "new"
-        state = run_state(self.folder, read_log(self.folder))
+        state = determine_run_state(self.folder, read_log(self.folder))
         if state != "finished":
             return state
         return "changed" if resolve(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
@@ -149,7 +149,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         print_text("the sweep is stopped; the same command resumes it", "stderr")
     elif failed := [point.run for point in points if point.exit_code]:
         print_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-    return SweepResult(folder, points, sort_rows(read_rows(folder), "best"), pool.received)
+    return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
 
 
 def _check_runs_fit_device(runs: Sequence[SweepRun], device: DeviceModel) -> None:

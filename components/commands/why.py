@@ -25,8 +25,8 @@ from drawloom.components.commands._replay import (
     read_recipe_nodes,
     read_recorded_hashes,
 )
-from drawloom.components.report.metrics import lines_of
-from drawloom.components.report.run_record import OWN_SETTINGS, differences
+from drawloom.components.report.metrics import read_lines
+from drawloom.components.report.run_record import OWN_SETTINGS, find_differing_settings
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
@@ -161,8 +161,12 @@ class Pair:
     @cached_property
     def differing_settings(self) -> list[WhySetting]:
         """Settings with different values in both recipes, without the runs' names and folders."""
-        texts = [b"".join(lines_of(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
-        return [WhySetting(key, values[0], values[1]) for key, values in differences(texts) if key not in OWN_SETTINGS]
+        texts = [b"".join(read_lines(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
+        return [
+            WhySetting(key, values[0], values[1])
+            for key, values in find_differing_settings(texts)
+            if key not in OWN_SETTINGS
+        ]
 
     @cached_property
     def metrics_by_step(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
@@ -226,7 +230,7 @@ class Pair:
 def _read_versions_and_choices(run: Path) -> dict[str, str]:
     """Return a run's recorded library versions and automatic choices; empty without a record."""
     try:
-        entries = json.loads(b"".join(lines_of(run / "log" / ENVIRONMENT)) or b"{}")
+        entries = json.loads(b"".join(read_lines(run / "log" / ENVIRONMENT)) or b"{}")
     except ValueError:
         return {}
     return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}

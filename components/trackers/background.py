@@ -131,11 +131,11 @@ class TrackerInBackground(ABC):
 
     def rewind(self, step: int) -> None:
         """Queue the start of writing after this step."""
-        self._queue_task(partial(self._begin_writing_after_writing_after, step))
+        self._queue_task(partial(self._begin_writing_after, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue a step's finite values."""
-        self._queue_task(partial(self._write_values_values, step, select_finite_values(values)))
+        self._queue_task(partial(self._write_values, step, select_finite_values(values)))
 
     @abstractmethod
     def _load_package_and_check_folder(self) -> None:

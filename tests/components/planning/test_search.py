@@ -26,13 +26,13 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
     candidates = search_fastest_plans(RECIPE, device_model("cpu"), 2)
     seconds = [candidate.plan.time.seconds for candidate in candidates]
     assert all(later > 0.98 * earlier for earlier, later in pairwise(seconds))
-    overlays = [tomli.loads(candidate.overlay) for candidate in candidates]
+    overlays = [tomli.loads(candidate.format_overlay) for candidate in candidates]
     for dimension in ("data_replicate", "data_shard", "pipeline"):
         assert any(overlay["mesh"][dimension] == 2 for overlay in overlays), dimension
     for overlay, candidate in zip(overlays, candidates, strict=True):
         again = plan(RECIPE.with_values(overlay), device_model("cpu"), 2)
         assert as_data(again) == as_data(candidate.plan)
-    lines = [line for line in candidates[0].overlay.splitlines() if "[" not in line]  # long lists are left out
+    lines = [line for line in candidates[0].format_overlay.splitlines() if "[" not in line]  # long lists are left out
     assert all(line in format_search_table(candidates) for line in lines)
 
 
@@ -42,7 +42,7 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = device_model("cpu")
     every = search_fastest_plans(recipe, device, 2)
-    overlays = [(tomli.loads(candidate.overlay), candidate.plan) for candidate in every]
+    overlays = [(tomli.loads(candidate.format_overlay), candidate.plan) for candidate in every]
     [(overlay, planned)] = [pair for pair in overlays if pair[0].get("schedule", {}).get("use", "").endswith(".auto")]
     assert len(overlay["schedule"]["slices"]) == 5
     again = plan(recipe.with_values(overlay), device, 2)
@@ -89,7 +89,9 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     """Both are tried even if the recipe partitions experts: its own expert dimension is ignored."""
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
     recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
-    every = [tomli.loads(candidate.overlay) for candidate in search_fastest_plans(recipe, device_model("h200"), 2)]
+    every = [
+        tomli.loads(candidate.format_overlay) for candidate in search_fastest_plans(recipe, device_model("h200"), 2)
+    ]
     ways = {(candidate["mesh"]["expert"], candidate["stages"]["dispatcher"]["use"]) for candidate in every}
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}
 

@@ -23,7 +23,7 @@ def _append(to: list[int], number: int) -> Callable[[], None]:
 def test_tasks_run_in_order_and_the_last_one_last() -> None:
     """Closing waits for queued tasks, and then for the last one."""
     done: list[int] = []
-    background = Background("test", 100, failed=lambda _: None, last=_append(done, -1))
+    background = Background("test", 100, on_error=lambda _: None, final_task=_append(done, -1))
     assert all(background.try_to_queue(_append(done, number)) for number in range(50))
     assert background.finish_tasks(10)
     assert done == [*range(50), -1]
@@ -38,7 +38,7 @@ def test_a_full_queue_refuses_a_task_at_once() -> None:
         begun.set()
         gate.wait(10)
 
-    background = Background("test", 2, failed=lambda _: None, last=_nothing)
+    background = Background("test", 2, on_error=lambda _: None, final_task=_nothing)
     background.try_to_queue(first)
     begun.wait(10)
     assert [background.try_to_queue(_append(done, number)) for number in range(3)] == [True, True, False]
@@ -51,7 +51,7 @@ def test_a_task_that_raises_does_not_stop_the_others() -> None:
     """Its error is reported, and the next task and the last one run."""
     errors: list[Exception] = []
     done: list[int] = []
-    background = Background("test", 10, failed=errors.append, last=_append(done, -1))
+    background = Background("test", 10, on_error=errors.append, final_task=_append(done, -1))
     background.try_to_queue(lambda: done.append(1 // 0))
     background.try_to_queue(_append(done, 2))
     assert background.finish_tasks(10)
@@ -69,7 +69,7 @@ def test_closing_has_a_timeout() -> None:
             begun.set()
             gate.wait(10)
 
-        background = Background("test", 2, failed=lambda _: None, last=_nothing)
+        background = Background("test", 2, on_error=lambda _: None, final_task=_nothing)
         background.try_to_queue(hang)
         begun.wait(10)
         for _ in range(waiting):
@@ -84,7 +84,7 @@ def test_waiting_for_a_task_has_a_timeout() -> None:
     """A task runs after earlier ones; a raising one is done; a hanging one is awaited up to the timeout."""
     gate = threading.Event()
     done: list[int] = []
-    background = Background("test", 10, failed=lambda _: None, last=_nothing)
+    background = Background("test", 10, on_error=lambda _: None, final_task=_nothing)
     background.try_to_queue(_append(done, 1))
     assert background.run_and_wait(_append(done, 2), 10)
     assert done == [1, 2]
