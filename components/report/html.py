@@ -50,7 +50,7 @@ class HtmlReport:
         """Write the report, and log its path and the ETTR."""
         folder = self.folder.folder
         run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
-        run.log.end(time.strftime(TIME_FORMAT), step)
+        run.log.add_training_end(time.strftime(TIME_FORMAT), step)
         replace_file(self._report_path, render_page([run], _format_step_comment(step)).encode())
         log.info("report in %s", self._report_path)
         if (ratio := compute_ettr(run.log, run.metrics)) is not None:
