@@ -53,7 +53,7 @@ class LogFile(WatchedFileHandler):
         if before is not None and self.stream is not None and self.stream is not before:
             log.warning("%s was removed during the run, and begins anew", self.baseFilename)
 
-    def _open_log_or_report(self) -> Any:
+    def _open(self) -> Any:
         return open_log_for_appending(Path(self.baseFilename))
 
 

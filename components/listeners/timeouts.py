@@ -25,8 +25,8 @@ class Watchdog:
     """
     Thread that calls `on_expired(limit)` once when a time limit is over, and `on_slow(limit)` once at an earlier time.
 
-    It polls every `poll_seconds`. At most two such intervals count between two polls, so a limit does not expire while the
-    process is suspended or the machine sleeps.
+    It polls every `poll_seconds`, and counts at most twice this time between two polls, so a limit does not expire
+    while the process is suspended or the machine sleeps.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
-from drawloom.components.phases.compare_replicas import describe_difference
+from drawloom.components.phases.compare_replicas import describe_differing_replicas
 from support.runs import drawloom, write_corpus
 
 FLIP = '''
@@ -59,5 +59,5 @@ def test_the_minority_is_named(digests: str, who: str) -> None:
     by_replica: list[dict[str, Any]] = [
         {"rank": 10 + number, "digests": {"equal": "x", "weight": digest}} for number, digest in enumerate(digests)
     ]
-    message = describe_difference(by_replica)
+    message = describe_differing_replicas(by_replica)
     assert message.startswith(who) and " in weight: " in message and "equal" not in message
