@@ -106,9 +106,9 @@ def compute_label_scores(
     """
     Return `label_accuracy`, and precision, recall and F-beta for labels, averaged as in `compute_class_scores`.
 
-    label_confusion: float64 (labels, 2, 2) from `count_label_confusion`. The accuracy is the fraction of right decisions
-    over all items and labels. A label without items is treated like a class without items. "micro" sums the counts of
-    all labels before it divides.
+    label_confusion: float64 (labels, 2, 2) from `count_label_confusion`. The accuracy is the fraction of right
+    decisions over all items and labels. A label without items is treated like a class without items. "micro" sums the
+    counts of all labels before it divides.
     """
     hits, support, predicted = label_confusion[:, 1, 1], label_confusion[:, 1].sum(-1), label_confusion[..., 1].sum(-1)
     accuracy = _divide_or_none(hits.sum() + label_confusion[:, 0, 0].sum(), label_confusion.sum())

@@ -16,8 +16,9 @@ class Classification:
     `accuracy`, and `precision`, `recall` and `f1` by class and on average, over all microbatches and replicas.
 
     The loss must make a named sum by `class_counts.confusion_matrix`; with predictions by
-    `class_counts.predict_target_if_in_top_k`, the accuracy is the top-k accuracy. Names of averages are like `f1/macro`, names
-    of classes like `f1/0`; with `beta = 2` the F-score is `f2`. Averages ignore classes without items.
+    `class_counts.predict_target_if_in_top_k`, the accuracy is the top-k accuracy. Names of averages are like
+    `f1/macro`, names of classes like `f1/0`; with `beta = 2` the F-score is `f2`. Averages ignore classes without
+    items.
     """
 
     classes: int = setting(check=between(2, 10_001), doc="number of classes")
