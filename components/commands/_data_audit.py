@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.stream import row_sources
@@ -41,9 +41,9 @@ def audit_recorded_rows(project: Project, run: Path) -> tuple[list[str], str]:
     one_rank = fake(Mesh, sizes=PerDimension(), indices=PerDimension.of_first_rank())
     with recipe.with_values({data: {"workers": 0}}).open(data, replacements={mesh: one_rank}) as objects:
         loader: Loader = objects[data]
-        if (checkpoint := newest(run)) is not None:
-            objects[rows].load_state_dict(load_node(checkpoint, rows))
-            loader.load_state_dict(load_node(checkpoint, data))
+        if (checkpoint := find_newest_valid_checkpoint(run)) is not None:
+            objects[rows].load_state_dict(load_node_state(checkpoint, rows))
+            loader.load_state_dict(load_node_state(checkpoint, data))
         faults, summary = _compare_rows(recorded, objects[rows], loader)
     return damage + faults, summary
 

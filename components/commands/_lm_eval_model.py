@@ -116,7 +116,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             top_k=generation_options.get("top_k"),
         )
         ids: list[int] = []
-        for token in sampler.continuation(prompt, max_tokens):
+        for token in sampler.sample_continuation(prompt, max_tokens):
             ids.append(token)
             added = self.tokens.decode(ids)
             if any(end in added for end in ends if end):

@@ -14,7 +14,7 @@ import attrs
 import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.checkpoint.manifest import list_checkpoints, step_of
+from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.phase_hashes import INITIAL, hash_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
@@ -167,7 +167,9 @@ class Replayer:
 
 def list_common_checkpoints(one: Path, other: Path, before_step: int) -> list[tuple[Path, Path]]:
     """Return the checkpoints of both runs at equal steps before a step, the newest first."""
-    checkpoints = [{step_of(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)]
+    checkpoints = [
+        {step_of_checkpoint(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)
+    ]
     steps = sorted((step for step in checkpoints[0].keys() & checkpoints[1].keys() if step < before_step), reverse=True)
     return [(checkpoints[0][step], checkpoints[1][step]) for step in steps]
 

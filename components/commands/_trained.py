@@ -10,8 +10,13 @@ from typing import Any
 
 import tomli
 
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, quick_check, step_of
-from drawloom.components.checkpoint.reader import load_node, newest
+from drawloom.components.checkpoint.manifest import (
+    FOLDER,
+    list_checkpoints,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+)
+from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.ports.run import FILES
@@ -86,10 +91,10 @@ def _load_checkpoint_and_recipe(
             recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
             names = [find_only_node(recipe.graph, port, str(checkpoint)) for port in ports]
-            weights = load_node(checkpoint, names[0])
+            weights = load_node_state(checkpoint, names[0])
             if options.average:
                 weights |= _load_averaged_weights(recipe, checkpoint)
-            return step_of(checkpoint), recipe, names, weights
+            return step_of_checkpoint(checkpoint), recipe, names, weights
         except (UserError, OSError):
             if os.path.lexists(checkpoint):
                 raise
@@ -112,7 +117,7 @@ def _load_averaged_weights(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     """Return averaged weights (phases.ema) by parameter name. Raises UserError if the checkpoint has none."""
     if not recipe.graph.implementers(AveragedWeights):
         raise UserError(f"{checkpoint} has no average of its weights; leave --average out, or train with phases.ema", 2)
-    state = load_node(checkpoint, find_only_node(recipe.graph, AveragedWeights, str(checkpoint)))
+    state = load_node_state(checkpoint, find_only_node(recipe.graph, AveragedWeights, str(checkpoint)))
     if not any(state.values()):
         raise UserError(f"--average: {checkpoint} has no averages yet; leave --average out, or train longer", 2)
     return {name: parts["average"] for name, parts in state.items()}
@@ -122,22 +127,24 @@ def _choose_checkpoint(options: argparse.Namespace) -> Path | None:
     """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
     checkpoints = list_checkpoints(options.run_folder / FOLDER)
     if options.step is not None and checkpoints:
-        matching = [path for path in checkpoints if step_of(path) == options.step]
+        matching = [path for path in checkpoints if step_of_checkpoint(path) == options.step]
         if not matching:
-            steps = f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of(path)) for path in checkpoints)}"
+            steps = (
+                f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of_checkpoint(path)) for path in checkpoints)}"
+            )
             raise UserError(
                 f"--step {options.step}: {options.run_folder} has checkpoints of {steps}; write one of these", 2
             )
         return matching[0]
     if options.best and checkpoints:
-        manifests = {path: manifest for path in checkpoints if (manifest := quick_check(path))}
+        manifests = {path: manifest for path in checkpoints if (manifest := read_manifest_if_sizes_match(path))}
         losses = {path: manifest.values.get("validation_loss") for path, manifest in manifests.items()}
         known = {path: loss for path, loss in losses.items() if loss is not None}
         if not known:
             hint = "let checkpoint.every be a multiple of evaluate.every"
             raise UserError(f"--best: no checkpoint in {options.run_folder} has a validation loss; {hint}", 2)
         return min(known, key=lambda path: known[path])
-    return newest(options.run_folder)
+    return find_newest_valid_checkpoint(options.run_folder)
 
 
 def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:

@@ -64,5 +64,5 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult:
         )
         # An empty prompt starts like a document: after the end of the previous one.
         prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
-        text = tokenizer.decode(list(sampler.continuation(prompt, options.tokens)))
+        text = tokenizer.decode(list(sampler.sample_continuation(prompt, options.tokens)))
     return GenerateResult(step, options.prompt, text)

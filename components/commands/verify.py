@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify_checkpoint
 from drawloom.components.commands._trained import missing_checkpoint_error
 from drawloom.components.storage.byte_size import byte_size
 from drawloom.graph.cli.exit_codes import FAILED, OK
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
 def _verify_checkpoint(checkpoint: Path) -> CheckpointVerdict | None:
     """Compare a checkpoint's files with its manifest; return None if the run has meanwhile removed it."""
     try:
-        manifest = verify(checkpoint)
+        manifest = verify_checkpoint(checkpoint)
     except CorruptCheckpointError as error:
         return CheckpointVerdict(checkpoint, str(error), 0, 0) if os.path.lexists(checkpoint) else None
-    return CheckpointVerdict(checkpoint, "", len(manifest.files), manifest.bytes)
+    return CheckpointVerdict(checkpoint, "", len(manifest.files), manifest.total_file_bytes)

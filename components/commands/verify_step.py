@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of
+from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
 from drawloom.components.commands._options import integer_parser
 from drawloom.components.commands._replay import (
     Replayer,
@@ -83,7 +83,9 @@ def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
     if step not in recorded:
         last = f"the last one is step {max(recorded)}" if recorded else "there is none"
         raise UserError(f"--step {step}: {run} has no record of this step; {last}", 2)
-    earlier = {step_of(path): path for path in list_checkpoints(run / FOLDER) if step_of(path) < step}
+    earlier = {
+        step_of_checkpoint(path): path for path in list_checkpoints(run / FOLDER) if step_of_checkpoint(path) < step
+    }
     start = max(earlier, default=0)
     with tempfile.TemporaryDirectory(prefix="verify-step-") as folder:
         replayer = Replayer(project, Path(folder))

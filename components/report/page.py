@@ -253,7 +253,7 @@ def _render_checkpoints(run: RunRecord) -> Iterator[str]:
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        rows.append([f"{step:,}", *cells, byte_size(manifest.bytes), f"{manifest.world_size}"])
+        rows.append([f"{step:,}", *cells, byte_size(manifest.total_file_bytes), f"{manifest.world_size}"])
     head, rows, equal = _drop_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
     yield from _render_table(head, rows)
     if equal:

@@ -6,7 +6,13 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, quick_check, step_of
+from drawloom.components.checkpoint.manifest import (
+    FOLDER,
+    Manifest,
+    list_checkpoints,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+)
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_regular_file
@@ -50,7 +56,10 @@ class RunRecord:
 
 def read_run_record(folder: Path, name: str, drawings: Drawings) -> RunRecord:
     """Read a run folder, which may be in use. Raises UserError if a file can't be read."""
-    checkpoints = [(step_of(path), quick_check(path)) for path in list_checkpoints(folder / FOLDER)[-MAX_CHECKPOINTS:]]
+    checkpoints = [
+        (step_of_checkpoint(path), read_manifest_if_sizes_match(path))
+        for path in list_checkpoints(folder / FOLDER)[-MAX_CHECKPOINTS:]
+    ]
     return RunRecord(
         name=name,
         metrics=read_metrics(folder),

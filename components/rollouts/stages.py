@@ -79,7 +79,7 @@ class StageRollouts:
         )
 
     def _sample_completions(self, prompts: Prompts, seed: int) -> Completions:
-        """Sample completions for a batch of prompts; `seed` determines their random numbers. A collective over all ranks."""
+        """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens = torch.full((rows, length), end)

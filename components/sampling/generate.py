@@ -37,7 +37,7 @@ class Sampler:
     temperature: float = 0.8
     top_k: int | None = None
 
-    def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
+    def sample_continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
         """
         Yield up to `tokens` ids after a prompt of at least one id, without the id `end`.
 

@@ -61,7 +61,7 @@ class Sample:
         """Sample the text, or return an error as text, so that a diverged run still writes its report."""
         prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
         try:
-            ids = list(self._make_sampler().continuation(prompt, self.tokens))
+            ids = list(self._make_sampler().sample_continuation(prompt, self.tokens))
         except UserError as error:
             return f"({error})"
         return self.prompt + self.tokenizer.decode(ids)

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.checkpoint.reader import load_node
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.commands import _trained
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError
@@ -71,7 +71,7 @@ def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
         _trained._choose_checkpoint(options(tmp_path, "--best"))
 
 
-@pytest.mark.parametrize("moment", ["_load_recipe_for_one_process", "load_node"])
+@pytest.mark.parametrize("moment", ["_load_recipe_for_one_process", "load_node_state"])
 def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     save_steps(tmp_path, 1)
     read: dict[str, Any] = {
         "_load_recipe_for_one_process": lambda _project, lock, _files: _Recipe(lock.read_text()),
-        "load_node": load_node,
+        "load_node_state": load_node_state,
     }
     began: list[Path] = []
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
         return read[moment](*arguments)
 
     monkeypatch.setattr(_trained, "_load_recipe_for_one_process", read["_load_recipe_for_one_process"])
-    monkeypatch.setattr(_trained, "only", lambda *_: "memory")
+    monkeypatch.setattr(_trained, "find_only_node", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
     _, _, _, state = _trained._load_checkpoint_and_recipe(project, options(tmp_path), (Stages,))
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch:
     """An error in an existing checkpoint is reported, and not retried for ever."""
     save_steps(tmp_path, 1)
     monkeypatch.setattr(_trained, "_load_recipe_for_one_process", lambda *_: _Recipe(""))
-    monkeypatch.setattr(_trained, "only", lambda *_: "gone")
+    monkeypatch.setattr(_trained, "find_only_node", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
         _trained._load_checkpoint_and_recipe(project, options(tmp_path), (Stages,))

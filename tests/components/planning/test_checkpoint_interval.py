@@ -41,5 +41,5 @@ def test_a_save_takes_longer_without_staging() -> None:
     kept = planned.memory[0].persistent
     size = kept["parameters"] + kept["optimizer_state"]
     assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)
-    with mock.patch.object(Nodes, "has", return_value=False):
+    with mock.patch.object(Nodes, "has_node_for", return_value=False):
         assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 2e9)

@@ -33,7 +33,7 @@ def draw_continuation(model: Any, mesh: Any, **changes: Any) -> list[int]:
     tokens = options.pop("tokens", 6)
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler(model=model, pipeline=mesh.pipeline_group, generator=generator, **options)
-    return list(sampler.continuation([0], tokens))
+    return list(sampler.sample_continuation([0], tokens))
 
 
 def test_greedy_sampling_stops_at_the_end(one_rank: Any) -> None:
