@@ -29,7 +29,7 @@ from drawloom.components.checkpoint.restore import (
     verify_share_of_unread_blocks,
 )
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
-from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, sharded_entry_slices
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot, slices_by_sharded_entry
 from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_on_all, run_on_rank0
 from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
@@ -344,7 +344,7 @@ class Checkpointer:
     def _load_into_nodes(self, loaded: LoadedCheckpoint) -> None:
         world = self._world
         entries_by_rank = world.gather_json(
-            {name: [*parts] for name, node in self.states.items() if (parts := sharded_entry_slices(node))}
+            {name: [*parts] for name, node in self.states.items() if (parts := slices_by_sharded_entry(node))}
         )
         run_on_all(
             world,

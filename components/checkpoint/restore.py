@@ -17,7 +17,7 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
 )
 from drawloom.components.checkpoint.reader import Reader, Slices
-from drawloom.components.checkpoint.snapshot import is_rank_local, sharded_entry_slices
+from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.ports.run import Stateful
 from drawloom.components.storage.state_tree import entries
 from drawloom.graph import UserError
@@ -46,7 +46,7 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> 
     if faults := list(describe_missing_and_unknown_files(checkpoint, manifest)):
         raise CorruptCheckpointError("; ".join(faults))
     reader = Reader(checkpoint, manifest)
-    wanted = {name: sharded_entry_slices(node) for name, node in states.items()}
+    wanted = {name: slices_by_sharded_entry(node) for name, node in states.items()}
 
     def pick(file: int, name: str) -> Slices | bool:
         if name in manifest.local:
@@ -56,7 +56,7 @@ def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> 
 
     loaded = reader.join_states(_ranks_to_read(manifest, rank), pick)
     verified = {name: sorted(blocks) for name, blocks in reader.verified.items()}
-    return LoadedCheckpoint(checkpoint, manifest, loaded, _saved_entries_by_sharded_node(reader), verified)
+    return LoadedCheckpoint(checkpoint, manifest, loaded, _list_saved_entries_by_node(reader), verified)
 
 
 def verify_share_of_unread_blocks(
@@ -120,7 +120,7 @@ def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
     return range(manifest.world_size) if manifest.sharded else sorted({0, rank} & {*range(manifest.world_size)})
 
 
-def _saved_entries_by_sharded_node(reader: Reader) -> dict[str, set[str]]:
+def _list_saved_entries_by_node(reader: Reader) -> dict[str, set[str]]:
     """Return all ranks' saved entry names by sharded node."""
     names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
     for file in range(reader.manifest.world_size) if names else ():

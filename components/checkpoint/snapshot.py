@@ -27,7 +27,7 @@ def is_rank_local(node: Stateful) -> bool:
     return isinstance(node, LocalState) and node.state_is_local
 
 
-def sharded_entry_slices(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
+def slices_by_sharded_entry(node: Stateful) -> Mapping[str, TensorSlice | None] | None:
     """Return a sharded state's entries on this rank with their slices; None if the state is not sharded."""
     return node.state_slices() if isinstance(node, SlicedState) else None
 
@@ -63,7 +63,9 @@ class ShardPlan:
     @classmethod
     def of(cls, states: Mapping[str, Stateful], group: Group) -> "ShardPlan":
         """Compare all ranks' nodes. A collective over all ranks."""
-        slices = {name: entries for name, node in states.items() if (entries := sharded_entry_slices(node)) is not None}
+        slices = {
+            name: entries for name, node in states.items() if (entries := slices_by_sharded_entry(node)) is not None
+        }
         own = {
             name: {entry: _slice_to_json(part) for entry, part in entries.items()} for name, entries in slices.items()
         }

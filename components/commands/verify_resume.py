@@ -157,7 +157,7 @@ class Runs:
             "resumed", until=lambda: half.exists() and self._is_step_hashed_by_all_ranks(self.steps // 2)
         )
         if not half.exists():
-            raise self._failed_run_error("resumed")
+            raise self._make_run_failure_error("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
         return max(
@@ -173,7 +173,7 @@ class Runs:
     def _run_to_end(self, name: str) -> None:
         """Run the command until it ends. Raises UserError if it fails."""
         if self._run_and_kill_when(name):
-            raise self._failed_run_error(name)
+            raise self._make_run_failure_error(name)
 
     def _run_and_kill_when(self, name: str, until: Callable[[], bool] = lambda: False) -> int:
         """Run the command, kill all its processes as soon as `until()` is true, and return the exit code."""
@@ -190,7 +190,7 @@ class Runs:
             raise SystemExit(128 + self.signals[0])
         return process.returncode
 
-    def _failed_run_error(self, name: str) -> UserError:
+    def _make_run_failure_error(self, name: str) -> UserError:
         """Return a UserError with the last lines of a failed run's output."""
         lines = (self.folder / f"{name}.txt").read_text("utf-8", "replace").splitlines()
         before_report = takewhile(lambda line: not TORCHRUN_LOG.match(line) or line.startswith("W"), lines)

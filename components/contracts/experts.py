@@ -46,7 +46,7 @@ def rows_are_summed_by_token(kernels: ExpertKernels) -> None:
     _expect_close(kernels.moe_unpermute(rows, routes, probabilities), x.double() * weights)
 
 
-def dropped_choices_need_no_rows(kernels: ExpertKernels) -> None:
+def a_dropped_choice_needs_no_row(kernels: ExpertKernels) -> None:
     """Routes that end after the choices that are not dropped produce and add exactly as many rows."""
     x, probabilities = _random_tensor(4, 8), _random_tensor(4, 2)
     dest, source, ends = kernels.moe_routes(CHOICES, 3)
@@ -89,7 +89,7 @@ def without_tokens_experts_have_no_rows(dispatcher: Dispatcher) -> None:
     expect(result.shape == (0, 8), f"without tokens, the result has the shape {tuple(result.shape)}")
 
 
-def grouped_gemm_multiplies_rows_by_their_experts_matrix(kernels: ExpertKernels) -> None:
+def rows_are_multiplied_by_their_experts_matrix(kernels: ExpertKernels) -> None:
     """A row is multiplied by the matrix of its expert, or by the transposed matrix; an expert may have no rows."""
     weight, offsets = _random_tensor(3, 8, 16), torch.tensor([2, 2, 5], dtype=torch.int32)
     expert_of_row = torch.tensor([0, 0, 2, 2, 2])

@@ -84,7 +84,7 @@ def attention_supports_scale_softcap_and_sinks(kernels: Kernels) -> None:
         _expect_close(kernels.attention(q, k, v, mask, AttentionOptions(0.3, 2.0), sinks), wanted)
 
 
-def cached_attention_equals_attention_over_the_whole_text(kernels: Kernels) -> None:
+def attention_over_cached_parts_equals_attention_over_the_text(kernels: Kernels) -> None:
     """Attention over parts of a text with a key-value cache equals attention over the whole text."""
     q, k, v, sinks = (
         _random_tensor(2, 6, 4, 8),

@@ -41,7 +41,7 @@ def states_follow_the_gated_delta_rule(kernels: RecurrentKernels) -> None:
     _expect_close(kernels.gated_delta_rule(q, k, v, g, beta, kernels.recurrence_mask(DOCUMENTS)), wanted)
 
 
-def cached_parts_equal_the_whole_text(kernels: RecurrentKernels) -> None:
+def results_for_cached_parts_equal_the_whole_texts(kernels: RecurrentKernels) -> None:
     """Both operations on parts of a text, with a cache of states, equal those on the whole text."""
     (q, k, v, g, beta), x, weight = _make_recurrence_inputs(), _random_tensor(2, 6, 3), _random_tensor(3, 4)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(6)

@@ -262,7 +262,7 @@ def loaded_state_equals_saved_state(saved: Stateful, fresh: Stateful) -> None:
     expect(_are_equal_states(fresh.state_dict(), state), "the loaded state differs from the saved state")
 
 
-def repeated_state_dict_calls_return_equal_states(node: Stateful) -> None:
+def two_state_dict_calls_return_equal_states(node: Stateful) -> None:
     """Two calls of state_dict in a row return equal states."""
     expect(_are_equal_states(node.state_dict(), node.state_dict()), "state_dict changes the state")
 
@@ -315,7 +315,7 @@ def without_a_signal_the_run_continues(stop: Stop) -> None:
     expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
 
 
-def agreed_stop_reason_is_from_a_rank(stop: Stop) -> None:
+def a_stop_reason_is_from_a_rank(stop: Stop) -> None:
     """The reason is a rank's own words, and empty if no rank has one."""
     agreed = [stop.agree_on_reason(reason) for reason in ("", "enough", "")]
     expect(agreed == ["", "enough", ""], f"ranks agree on {agreed}")

@@ -33,7 +33,7 @@ def _expect_state_filled_with(copied: dict[str, Any], value: float, when: str) -
         expect(leaf == state["nested"][name], f"{when}, {name} is {leaf!r}")
 
 
-def staged_copy_equals_the_state(stager: Stager) -> None:
+def the_staged_copy_equals_the_state(stager: Stager) -> None:
     """A staged copy has the structure, shapes and values of the state."""
     _expect_state_filled_with(_stage_and_wait(stager, _make_state(1.0)), 1.0, "staged")
 

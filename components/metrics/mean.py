@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from drawloom.components.metrics.named_sums import (
+    mean_by_microbatch,
     read_losses,
     sum_scalar_over_microbatches,
     sum_weights,
-    weighted_mean_by_microbatch,
 )
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
@@ -44,7 +44,7 @@ class Mean:
         if (losses := read_losses(step)) is None:
             return {}
         if self.per == "microbatch":
-            means = weighted_mean_by_microbatch(losses, self.of, self.mesh)
+            means = mean_by_microbatch(losses, self.of, self.mesh)
             return {"total": means.nansum(), "count": (~means.isnan()).sum()}
         return {"total": sum_scalar_over_microbatches(losses, self.of), "count": sum_weights(losses)}
 

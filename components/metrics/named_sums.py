@@ -45,7 +45,7 @@ def sum_tensor_over_microbatches(losses: Mapping[str, Any], name: str, shape: tu
     return total
 
 
-def weighted_mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:
+def mean_by_microbatch(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:
     """
     Divide a named sum by the weights, by microbatch: float64 (microbatches,), NaN if all weights are 0.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.metrics.named_sums import read_losses, weighted_mean_by_microbatch
+from drawloom.components.metrics.named_sums import mean_by_microbatch, read_losses
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Accumulator, Step, Value
 from drawloom.graph import Problem, between, component, setting
@@ -53,7 +53,7 @@ class Spread:
         """
         if (losses := read_losses(step)) is None:
             return {}
-        means = weighted_mean_by_microbatch(losses, self.of, self.mesh)
+        means = mean_by_microbatch(losses, self.of, self.mesh)
         minimum, maximum = means.nan_to_num(nan=float("inf")).min(), means.nan_to_num(nan=float("-inf")).max()
         if not self.quantiles:
             return {"min": minimum, "max": maximum}

@@ -92,7 +92,7 @@ class Traced:
     measured: TracedStep
 
     @cached_property
-    def _traced_cost_table(self) -> CostTable:
+    def _cost_table_of_trace(self) -> CostTable:
         """The traced costs by stage and op."""
         return self.measured.table()
 
@@ -100,14 +100,14 @@ class Traced:
         self, ranks: int, stages_per_rank: int, sizes: Sequence[int] | None = None, recompute: Sequence[Recompute] = ()
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
-        return self._traced_cost_table.resample(sizes or (1,) * (ranks * stages_per_rank))
+        return self._cost_table_of_trace.resample(sizes or (1,) * (ranks * stages_per_rank))
 
     def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> None:
         """Return None: a trace has no bytes by stage."""
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
-        return auto_schedule_slices(self._traced_cost_table.resample((1,) * (2 * ranks)))
+        return auto_schedule_slices(self._cost_table_of_trace.resample((1,) * (2 * ranks)))
 
 
 @attrs.frozen

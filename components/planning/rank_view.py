@@ -54,7 +54,7 @@ class RankView:
         return store if isinstance(store, SlicedStore) else None
 
     @cached_property
-    def owned_trainable_elements(self) -> int:
+    def trainable_elements_on_rank(self) -> int:
         """Count the trained elements owned by this rank."""
         return sum(parameter.numel() for _, parameter in self.stages.named_parameters())
 
@@ -95,7 +95,7 @@ class RankView:
     def reduction_buffer_bytes(self) -> int:
         """Return the bytes for the reduction over ranks, beyond the gradients."""
         # Every bucket is a copy that lives until all sums are written back.
-        buckets = self.owned_trainable_elements * self._reduction_itemsize
+        buckets = self.trainable_elements_on_rank * self._reduction_itemsize
         if self.shard_store is not None:
             # A unit's gradients are sent without a copy; the gradients received from other ranks take as much again.
             units = (elements.unit for elements in self.elements_by_stage.values())
@@ -129,7 +129,7 @@ class RankView:
         sync_each_microbatch = self.stages.sync_each_microbatch
         replicas = (
             2
-            * self.owned_trainable_elements
+            * self.trainable_elements_on_rank
             * self._reduction_itemsize
             * self._seconds_per_byte(device, "data_replicate")
         )
@@ -171,7 +171,7 @@ class RankView:
         return (size - 1) / size / link_bandwidth(self.mesh, device, *dimensions)
 
     @cached_property
-    def _updated_weight_bytes(self) -> int:
+    def _weight_bytes_to_update(self) -> int:
         """Return the weight bytes that the optimizer updates on this rank."""
         return sum(weight.nbytes for _, weight in self.stages.named_parameters())
 
@@ -179,7 +179,7 @@ class RankView:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes = self.bytes_by_kind
         traffic: float = (
-            4 * sizes.get("gradients", 0) + 2 * self._updated_weight_bytes + 2 * sizes.get("optimizer_state", 0)
+            4 * sizes.get("gradients", 0) + 2 * self._weight_bytes_to_update + 2 * sizes.get("optimizer_state", 0)
         )
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         products = self.update_flops / device.product_rate(torch.bfloat16)

@@ -117,12 +117,12 @@ class Metrics:
         index = int(np.argmin(np.asarray(column.values)))
         return column.values[index], column.steps[index]
 
-    def thinned_curves(self) -> dict[str, MetricCurve]:
+    def thin_all_curves(self) -> dict[str, MetricCurve]:
         """Return all metrics' thinned curves, by name."""
         points = max_points_per_curve(len(self.columns))
         return {name: column.thin_to_curve(points) for name, column in self.columns.items()}
 
-    def thinned_axes(self) -> dict[str, list[float]]:
+    def thin_all_axes(self) -> dict[str, list[float]]:
         """Return at most MAX_POINTS steps with their total tokens and seconds; the page interpolates between them."""
         count = min(MAX_POINTS, len(self.steps))
         chosen = np.linspace(0, len(self.steps) - 1, count).round().astype(np.int64)

@@ -109,7 +109,7 @@ def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
     marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
     return {
         "name": _replace_unprintable(group.name_with_seed_count),
-        "axes": group.runs[0].metrics.thinned_axes(),
+        "axes": group.runs[0].metrics.thin_all_axes(),
         "curves": curves,
         "marks": marks,
     }

@@ -68,7 +68,7 @@ class SeedGroup:
         """
         first = self.runs[0].metrics
         if len(self.runs) == 1:
-            return first.thinned_curves()
+            return first.thin_all_curves()
         points = max_points_per_curve(len(first.columns))
         return {
             name: curve for name in first.columns if (curve := self._mean_curve_with_band(name, points)) is not None
