@@ -64,7 +64,7 @@ class Mirror:
                 self._start_copy()
 
     def close(self) -> None:
-        """Wait for a copy that is being made."""
+        """Wait up to `timeout` for the current copy, if there is one."""
         self._wait_for_copy()
         self._copy = None
 

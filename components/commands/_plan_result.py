@@ -98,7 +98,7 @@ class PlanResult(PlanData, Result):
 
     @classmethod
     def of(cls, plan: Plan, remedies: Sequence[Remedy], saves: Interval | None) -> "PlanResult":
-        """Describe a plan."""
+        """Make the result for a plan, its remedies, and the proposed checkpoint interval."""
         parts = [
             format_plan(plan),
             *([] if plan.fits else [format_remedies(remedies)]),
@@ -143,7 +143,7 @@ class SearchResult(Result):
 
     @classmethod
     def of(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
-        """Describe the plans of a search."""
+        """Make the result for the plans of a search, and the overlay file that was written."""
         plans = [
             SearchedPlan(**_plan_data_fields(choice.plan), toml=choice.format_overlay.splitlines())
             for choice in choices

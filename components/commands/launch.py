@@ -66,7 +66,7 @@ class LaunchResult(Result):
 
     @property
     def exit_code(self) -> int:
-        """The code of the command."""
+        """The first failed process's exit code, or 0."""
         return self.code
 
     def render(self, format: str) -> str:

@@ -124,7 +124,7 @@ class ScheduleResult(ScheduleData, Result):
 
     @classmethod
     def of(cls, summary: Summary) -> "ScheduleResult":
-        """Describe a simulation."""
+        """Make the result for a simulation's summary."""
         return cls(**_schedule_data_fields(summary), summary=summary)
 
     def render(self, format: str) -> str:

@@ -76,7 +76,7 @@ class Profiler:
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
     def _begin_or_end_range_for(self, event: Event, step: Step) -> None:
-        """Begin or end the range for a step or phase."""
+        """Begin or end the trace's range for the step or phase that an event is about."""
         if event.kind == "step_started":
             self._begin_step_range(step)
         elif event.kind == "phase_started" and self._is_step_traced:

@@ -106,7 +106,7 @@ class _SignOfLife(logging.Handler):
         self._call = call
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Call the function."""
+        """Call the function, unless the message is from this module."""
         if record.module != log_module:
             self._call()
 

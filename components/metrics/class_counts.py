@@ -153,5 +153,5 @@ def _precision_recall_f_beta_by_class(
 
 
 def _divide_or_none(dividend: Tensor, divisor: Tensor) -> float | None:
-    """Divide, or return None if the divisor is 0."""
+    """Return dividend / divisor as a float, or None if the divisor is 0."""
     return float(dividend / divisor) if divisor > 0 else None

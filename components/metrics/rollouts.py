@@ -87,5 +87,5 @@ def _sum_over_completions(scored: Scored, rewards: Sequence[str]) -> dict[str, T
 
 
 def _mean_or_none(total: Tensor, count: Tensor) -> float | None:
-    """Divide, or return None if there is nothing to average."""
+    """Return total / count as a float, or None if the count is 0."""
     return float(total / count) if count > 0 else None

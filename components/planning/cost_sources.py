@@ -119,11 +119,11 @@ class PlacedSchedule:
     recompute: tuple[Recompute, ...] = ()
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        """Return the given ranks."""
+        """Return `placement`, whatever `ranks` is."""
         return self.placement
 
     def layers_by_stage(self, ranks: int, layers: int) -> tuple[int, ...]:
-        """Return the given sizes."""
+        """Return `sizes`, whatever `ranks` and `layers` are."""
         return self.sizes
 
     def program(self, ranks: int, microbatches: int) -> Program:

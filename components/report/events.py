@@ -136,7 +136,7 @@ class RunLog:
             self.header[label] = text[:MAX_TEXT_LENGTH]
 
     def _set_step_and_total(self, match: re.Match[str]) -> None:
-        """Note the last step, and the total."""
+        """Set the last step and the run's step count from a matched step line."""
         self.step, self.total = int(match[1]), int(match[2])
 
     def _add_event(self, time: str, kind: Kind, text: str) -> None:
@@ -153,7 +153,7 @@ def read_log(folder: Path) -> RunLog:
 
 
 def parse_log(lines: Iterable[str]) -> RunLog:
-    """Read a log's lines."""
+    """Return the events, header and state from the lines of a log, the oldest first."""
     log = RunLog()
     for line in lines:
         log.update_from_line(line)

@@ -151,7 +151,7 @@ class TrackerInBackground(ABC):
 
     @abstractmethod
     def _finish_writing(self) -> None:
-        """Finish writing."""
+        """Finish writing, as the thread's last task."""
 
     def _queue_task(self, task: Task) -> None:
         """Queue a task on rank 0; warn if the queue is full."""
