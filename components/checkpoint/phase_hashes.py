@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.checkpoint.state_hashes import FOLDER, hash_tensor, state_hashes
+from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states, hash_tensor
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import METRIC_TOTALS, Event, EventKind, RunFolder, Stateful, Step, Tracker
 from drawloom.components.ports.stages import Parameters
@@ -68,19 +68,21 @@ class PhaseHashes:
         for name in step.state:
             if name == METRIC_TOTALS:  # with measured times
                 continue
-            yield from ((path, hash_tensor(tensor)) for path, tensor in _iterate_tensors(step.state[name], name))
+            yield from (
+                (path, hash_tensor(tensor)) for path, tensor in _iterate_tensors_with_paths(step.state[name], name)
+            )
         for name, parameter in self.parameters.named_parameters():
             if parameter.grad is not None:
                 yield f"gradient of {name}", hash_tensor(parameter.grad)
         # a tracker keeps a series per run
         states = {name: node.state_dict() for name, node in self.states.items() if name not in self.trackers}
-        yield from state_hashes(states).items()
+        yield from hash_states(states).items()
 
 
-def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in a nested value, after its path, such as `batches[0].tokens`."""
     if isinstance(value, Tensor):
         yield path, value
         return
     for access, child in branches(value) or ():
-        yield from _iterate_tensors(child, f"{path}{access}")
+        yield from _iterate_tensors_with_paths(child, f"{path}{access}")

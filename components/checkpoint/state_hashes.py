@@ -37,7 +37,7 @@ class StateHashes:
 
     def run_phase(self, step: Step) -> None:
         """Append a step's hashes. Removes later lines from a process that was killed or went back."""
-        hashes = state_hashes({name: node.state_dict() for name, node in self.states.items()})
+        hashes = hash_states({name: node.state_dict() for name, node in self.states.items()})
         self._log.append({"step": step.index, "digests": hashes})
 
     def flush(self) -> None:
@@ -55,7 +55,7 @@ class StateHashes:
         return step_log
 
 
-def state_hashes(states: dict[str, dict[str, object]]) -> dict[str, str]:
+def hash_states(states: dict[str, dict[str, object]]) -> dict[str, str]:
     """Return tensor digests by path, and digests for the nodes' other values by node name."""
     tree, tensors = pack(states)
     tensor_hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}

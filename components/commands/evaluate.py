@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from drawloom.components.commands._options import integer
-from drawloom.components.commands._trained import add_run, open_trained
+from drawloom.components.commands._options import integer_parser
+from drawloom.components.commands._trained import add_run_arguments, open_trained
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find
 from drawloom.components.data.sources.parts import FORMATS
@@ -30,11 +30,11 @@ MAX_LOADED = 16  # microbatches that are in memory together
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run(parser)
+    add_run_arguments(parser)
     help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
     help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
-    parser.add_argument("--stride", type=integer(), metavar="N", help=help)
+    parser.add_argument("--stride", type=integer_parser(), metavar="N", help=help)
 
 
 @output_class
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult:
         raise UserError("--stride moves windows over the documents in --corpus; add --corpus, or leave --stride out", 2)
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
     corpus = _make_corpus_node(options.corpus) if options.corpus else None
-    change = partial(_with_corpus, corpus=corpus, stride=options.stride) if corpus else None
+    change = partial(_replace_data_by_corpus, corpus=corpus, stride=options.stride) if corpus else None
     ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
     with open_trained(project, options, *ports, change=change) as (run, step):
         rows = run.get(PackedDataset)
@@ -80,7 +80,7 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
     """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
     rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_bytes()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
-    for batches in _read_microbatches(rows, split, run.get(Batching).micro_size):
+    for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
         state = state_of_batches(batches)
         run.get(Executor).evaluate(state)
         sums = [float(number) for number in sum_losses(state)]
@@ -114,7 +114,7 @@ def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
     return {"use": next(iter(files)), "paths": globs, "validation_fraction": 0.0}
 
 
-def _with_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
+def _replace_data_by_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:
     """Replace a recipe's data (a store, conversations or pairs) by a corpus packed into rows of whole documents."""
     graph = recipe.graph
     # nodes with an owner are sources of a mixture, which is replaced as a whole
@@ -147,7 +147,7 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
     return f"{whole}; {long:,} longer than a row of {rows.length:,} tokens, in windows that move by {rows.step:,}"
 
 
-def _read_microbatches(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
+def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
     """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
     starts = range(0, rows.count(split), size)
     indices = [range(start, min(start + size, rows.count(split))) for start in starts]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import integer, output_file, writing
-from drawloom.components.commands._recipes import add_overlays
+from drawloom.components.commands._options import integer_parser, parse_output_path, report_write_errors
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, batch_of
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -27,10 +27,10 @@ from drawloom.graph.project import Project, Recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe with loss.dpo: a path, or a shipped name")
-    add_overlays(parser)
-    parser.add_argument("--to", type=output_file, metavar="FILE", required=True, help="JSON-lines file to write")
+    add_overlay_option(parser)
+    parser.add_argument("--to", type=parse_output_path, metavar="FILE", required=True, help="JSON-lines file to write")
     parser.add_argument(
-        "--pairs", type=integer(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
+        "--pairs", type=integer_parser(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
     )
 
 
@@ -52,16 +52,16 @@ def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    names = [_find_only_node(recipe, port) for port in (ProgramExecutor, Preferences)]
+    names = [_find_only_node_of_class(recipe, port) for port in (ProgramExecutor, Preferences)]
     with recipe.open(names) as run:
-        rows = _add_references(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
+        rows = _add_reference_logps(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
         lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-    with writing(options.to):
+    with report_write_errors(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     return ReferenceResult(options.to, len(lines))
 
 
-def _find_only_node(recipe: Recipe, kind: type) -> str:
+def _find_only_node_of_class(recipe: Recipe, kind: type) -> str:
     """Return the name of the only node whose component is a subclass of `kind`. Raises UserError."""
     graph = recipe.graph.require_valid()
     names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
@@ -71,17 +71,19 @@ def _find_only_node(recipe: Recipe, kind: type) -> str:
     return names[0]
 
 
-def _add_references(data: Preferences, executor: ProgramExecutor, count: int) -> Iterator[dict[str, Any]]:
-    """Yield all data lines in order; pairs have log-probabilities added, computed `count` lines at a time."""
+def _add_reference_logps(
+    data: Preferences, executor: ProgramExecutor, lines_at_a_time: int
+) -> Iterator[dict[str, Any]]:
+    """Yield all data lines in order; pairs with added log-probabilities, computed for `lines_at_a_time` lines."""
     lines = data.lines()
-    while batch := [*islice(lines, count)]:
+    while batch := [*islice(lines, lines_at_a_time)]:
         pairs = [pair for _, pair in batch if pair]
-        sums = iter(_sum_logps(data, executor, pairs).tolist() if pairs else [])
+        sums = iter(_sum_logps_by_answer(data, executor, pairs).tolist() if pairs else [])
         for line, pair in batch:
             yield line.row | (dict(zip(REFERENCES, next(sums), strict=True)) if pair else {})
 
 
-def _sum_logps(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
+def _sum_logps_by_answer(data: Preferences, executor: ProgramExecutor, pairs: Sequence[Sequence[Encoded]]) -> Tensor:
     """Return the log-probability of either answer (chosen, rejected), summed over its tokens: float64 (pairs, 2)."""
     answers = [answer for pair in pairs for answer in pair]
     ids, weights = [answer.ids for answer in answers], [answer.weights for answer in answers]

@@ -41,7 +41,7 @@ class OriginFolder:
     style: Style
     config: dict[str, Any]
 
-    def rename(self, mapper: Mapper) -> Mapper:
+    def map_to_names_in_folder(self, mapper: Mapper) -> Mapper:
         """Return a mapper to the names in the folder, for a mapper to a text model's names."""
         names = {name: nested_name(name, self.style) for name in mapper.outputs}
         return sequential(mapper, rename(names)) if self.style else mapper
@@ -51,7 +51,7 @@ class OriginFolder:
         source = _CombinedSource(share.source, open_safetensors_folder(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
-    def copy_processors(self, target: Path) -> None:
+    def copy_processor_files(self, target: Path) -> None:
         """Copy the files for other parts' inputs."""
         for name in PROCESSORS:
             if (self.folder / name).is_file():
@@ -74,7 +74,7 @@ class _CombinedSource:
         return (self.folder if name in self.carried else self.own).tensor(name)
 
 
-def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
+def find_origin_folder(model: LanguageModel, stages: Stages, group: Group) -> OriginFolder | None:
     """
     Return the initial weights' folder if it has other parts, else None.
 
@@ -83,11 +83,11 @@ def find_origin(model: LanguageModel, stages: Stages, group: Group) -> OriginFol
     folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
     if folder is None or not isinstance(model, KeepsConfig):
         return None
-    fields = run_on_rank0(group, lambda: _describe_origin(model, folder))
+    fields = run_on_rank0(group, lambda: _describe_origin_as_json(model, folder))
     return None if fields is None else OriginFolder(folder, **fields)
 
 
-def _describe_origin(model: Any, folder: Path) -> dict[str, Any] | None:
+def _describe_origin_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
     """Return OriginFolder's other fields as JSON, for all ranks; None if the folder has only the text model."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored

@@ -83,7 +83,7 @@ class Utilization:
         if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
-        pairs = [sum(_count_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
+        pairs = [sum(_count_query_key_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
         positions = float(sum(batch.weights.numel() for batch in batches))
         return {
             "positions": torch.tensor(positions, dtype=torch.float64),
@@ -103,6 +103,6 @@ class Utilization:
         return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
 
 
-def _count_pairs(batch: Batch, window: int | None) -> float:
+def _count_query_key_pairs(batch: Batch, window: int | None) -> float:
     """Count the query-key pairs that causal attention computes in a batch, optionally within a window."""
     return count_attended_pairs(token_batch(batch, "utilization").document_ids, window)

@@ -38,22 +38,27 @@ class CompareReplicas:
         total = hashlib.sha256("".join(digests.values()).encode()).hexdigest()
         if len({*replicas.gather_json(total)}) > 1:
             by_replica = replicas.gather_json({"rank": self.mesh.world.rank, "digests": digests})
-            raise UserError(f"after the update of step {step.index}, {describe_difference(by_replica)}")
+            raise UserError(f"after the update of step {step.index}, {describe_differing_replicas(by_replica)}")
 
 
-def describe_difference(by_replica: Sequence[dict[str, Any]]) -> str:
+def describe_differing_replicas(digests_by_replica: Sequence[dict[str, Any]]) -> str:
     """Return a message with the differing parameters and, if a majority agrees, the ranks outside it."""
-    names = [name for name in by_replica[0]["digests"] if len({replica["digests"][name] for replica in by_replica}) > 1]
-    counts = Counter(replica["digests"][names[0]] for replica in by_replica)
+    names = [
+        name
+        for name in digests_by_replica[0]["digests"]
+        if len({replica["digests"][name] for replica in digests_by_replica}) > 1
+    ]
+    counts = Counter(replica["digests"][names[0]] for replica in digests_by_replica)
     digest, votes = counts.most_common(1)[0]
-    odd = [replica["rank"] for replica in by_replica if replica["digests"][names[0]] != digest]
+    odd = [replica["rank"] for replica in digests_by_replica if replica["digests"][names[0]] != digest]
     shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (
         f" and {len(names) - MAX_NAMES_SHOWN} more" * (len(names) > MAX_NAMES_SHOWN)
     )
-    if 2 * votes > len(by_replica):
+    if 2 * votes > len(digests_by_replica):
         who = f"rank {', '.join(map(str, odd))} has other bits than the other replicas"
     else:
-        who = f"the replicas of ranks {', '.join(str(replica['rank']) for replica in by_replica)} have different bits"
+        ranks = ", ".join(str(replica["rank"]) for replica in digests_by_replica)
+        who = f"the replicas of ranks {ranks} have different bits"
     return (
         f"{who} in {shown}: silent data corruption, or a fault in the software; the next start resumes from the newest "
         "checkpoint, so check that machine first"

@@ -38,7 +38,7 @@ class Evaluate:
     def after_restore(self, done: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure() if done == 0 else None
+            self._initial = self._measure_loss_per_token() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """
@@ -51,11 +51,11 @@ class Evaluate:
         if not due(self.every, step):
             return
         began = time.monotonic()
-        if (loss := self._measure()) is not None:
+        if (loss := self._measure_loss_per_token()) is not None:
             step.state["validation_loss"] = loss
         step.excluded_seconds += time.monotonic() - began
 
-    def _measure(self) -> float | None:
+    def _measure_loss_per_token(self) -> float | None:
         """Return the mean loss per token; None if the split is empty. A collective."""
         with with_averages(self.average):
             state = state_of_batches(self.data.batches())

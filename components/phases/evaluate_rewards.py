@@ -4,7 +4,7 @@ import time
 
 import attrs
 
-from drawloom.components.phases.rollout import mean_total, repeat_prompts, require_prompts, score_completions
+from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions, sum_and_count_totals
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
@@ -43,7 +43,7 @@ class EvaluateRewards:
     def after_restore(self, done: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure() if done == 0 else None
+            self._initial = self._measure_mean_reward() if done == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """Write `validation_reward` at `every`'s steps; a new run's first step gets `initial_validation_reward`."""
@@ -52,11 +52,11 @@ class EvaluateRewards:
         if not due(self.every, step):
             return
         began = time.monotonic()
-        if (reward := self._measure()) is not None:
+        if (reward := self._measure_mean_reward()) is not None:
             step.state["validation_reward"] = reward
         step.excluded_seconds += time.monotonic() - began
 
-    def _measure(self) -> float | None:
+    def _measure_mean_reward(self) -> float | None:
         """Return the mean reward; None if no completion has one. A collective."""
         batches = [require_prompts(batch) for batch in self.data.batches()]
         prompts, row = [], 0
@@ -72,7 +72,7 @@ class EvaluateRewards:
             score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
             for batch, sampled in zip(batches, completions, strict=True)
         ]
-        sums = mean_total(scored)
+        sums = sum_and_count_totals(scored)
         self.mesh.data_group.sum(sums)
         total, count = sums.tolist()
         return total / count if count else None

@@ -94,7 +94,10 @@ class StageMeter:
                 examples = sorted([*examples, block], key=lambda block: block.number)
                 more = self._record_blocks(stage, examples, split)
                 times = count - len(added) + 1 if number == len(added) else 1
-                passes = {op: cost.plus(more[op].plus(before[op], -1), times) for op, cost in passes.items()}
+                passes = {
+                    op: cost.add_repetitions(more[op].add_repetitions(before[op], -1), times)
+                    for op, cost in passes.items()
+                }
                 recorded.append(more)
                 before = more
         for op, cost in passes.items():
@@ -132,21 +135,21 @@ class StageMeter:
         with ExitStack() as hooks, fused, recorder:
             for handle in self._label_modules(recorder, stage):
                 hooks.callback(handle.remove)
-            with recorder.label("hidden states"):
+            with recorder.label_storages("hidden states"):
                 inputs = first_inputs if stage.index == 0 else as_input(transform(_allocate_like, self._hidden))
-            recorder.begin()
-            with recorder.label("head and loss" if stage.span.head else "hidden states"):
+            recorder.begin_pass()
+            with recorder.label_storages("head and loss" if stage.span.head else "hidden states"):
                 outputs = runner.forward(0, inputs, context, batch)
             if stage.index == 0 and not runner.last:
                 self._hidden = on_meta(outputs)
             shapes = [on_meta(leaf) for leaf in floating(outputs)]
             del inputs, outputs
-            passes["F"] = recorder.end()
+            passes["F"] = recorder.end_pass()
             for op, run in self._backward_calls(runner, split):
-                recorder.begin()
-                with recorder.label("pending weight gradients"):
+                recorder.begin_pass()
+                with recorder.label_storages("pending weight gradients"):
                     run(None if runner.last else shapes) if op != "W" else run()
-                passes[op] = recorder.end()
+                passes[op] = recorder.end_pass()
         return passes
 
     def _backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
@@ -160,11 +163,11 @@ class StageMeter:
         inside: set[nn.Module] = set()
         for block in self.blocks(stage.module):
             for name, child in block.named_children():
-                yield from recorder.label_module(child, name)
+                yield from recorder.label_storages_of_module(child, name)
             inside |= set(block.modules())
         for name, part in stage.module.named_modules():
             if part not in inside and not [*part.children()]:
-                yield from recorder.label_module(part, name.rpartition(".")[2])
+                yield from recorder.label_storages_of_module(part, name.rpartition(".")[2])
 
     def _make_batch(self) -> tuple[Any, Any, Batch]:
         """Return a microbatch on the meta device: model inputs, context and batch."""

@@ -68,16 +68,18 @@ class StageRollouts:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
         if self.exact:
-            return [self._complete_prompts(microbatch, key) for microbatch in prompts]
+            return [self._sample_completions(microbatch, key) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
             keys=torch.cat([microbatch.keys for microbatch in prompts]),
         )
-        return _split_rows(self._complete_prompts(together, key), [len(microbatch.lengths) for microbatch in prompts])
+        return _split_completions(
+            self._sample_completions(together, key), [len(microbatch.lengths) for microbatch in prompts]
+        )
 
-    def _complete_prompts(self, prompts: Prompts, key: int) -> Completions:
-        """Sample completions for a batch of prompts; `key` is the random seed. A collective over all ranks."""
+    def _sample_completions(self, prompts: Prompts, seed: int) -> Completions:
+        """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens = torch.full((rows, length), end)
@@ -87,10 +89,10 @@ class StageRollouts:
         logps, entropies = torch.zeros(2, rows, length)
         ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
         cache = None if self.exact else KeyValueCache(length)
-        position = self._find_shortest_prompt(prompts.lengths)
-        while self._has_open_rows(position, ends):
+        position = self._shortest_prompt_over_ranks(prompts.lengths)
+        while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_ids(tokens, position, prompts.lengths, uniform(key, counters), cache)
+            drawn = self._draw_next_ids(tokens, position, prompts.lengths, uniform_by_counter(seed, counters), cache)
             is_sampled = (position >= prompts.lengths) & (position < ends)
             ids = drawn[:, 0].long()
             tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
@@ -102,7 +104,7 @@ class StageRollouts:
             position += 1
         return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
 
-    def _draw_ids(
+    def _draw_next_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
         """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
@@ -118,7 +120,7 @@ class StageRollouts:
             """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             logits = head.logits(hidden[:, column : column + 1])[:, 0]
-            ids, logps, entropies = draw_rows(logits, uniforms)
+            ids, logps, entropies = draw_id_by_row(logits, uniforms)
             if cache is None:
                 logps = _compute_training_logps(hidden, head, known, starts, ids, position)
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
@@ -137,20 +139,20 @@ class StageRollouts:
             cache.advance(window.shape[1])
         return drawn
 
-    def _find_shortest_prompt(self, lengths: Tensor) -> int:
+    def _shortest_prompt_over_ranks(self, lengths: Tensor) -> int:
         """Return the shortest prompt's length over all ranks, because every pass may gather sharded parameters."""
         shortest = -lengths.min()
         self.mesh.world.max(shortest)
         return -int(shortest)
 
-    def _has_open_rows(self, position: int, ends: Tensor) -> bool:
+    def _any_rank_has_open_rows(self, position: int, ends: Tensor) -> bool:
         """Return whether any rank has a row to continue at a position."""
         longest = ends.max().clone()
         self.mesh.world.max(longest)
         return position < int(longest)
 
 
-def uniform(key: int, counters: Tensor) -> Tensor:
+def uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     """
     Return a random number in [0, 1) per counter, the same for equal keys and counters: float64 (rows,).
 
@@ -159,7 +161,7 @@ def uniform(key: int, counters: Tensor) -> Tensor:
     return (splitmix64(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
-def draw_rows(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def draw_id_by_row(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     Draw an id per row by inversion of the cumulative distribution.
 
@@ -189,7 +191,7 @@ def _compute_training_logps(
     return torch.where(position >= starts, -losses[:, position - 1], 0.0)
 
 
-def _split_rows(completions: Completions, rows: Sequence[int]) -> list[Completions]:
+def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
-    slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
+    slices = [slice(end - count, end) for end, count in zip(accumulate(row_counts), row_counts, strict=True)]
     return [transform(itemgetter(part), completions) for part in slices]

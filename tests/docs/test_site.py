@@ -111,12 +111,12 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
     [
         (("Loss", "loss"), "StageRunner._compute_loss"),
         (("Phase", "run_phase"), "Trainer._run_step"),
-        (("Metric", "update"), "measure"),
-        (("Tracker", "track"), "_track"),
-        (("DistributionTracker", "track_distributions"), "_track"),
+        (("Metric", "update"), "sum_metrics_over_ranks"),
+        (("Tracker", "track"), "_send_measurements"),
+        (("DistributionTracker", "track_distributions"), "_send_measurements"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure_loss"),
-        (("Group", "sum"), "Evaluate._measure"),
+        (("Group", "sum"), "Evaluate._measure_loss_per_token"),
         (("MemoryUser", "memory_bytes"), "memory_by_kind"),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -119,7 +119,7 @@ def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())
     again = read.build(LayerRange(0, read.num_hidden_layers, embedding=True, head=True))
     load_folder(folder / "theirs", again, read.hugging_face_mapper().inverse())
-    write_folder(folder / "ours", read, OneStage(again))
+    write_hugging_face_folder(folder / "ours", read, OneStage(again))
     loaded = kinds.from_pretrained(folder / "ours", attn_implementation="eager")
     tokens = torch.randint(model.vocab_size, (2, 11))
     logits = logits_of(module, tokens, one_document(2, 11))

@@ -350,7 +350,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(commit, "begin", fail, create=False), messages("drawloom.checkpoint"):
+    with mock.patch.object(commit, "begin_temporary_folder", fail, create=False), messages("drawloom.checkpoint"):
         try:
             for index in range(1, 9):
                 node.run_phase(Step(index, 9))
@@ -460,21 +460,29 @@ def tracker_calls(use: str, values: Values, folder: Path) -> Any:
         "mlflow": {"folder": fake(RunFolder, folder=folder), "job": fake(RunInfo, **JOB)},
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
-    loaded = mock.patch(f"drawloom.components.trackers.{name}.load_{name}", create=True)
+    loaded = mock.patch(f"drawloom.components.trackers.{name}.import_{name}", create=True)
     with mock.patch.object(background, "Background") as background_class, loaded as load:
         with open_node(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
-            background_class.return_value.put.call_args.args[0]()
+            background_class.return_value.try_to_queue.call_args.args[0]()
         if name == "mlflow":
             client = load.return_value.MlflowClient
             asked = (
                 client.return_value.get_experiment_by_name.call_args.args,
                 client.call_args.args[0].partition("/")[0],
             )
-            return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], asked
+            return (
+                background_class.call_args.args[1],
+                background_class.return_value.finish_tasks.call_args.args[0],
+                asked,
+            )
         asked = load.return_value.init.call_args
         arguments = {key: value for key, value in asked.kwargs.items() if key not in OWN} if asked else {}
-        return background_class.call_args.args[1], background_class.return_value.close.call_args.args[0], arguments
+        return (
+            background_class.call_args.args[1],
+            background_class.return_value.finish_tasks.call_args.args[0],
+            arguments,
+        )
 
 
 OWN = ("id", "dir", "settings")
@@ -483,10 +491,10 @@ OWN = ("id", "dir", "settings")
 
 def aim_calls(use: str, values: Values, folder: Path) -> Any:
     """Return the queue's size, and the timeout for Aim."""
-    with mock.patch.multiple(aim, load_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
+    with mock.patch.multiple(aim, import_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
         edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with open_node(build(use, **edges, **values)):
             background = doubles["Background"]
             _, location, *options = doubles["AimRun"].call_args.args
-            queue_size, timeout = background.call_args.args[1], background.return_value.run.call_args.args[1]
+            queue_size, timeout = background.call_args.args[1], background.return_value.run_and_wait.call_args.args[1]
             return queue_size, timeout, location.is_remote, options

@@ -31,7 +31,7 @@ def on_a_gpu(memory: int) -> Iterator[None]:
     device = attrs.evolve(device_model("cpu"), memory=memory)
     properties = SimpleNamespace(total_memory=memory)
     with (
-        mock.patch.object(check, "at_hand", return_value=device),
+        mock.patch.object(check, "load_local_device_model", return_value=device),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         yield

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.export.shard_writer import Share, share, write_shares
+from drawloom.components.export.shard_writer import Share, make_share, write_shares
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -55,7 +55,7 @@ def config_beside(folder: Path, files: list[PlannedFile]) -> None:
 
 def by_one(folder: Path, max_shard: int = 2**30) -> dict[str, Tensor]:
     """Return the tensors written by a single process."""
-    mine = share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
+    mine = make_share(parameters(tensors()), mapper(), range(2 * LAYERS), None)
     write_shares(folder, mine, SingleProcess(), max_shard, config_beside)
     source = open_safetensors_folder(folder)
     return {name: source.tensor(name) for name in source.specs()}
@@ -186,7 +186,7 @@ def test_sharded_tensors_are_the_same_under_every_hash_seed(tmp_path: Path) -> N
 def test_tensors_can_be_exported_in_another_dtype(tmp_path: Path) -> None:
     """A share in another dtype is written in this dtype, and integers are left alone."""
     given = parameters({"a": torch.ones(2), "b": torch.tensor([1])})
-    mine = share(given, identity("a", "b"), [0, 1], torch.bfloat16)
+    mine = make_share(given, identity("a", "b"), [0, 1], torch.bfloat16)
     write_shares(tmp_path / "export", mine, SingleProcess(), 100, config_beside)
     kinds = open_safetensors_folder(tmp_path / "export").specs()
     assert {name: kind.dtype for name, kind in kinds.items()} == {"a": torch.bfloat16, "b": torch.int64}

@@ -205,7 +205,7 @@ def test_between_components_there_is_no_limit(timeouts: Timeouts) -> None:
 def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenization takes hours, and logs its progress."""
     allowed: list[float | None] = []
-    monkeypatch.setattr(timeouts._watchdog, "allow", lambda seconds, slow: allowed.append(seconds))
+    monkeypatch.setattr(timeouts._watchdog, "start_limit", lambda seconds, slow_after_seconds: allowed.append(seconds))
     with timeouts.stage_context("open", "corpus"):
         logging.getLogger("drawloom.data").warning("1 of 9 MB tokenized")
     logging.getLogger("drawloom.data").warning("not the component's")

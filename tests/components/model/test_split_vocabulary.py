@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawloom.components.export.hf_writer import write_folder
+from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.split_vocabulary import NewTokens, fault_of_new_tokens, split_sizes
@@ -39,7 +39,7 @@ def base(folder: Path, tied: bool) -> dict[str, Any]:
     """Return the tensors in a folder whose model has 29 ids."""
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=tied)
-    write_folder(folder, model, OneStage(whole(model)))
+    write_hugging_face_folder(folder, model, OneStage(whole(model)))
     return load_file(folder / "model.safetensors")
 
 
@@ -71,7 +71,7 @@ def test_the_export_is_one_table_that_computes_the_same(
     for name in layers:
         for split in split_sizes(new):
             torch.nn.init.normal_(module.get_submodule(name).get_parameter(split))
-    write_folder(tmp_path / "export", model, OneStage(module))
+    write_hugging_face_folder(tmp_path / "export", model, OneStage(module))
     size = max(29, tokens)
     assert json.loads((tmp_path / "export/config.json").read_text())["vocab_size"] == size
     written = load_file(tmp_path / "export/model.safetensors")

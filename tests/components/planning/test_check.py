@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.distributed.device_model import device_model
-from drawloom.components.planning.check import PLAN, comparison
+from drawloom.components.planning.check import PLAN, compare_with_plan
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.run import Event, Step
 from drawloom.components.storage.byte_size import byte_size
@@ -31,12 +31,12 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
     recipe = RECIPE.with_values(values)
     planned = plan(recipe, device_model("cpu"))
     first, last = planned.memory
-    assert last.peak > 1.1 * first.peak
-    memory = int(0.94 * last.peak)  # beyond what a plan may be wrong by
-    when = re.escape(last.when)
+    assert last.peak_bytes > 1.1 * first.peak_bytes
+    memory = int(0.94 * last.peak_bytes)  # beyond what a plan may be wrong by
+    when = re.escape(last.action_at_peak)
     with (
         on_a_gpu(memory),
-        pytest.raises(UserError, match=f"the run needs {byte_size(last.peak)} on a GPU, in {when}"),
+        pytest.raises(UserError, match=f"the run needs {byte_size(last.peak_bytes)} on a GPU, in {when}"),
     ):
         plan_check(tmp_path, "cuda", recipe, 2).open()
 
@@ -62,5 +62,5 @@ def test_a_comparison_reports_the_error_of_the_plan() -> None:
     """Memory is compared only if it was measured."""
     planned = plan(RECIPE, device_model("cpu"))
     half = planned.peak_memory_bytes[0] // 2
-    assert "(+100.0%); step" in comparison(planned, half, 1.0)
-    assert "planned; step" in comparison(planned, None, 1.0)
+    assert "(+100.0%); step" in compare_with_plan(planned, half, 1.0)
+    assert "planned; step" in compare_with_plan(planned, None, 1.0)

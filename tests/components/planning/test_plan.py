@@ -126,12 +126,12 @@ def test_planned_memory_equals_that_of_a_run(name: str, tmp_path: Path, monkeypa
             assert run_plan.costs[0].passes["F"].total_kept_bytes == pytest.approx(saved.bytes, rel=0.1)
             runner.backward(0, None)
         with recorder:
-            recorder.begin()
+            recorder.begin_pass()
             runner.forward(0, tokens, shared, given)
-            forward = recorder.end()
-            recorder.begin()
+            forward = recorder.end_pass()
+            recorder.begin_pass()
             runner.backward(0, None)
-            backward = recorder.end()
+            backward = recorder.end_pass()
     passes = run_plan.costs[0].passes
     assert passes["F"].total_kept_bytes == pytest.approx(forward.total_kept_bytes, rel=0.05)
     assert passes["F"].peak_delta == pytest.approx(forward.peak_delta, rel=0.1)
@@ -174,11 +174,11 @@ def test_memory_of_a_pipeline_falls_with_the_microbatches_that_a_rank_holds() ->
     """In 1F1B the first of four ranks holds four microbatches, the last one, and all peaks are in a backward pass."""
     words = ("mesh.pipeline=4", "model.num_hidden_layers=4", "batch.global_size=32", "model.tie_word_embeddings=false")
     pipeline_plan = plan_recipe("dense", *words, ranks=4)
-    first, second, third, _ = (sum(memory.activations.values()) for memory in pipeline_plan.memory)
+    first, second, third, _ = (sum(memory.activation_bytes_at_peak.values()) for memory in pipeline_plan.memory)
     middle = pipeline_plan.costs[1].passes["F"].total_kept_bytes
     assert second - third == pytest.approx(middle, rel=0.01)
     assert first > second
-    assert [memory.when[1] for memory in pipeline_plan.memory] == ["B"] * 4
+    assert [memory.action_at_peak[1] for memory in pipeline_plan.memory] == ["B"] * 4
 
 
 def test_layers_beyond_the_first_of_a_kind_count_as_often_as_there_are() -> None:

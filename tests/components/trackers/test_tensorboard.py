@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.tensorboard import TensorBoardTracker, load_writer
+from drawloom.components.trackers.tensorboard import TensorBoardTracker, import_summary_writer
 from drawloom.graph import UserError
 from support.folders import Folder
 
@@ -98,7 +98,7 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tensorboard\]'"):
-        load_writer()
+        import_summary_writer()
 
 
 def test_a_folder_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:

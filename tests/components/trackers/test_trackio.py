@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.trackio import TrackioTracker, load_trackio
+from drawloom.components.trackers.trackio import TrackioTracker, import_trackio
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
@@ -53,4 +53,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[trackio\]'"):
-        load_trackio()
+        import_trackio()
