@@ -37,7 +37,7 @@ from drawloom.components.ports.run import (
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
-from drawloom.graph.component import flow_of
+from drawloom.graph.component import find_declared_flow
 from drawloom.graph.testing import expect
 
 VALUES: dict[str, Any] = {
@@ -76,7 +76,7 @@ class ObservedState(StepState):
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
     """Yield two steps with the values that the phase requires; nothing if no shipped phase writes one of the values."""
-    flow = flow_of(phase)
+    flow = find_declared_flow(phase)
     required = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     if set(required) <= VALUES.keys():
         for index in (1, 2):
@@ -88,7 +88,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
     for step in _steps_with_declared_values(phase):
         with suppress(MissingStateError):
             phase.run_phase(step)
-        flow = flow_of(phase)
+        flow = find_declared_flow(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
         undeclared = ", ".join(sorted(_observe(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
@@ -96,7 +96,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
 
 def writes_only_what_it_declares(phase: Phase) -> None:
     """A phase writes only values that it declares to write or change; `check` relies on it to order phases."""
-    flow = flow_of(phase)
+    flow = find_declared_flow(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
         undeclared = sorted(_observe(step).written - {*flow.writes, *flow.changes})

@@ -33,7 +33,7 @@ from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import missing_leaves
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
-from drawloom.graph.component import flow_of
+from drawloom.graph.component import find_declared_flow
 from drawloom.graph.problems import Problem, did_you_mean
 from drawloom.graph.wiring.node import NodeView
 
@@ -79,10 +79,10 @@ class Trainer:
             value
             for phase in phases
             if phase.settings.get("every") != "never"
-            for value in flow_of(phase.component).writes
+            for value in find_declared_flow(phase.component).writes
         }
         for phase in phases:
-            reads = (value.removesuffix("?") for value in flow_of(phase.component).reads)
+            reads = (value.removesuffix("?") for value in find_declared_flow(phase.component).reads)
             known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
             for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
                 value = phase.settings[key]
@@ -233,7 +233,7 @@ class Trainer:
     def _readers_of_gradients(self) -> set[str]:
         """Names of phases that read gradients, and need all deferred factors multiplied in first."""
         values = {
-            name: (*flow_of(phase).reads, *flow_of(phase).changes)
+            name: (*find_declared_flow(phase).reads, *find_declared_flow(phase).changes)
             for name, phase in zip(self.phases.names, self.phases, strict=True)
             if not defers_scaling(phase)
         }

@@ -95,7 +95,7 @@ class CommandFailure:
 
     def json(self) -> str:
         """Return an object with the key `error` as JSON."""
-        return dump({"error": as_data(self)})
+        return dump_json({"error": as_data(self)})
 
 
 def as_data(value: Any) -> Any:
@@ -110,23 +110,23 @@ def as_data(value: Any) -> Any:
         case Mapping():
             return {str(key): as_data(part) for key, part in value.items()}
         case _ if attrs.has(type(value)):
-            return {field.name: as_data(getattr(value, field.name)) for field in json_fields(type(value))}
+            return {field.name: as_data(getattr(value, field.name)) for field in list_json_fields(type(value))}
         case Sequence() | Iterator():
             return [as_data(part) for part in value]
     return float(value)  # a number of numpy or torch; TypeError otherwise
 
 
-def json_fields(cls: type) -> list["attrs.Attribute[Any]"]:
+def list_json_fields(cls: type) -> list["attrs.Attribute[Any]"]:
     """Return the fields declared by `output`."""
     return [field for field in attrs.fields(cls) if "doc" in field.metadata]
 
 
-def dump(data: Any) -> str:
+def dump_json(data: Any) -> str:
     """Return JSON with indentation."""
     return json.dumps(data, indent=1, allow_nan=False)
 
 
-def result_classes(function: Callable[..., Any]) -> list[type[Result]]:
+def find_result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     """Return the result classes in a command's return annotation. Empty for a server, whose stdout is a protocol."""
     kind = typing.get_type_hints(function)["return"]
     members = [] if kind is type(None) else union_members(kind)
@@ -135,12 +135,12 @@ def result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     return members
 
 
-def formats_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def list_output_formats(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return a command's choices for `--format`, the default first."""
-    return tuple(dict.fromkeys(format for cls in result_classes(function) for format in cls.formats))
+    return tuple(dict.fromkeys(format for cls in find_result_classes(function) for format in cls.formats))
 
 
-def result_schema(command: str, classes: Sequence[type[Result]]) -> Schema:
+def make_result_schema(command: str, classes: Sequence[type[Result]]) -> Schema:
     """Return a command's JSON Schema: a result, or an object with the key `error`."""
     failure = {"type": "object", "properties": {"error": _type_schema(CommandFailure)}, "required": ["error"]}
     return {
@@ -189,7 +189,7 @@ def _array_schema(origin: type, inner: tuple[Any, ...]) -> Schema:
 
 def _object_schema(cls: type) -> Schema:
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field.metadata["doc"] for field in json_fields(cls)}
+    fields = {field.name: field.metadata["doc"] for field in list_json_fields(cls)}
     return {
         "type": "object",
         "description": inspect.cleandoc(cls.__doc__ or ""),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.inspect.listing import find_roles, format_field
+from drawloom.graph.inspect.listing import find_replacement_conditions, format_field
 from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
@@ -145,11 +145,13 @@ def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Com
     """Yield every component. Preferred are components fitting the edges to this node, or to a node with its name."""
     registry, path = workspace.project.registry, meaning.cursor.path[:-1]
     ports = meaning.field.ports if meaning.field and len(meaning.path) > 1 else ()
-    required_roles = [*find_roles(meaning.graph, format_path(path))]
+    required_roles = [*find_replacement_conditions(meaning.graph, format_path(path))]
     if (
         path and not ports and not required_roles
     ):  # what is named here at the moment is no component, so that nothing leads to it
-        required_roles = [role for graph in workspace.shipped_graphs for role in find_roles(graph, str(path[0]))]
+        required_roles = [
+            role for graph in workspace.shipped_graphs for role in find_replacement_conditions(graph, str(path[0]))
+        ]
     for name in registry.names():
         spec = registry.find(name)
         if isinstance(spec, Spec):

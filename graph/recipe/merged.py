@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.edits import EDIT, apply_edits
 from drawloom.graph.recipe.layers import Layer, Leaf, Table
@@ -66,7 +66,7 @@ def merge(source: str, layers: Sequence[Layer]) -> MergedRecipe:
     return _merge(source, Table(layers[0], ()), layers)
 
 
-@pause_collection()
+@pause_garbage_collection()
 def _merge(
     source: str, tree: Table, layers: Sequence[Layer], below: Sequence[Layer] = (), before: Sequence[Problem] = ()
 ) -> MergedRecipe:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import attrs
 
 from drawloom.graph.component import Every, Ordered
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.lifecycle import Stage
 from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
@@ -154,7 +154,7 @@ class Container(Mapping[str, Any]):
     _failure_handlers: list[str] = attrs.field(factory=list, init=False)
     _watchers: list[str] = attrs.field(init=False, factory=list)
 
-    @pause_collection()
+    @pause_garbage_collection()
     def build(self) -> None:
         """Construct every needed node once, dependencies first, and then fill the `Every` fields."""
         self._objects = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli
 
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import KeyPath, Position, Problem, RecipeError
 from drawloom.graph.toml.emit import dumps
 from drawloom.graph.toml.positions import SourceMap
@@ -63,7 +63,7 @@ def decode(content: bytes) -> str:
         raise ValueError(f"line {line}, column {column} is not UTF-8") from error
 
 
-@pause_collection()
+@pause_garbage_collection()
 def parse(text: str, source: str = "") -> dict[str, Any]:
     """Parse a TOML text into a tree. Raises RecipeError with one problem, positioned in `source`."""
     has_long = any(len(line) > 2 * MAX_KEY_PARTS and line.count(".") >= MAX_KEY_PARTS for line in text.split("\n"))

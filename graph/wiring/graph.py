@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from drawloom.graph.component import Flow
-from drawloom.graph.garbage import pause_collection
+from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import Position, Problem, RecipeError, sort_problems
 from drawloom.graph.recipe.layers import Layer, iterate_leaves
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -34,7 +34,7 @@ class Graph:
     """Cache of topological orders by roots, shared by the checks and the container."""
 
     @classmethod
-    @pause_collection()
+    @pause_garbage_collection()
     def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is set, report unneeded nodes as warnings."""
         builder = GraphBuilder(recipe, registry)

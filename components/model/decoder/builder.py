@@ -45,7 +45,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, inherited, setting, wired
+from drawloom.graph import Problem, UserError, above, inheritable, setting, wired
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -81,7 +81,7 @@ def fill_with_initial_weights(
             parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
-@inherited
+@inheritable
 class DecoderBuilder:
     """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
 

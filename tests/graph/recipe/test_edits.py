@@ -90,9 +90,9 @@ def test_an_edit_applies_to_lists_from_lower_layers_and_its_own_layer() -> None:
 )
 def test_lists_are_edited_on_the_command_line(words: list[str]) -> None:
     """Edits on the command line use the keys of a file."""
-    from drawloom.graph.cli.main import split_words
+    from drawloom.graph.cli.main import split_off_overrides
 
-    assert edit_list("", *split_words(words)[1]) == ["@two", "@new", "@three"]
+    assert edit_list("", *split_off_overrides(words)[1]) == ["@two", "@new", "@three"]
 
 
 def test_the_anchor_of_a_group_or_its_member_keeps_its_dots_on_the_command_line() -> None:
