@@ -217,8 +217,8 @@ def component(
     - `notes(node)` yields lines about the node for `explain`, and for `draw` with the focus on it;
     - `resume_impact(node, key)` returns the effect of another value of a key on a resumed run, alone or with the reason
       as a tuple, or None;
-    - `in_folder(settings, written, folder)` returns settings that let a run use the folder from which its recipe was
-      read; `written` lists the keys that overlays or the command line set.
+    - `settings_in_folder(settings, explicit_keys, folder)` returns settings for a run in the folder from which its
+      recipe was read; `explicit_keys` lists the keys that overlays or the command line set.
 
     The container calls `open()`, `close()` and `on_failure(error)` of objects with these methods. It opens and closes
     other objects in the contexts that their `stage_context(stage, node)` returns, also before their own `open()`. `run

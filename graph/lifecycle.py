@@ -136,6 +136,8 @@ class FolderSettings(Protocol):
     """A component class with settings that depend on the folder of the recipe."""
 
     @classmethod
-    def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> Mapping[str, Any]:
-        """Return the settings of a run in this folder; `given` are the keys set by overlays or the command line."""
+    def settings_in_folder(
+        cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
+    ) -> Mapping[str, Any]:
+        """Return settings for a run in `folder`; overlays or the command line set `explicit_keys`."""
         ...

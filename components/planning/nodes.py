@@ -128,7 +128,7 @@ class Nodes:
         if edge is None or not is_known:
             return []
         needed = {*self.graph.topological_order([*self.needed_by_stages, *self.memory_users])}
-        users = {user for name in edge.targets for user, _ in self.graph.incoming(name)}
+        users = {user for name in edge.targets for user, _ in self.graph.list_incoming_edges(name)}
         return [*edge.targets] if users & needed == {self.model} else []
 
     @property

@@ -47,12 +47,14 @@ class NamedRun:
         return {"folder": str(self.path)}
 
     @classmethod
-    def in_folder(cls, settings: Mapping[str, Any], given: Collection[str], folder: str) -> dict[str, Any]:
-        """Return settings to keep a run in its folder after a move, unless `given` names a folder or a name."""
-        if "folder" in given:
+    def settings_in_folder(
+        cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
+    ) -> dict[str, Any]:
+        """Return settings to keep a moved run in its folder, unless `explicit_keys` contains a folder or a name."""
+        if "folder" in explicit_keys:
             return {}
         recorded = _run_folder(settings["name"], settings.get("folder"))
-        target = _run_folder(settings["name"], None) if "name" in given else Path(folder)
+        target = _run_folder(settings["name"], None) if "name" in explicit_keys else Path(folder)
         return {} if os.path.realpath(recorded) == os.path.realpath(target) else {"folder": str(target)}
 
 

@@ -222,11 +222,11 @@ def _list_components(options: argparse.Namespace, project: Project) -> ListResul
 
 def _serve_editor(options: argparse.Namespace, project: Project) -> None:
     try:
-        from drawloom.graph.lsp.server import serve  # pygls is an extra, and no other command needs it
+        from drawloom.graph.lsp.server import serve_editor  # pygls is an extra, and no other command needs it
     except ModuleNotFoundError as error:
         package = (error.name or "pygls").partition(".")[0]
         raise UserError(f"the package {package!r} is missing; pip install 'drawloom[lsp]'") from error
-    serve(project)
+    serve_editor(project)
 
 
 Main = Callable[[argparse.Namespace, Project], Result | None]

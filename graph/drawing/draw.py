@@ -136,6 +136,6 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
 
 
 def _draw_tree(graph: Graph, root: str, focus: str) -> str:
-    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.incoming(focus)] if focus else []
+    users = [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(focus)] if focus else []
     notes = collect_notes(graph, graph.nodes[focus]) if focus else ()
     return "\n".join([*users, *notes, draw_tree(graph, root)]) + "\n"

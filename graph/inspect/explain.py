@@ -11,7 +11,7 @@ from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.toml.emit import dumps
-from drawloom.graph.types.describe import describe_type, dump_or_repr
+from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node, format_path
 
@@ -56,7 +56,9 @@ def _explain_recipe(graph: Graph) -> Iterator[str]:
 def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield f"[{node.name}] {node.spec.use}, {node.position}"
     yield from _indent(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
-    if provided := [port.__name__ for port in list_needed_ports(graph) if port in graph.provides(node.name)]:
+    if provided := [
+        port.__name__ for port in list_needed_ports(graph) if port in graph.list_implemented_ports(node.name)
+    ]:
         yield f"  implements {', '.join(provided)}"
     fields = node.spec.fields.values()
     yield from _format_section("settings", [_format_setting(graph, node, f) for f in fields if f.kind == "setting"])
@@ -66,7 +68,7 @@ def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
         [_format_filled_field(graph, f, root) for f in fields if f.kind in ("every", "recipe")],
     )
     yield from _format_section("notes", [*collect_notes(graph, node)])
-    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.incoming(node.name)]
+    users = [f"[{user}] {', '.join(keys)}" for user, keys in graph.list_incoming_edges(node.name)]
     yield from _format_section("used by", users or ["no node"])
     yield from _format_section(
         "order", [*describe_build_order(graph, node.name, root), *describe_sequence_positions(graph, node.name)]
@@ -110,7 +112,9 @@ def _format_edge(graph: Graph, node: Node, field: Field) -> str:
 def _format_filled_field(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
-    fitting = [f"[{name}]" for name in graph.topological_order([root]) if graph.provides(name) & set(field.ports)]
+    fitting = [
+        f"[{name}]" for name in graph.topological_order([root]) if graph.list_implemented_ports(name) & set(field.ports)
+    ]
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
@@ -119,7 +123,7 @@ def _format_setting_value(node: Node, field: Field) -> str:
 
 
 def _format_value(plain: Any) -> str:
-    return "none" if plain is None else dump_or_repr(plain)
+    return "none" if plain is None else dump_toml_or_repr(plain)
 
 
 def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
@@ -154,7 +158,7 @@ def _format_history(graph: Graph, leaf: Leaf, rest: KeyPath) -> Iterator[str]:
         if rest and entry.elements is not None:  # the same index is another element of the list that was edited
             yield f"{prefix}{_format_part(entry.value, rest)}  {entry.origin(rest).position}"
             return
-        position = entry.layer.value((*entry.path, *rest)) if rest else entry.key_position
+        position = entry.layer.value_position((*entry.path, *rest)) if rest else entry.key_position
         yield f"{prefix}{_format_part(entry.value, rest)}  {position}"
         yield from _indent(() if rest else _format_edits(entry))
         variable = find_whole_variable(graph, entry)
@@ -202,7 +206,7 @@ def describe_build_order(graph: Graph, name: str, root: str) -> Iterator[str]:
 
 def describe_sequence_positions(graph: Graph, name: str) -> Iterator[str]:
     """Yield the node's position in every sequence containing it, and the values passing through the node."""
-    for user, keys in graph.incoming(name):
+    for user, keys in graph.list_incoming_edges(name):
         for key in keys:
             if graph.nodes[user].spec.fields[key].kind == "ordered":
                 yield from _describe_sequence_position(

@@ -8,7 +8,7 @@ from drawloom.graph.inspect.serialize import serialize_value
 from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, describe_distribution
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.types.describe import describe_type, dump_or_repr
+from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
@@ -101,7 +101,7 @@ def find_replacement_conditions(graph: Graph, name: str) -> Iterator[Callable[[S
     """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):
-            for user, keys in graph.incoming(node.name):
+            for user, keys in graph.list_incoming_edges(node.name):
                 yield from (_make_replacement_condition(node, graph.nodes[user].spec.fields[key]) for key in keys)
 
 
@@ -153,7 +153,7 @@ def _format_default(field: Field) -> str:
     if field.required:
         return ", required"
     plain = serialize_value(field.default_value())
-    return "" if plain is None else f" = {dump_or_repr(plain)}"
+    return "" if plain is None else f" = {dump_toml_or_repr(plain)}"
 
 
 def _format_doc(field: Field) -> str:

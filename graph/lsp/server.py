@@ -17,7 +17,7 @@ from drawloom.graph.lsp.definition import find_definitions
 from drawloom.graph.lsp.diagnostics import Diagnostic, diagnose
 from drawloom.graph.lsp.hover import describe_token
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.references import References, Symbol, find_ranges, find_symbol, rename
+from drawloom.graph.lsp.references import References, Symbol, find_rename_ranges, find_symbol, find_symbol_ranges
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import Position, UserError
 from drawloom.graph.project import Project
@@ -44,23 +44,25 @@ class RecipeServer(LanguageServer):
         self.recipes = Workspace(project)
         self.uris: dict[Path, str] = {}
 
-    def publish(self, path: Path) -> None:
+    def publish_diagnostics(self, path: Path) -> None:
         """Check an open document and send its problems."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return
-        diagnostics = [self._diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipes, path)]
+        diagnostics = [self._to_lsp_diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipes, path)]
         self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(self.uris[path], diagnostics))
 
-    def publish_dependents(self, path: Path) -> None:
+    def publish_diagnostics_of_dependents(self, path: Path) -> None:
         """Check the open documents extending a file."""
-        for other in self.recipes.dependents(path):
-            self.publish(other)
+        for other in self.recipes.list_dependents(path):
+            self.publish_diagnostics(other)
 
-    def _diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
+    def _to_lsp_diagnostic(self, path: Path, diagnostic: Diagnostic) -> lsp.Diagnostic:
         severity = lsp.DiagnosticSeverity.Warning if diagnostic.problem.warning else lsp.DiagnosticSeverity.Error
         related = []
         if diagnostic.elsewhere is not None and diagnostic.elsewhere.line:
-            related = [lsp.DiagnosticRelatedInformation(self.location(diagnostic.elsewhere), diagnostic.problem.text)]
+            related = [
+                lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
+            ]
         return lsp.Diagnostic(
             self.range(path, diagnostic.start, diagnostic.end),
             diagnostic.message,
@@ -70,7 +72,7 @@ class RecipeServer(LanguageServer):
             related_information=related or None,
         )
 
-    def location(self, position: Position) -> lsp.Location:
+    def to_lsp_location(self, position: Position) -> lsp.Location:
         """Convert a position to a location of the protocol."""
         path = Path(position.source).resolve()
         line = self.recipes.text(path).split("\n")[max(position.line - 1, 0) :][:1]
@@ -85,9 +87,9 @@ class RecipeServer(LanguageServer):
     def range(self, path: Path, start: int, end: int) -> lsp.Range:
         """Convert a range of a file to the units of the editor."""
         text = self.recipes.text(path)
-        return lsp.Range(self._position(text, start), self._position(text, end))
+        return lsp.Range(self._to_lsp_position(text, start), self._to_lsp_position(text, end))
 
-    def _position(self, text: str, offset: int) -> lsp.Position:
+    def _to_lsp_position(self, text: str, offset: int) -> lsp.Position:
         # Not by pygls's lines, which also end at U+2028 and other characters that do not end a line in TOML.
         line_start = text.rfind("\n", 0, offset) + 1
         return lsp.Position(
@@ -164,20 +166,20 @@ def watch_files(server: RecipeServer, _params: lsp.InitializedParams) -> None:
 
 def did_open(server: RecipeServer, params: lsp.DidOpenTextDocumentParams) -> None:
     """Check a document when it is opened."""
-    _update(server, params.text_document.uri, params.text_document.text)
+    _update_document(server, params.text_document.uri, params.text_document.text)
 
 
 def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) -> None:
     """Check a changed document, and the documents extending it."""
-    _update(server, params.text_document.uri, params.content_changes[-1].text)
+    _update_document(server, params.text_document.uri, params.content_changes[-1].text)
 
 
-def _update(server: RecipeServer, uri: str, text: str) -> None:
+def _update_document(server: RecipeServer, uri: str, text: str) -> None:
     path = path_from_uri(uri)
     server.uris[path] = uri
     server.recipes.texts[path] = text
-    server.publish(path)
-    server.publish_dependents(path)
+    server.publish_diagnostics(path)
+    server.publish_diagnostics_of_dependents(path)
 
 
 def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> None:
@@ -187,13 +189,15 @@ def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> N
     server.recipes.analyses.pop(path, None)
     uri = server.uris.pop(path, params.text_document.uri)
     server.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, []))
-    server.publish_dependents(path)
+    server.publish_diagnostics_of_dependents(path)
 
 
 def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesParams) -> None:
     """Check the documents extending files changed outside the editor."""
-    for path in {other for change in params.changes for other in server.recipes.dependents(path_from_uri(change.uri))}:
-        server.publish(path)
+    for path in {
+        other for change in params.changes for other in server.recipes.list_dependents(path_from_uri(change.uri))
+    }:
+        server.publish_diagnostics(path)
 
 
 def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
@@ -232,7 +236,9 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
 def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
     """Return the locations where the token at a position is defined."""
     meaning = server.meaning(path_from_uri(params.text_document.uri), params.position)
-    return [server.location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
+    return (
+        [server.to_lsp_location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
+    )
 
 
 def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
@@ -252,7 +258,7 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     offset = server.offset(path, params.position)
-    ranges = [*find_ranges(server.recipes.text(path), symbol)] if symbol else []
+    ranges = [*find_symbol_ranges(server.recipes.text(path), symbol)] if symbol else []
     source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
     return (
         lsp.PrepareRenamePlaceholder(server.range(path, *source_range), symbol[-1]) if source_range and symbol else None
@@ -264,7 +270,7 @@ def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceE
     path = path_from_uri(params.text_document.uri)
     symbol = server.symbol(path, params.position)
     try:
-        files = rename(server.recipes, path, symbol, params.new_name) if symbol else {}
+        files = find_rename_ranges(server.recipes, path, symbol, params.new_name) if symbol else {}
     except UserError as error:
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
@@ -274,7 +280,7 @@ def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceE
     return lsp.WorkspaceEdit(edits) if edits else None
 
 
-def serve(project: Project) -> None:
+def serve_editor(project: Project) -> None:
     """Serve one editor until it ends the session or closes the input."""
     # Components that print during their import must not write between the messages.
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from drawloom.graph.problems import KeyPath, Position, Problem
-from drawloom.graph.recipe.layers import Table, locate
+from drawloom.graph.recipe.layers import Table, locate_part
 from drawloom.graph.registry.spec import Spec
 from drawloom.graph.types.port_match import implements
 
@@ -69,7 +69,7 @@ class Node:
     def position_of(self, path: KeyPath, *, key: bool = False) -> Position:
         """Return the position of a setting, an edge or a part of one. Default: the node's position."""
         if path and path[0] in self.table.items:
-            return locate(self.table, path, key=key)
+            return locate_part(self.table, path, key=key)
         return self.position
 
     def set(self, key: str, value: Any) -> None:
@@ -96,7 +96,7 @@ class Node:
         """Add a problem with a setting, an edge, or the node itself."""
         self.problems.append(Problem(code, text, hint, self.name, position or self.position_of(path, key=key)))
 
-    def add_bug(self, failure: str, error: Exception) -> None:
+    def add_component_bug(self, failure: str, error: Exception) -> None:
         """Add a problem for the component's author, not for the recipe's author."""
         self.add_problem(
             "DL206",

@@ -2,7 +2,7 @@
 
 from drawloom.graph.project import Project
 from support.cpu_time import by_turns_ms
-from support.layered import by_hand, by_recipe, write_resolved_recipe
+from support.layered import by_hand, by_recipe, recipe_text
 
 LIMITS = {1000: 15, 10000: 20}
 """Node count -> highest allowed ratio of the recipe's time to the hand-written constructors' time."""
@@ -14,7 +14,7 @@ def main() -> None:
     ratios: dict[int, float] = {}
     print(f"{'nodes':>6} {'by hand ms':>11} {'by recipe ms':>13} {'ratio':>6} {'us/node':>8}")
     for nodes in (10, 100, 1000, 10000):
-        text = write_resolved_recipe(nodes)
+        text = recipe_text(nodes)
         by_turns = by_turns_ms(lambda n=nodes: by_hand(n), lambda t=text: by_recipe(project, t))  # type: ignore[misc]
         hand, recipe = by_turns
         ratios[nodes] = recipe / hand

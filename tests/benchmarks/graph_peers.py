@@ -19,7 +19,7 @@ import tomli
 
 from drawloom.graph.project import Project
 from support.cpu_time import cpu_ms
-from support.layered import WIDTH, by_hand, by_recipe, serve, write_resolved_recipe
+from support.layered import WIDTH, by_hand, by_recipe, recipe_text, serve
 from support.shop.components.pages.plain import Plain
 from support.shop.components.servers.loop import Loop
 from support.shop.components.stores.memory import Memory
@@ -75,7 +75,7 @@ def by_dishka(text: str) -> Any:
     kept, tabled = tables(text)
     provider = dishka.Provider(scope=dishka.Scope.APP)
     kinds = [NewType(f"Page{number}", Plain) for number in range(len(tabled))]
-    provider.provide(lambda: Memory(size=kept["size"], name=kept["name"]), provides=Memory)
+    provider.provide(lambda: Memory(size=kept["size"], name=kept["name"]), list_implemented_ports=Memory)
     for number, table in enumerate(tabled):
         provider.provide(_factory(table["title"], kinds, number))
     container = dishka.make_container(provider)
@@ -141,7 +141,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 def measure(name: str, nodes: int) -> dict[str, Any]:
     """Return the milliseconds for a library and for the constructors, or why the library failed."""
-    text = write_resolved_recipe(nodes)
+    text = recipe_text(nodes)
     try:
         WAYS[name](text)  # imports, and objects that are built once
         return {"ms": cpu_ms(lambda: WAYS[name](text)), "hand": cpu_ms(lambda: by_hand(nodes))}

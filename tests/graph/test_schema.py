@@ -13,14 +13,14 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import Table
 from drawloom.graph.registry.spec import read_spec
-from drawloom.graph.schema import recipe_schema, setting_schema
+from drawloom.graph.schema import make_setting_schema, recipe_schema
 from drawloom.graph.types.structure import Values
 from support.golden import FAULTY
 from support.made_up import SETTINGS
 from support.shop.components.stores.varied import Varied
 
 SPEC = read_spec("stores.varied", Varied)
-VALIDATORS = {name: Draft7Validator(setting_schema(f.type, f.check)) for name, f in SPEC.fields.items()}
+VALIDATORS = {name: Draft7Validator(make_setting_schema(f.type, f.check)) for name, f in SPEC.fields.items()}
 WRITTEN = st.one_of(*SETTINGS.values())
 
 
