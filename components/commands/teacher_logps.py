@@ -88,7 +88,7 @@ def _predict_tokens(
     for first in range(0, rows.count(split), count):
         batch = rows.batch(split, range(first, min(first + count, rows.count(split))))
         outputs: dict[int, Tensor] = {}
-        executor.infer_each(
+        executor.infer_microbatches(
             [(batch.tokens, TokenContext(batch.positions, batch.document_ids))], outputs.__setitem__, finish
         )
         if not outputs:

@@ -76,14 +76,14 @@ def total_is_a_sum(reduce: Reduce) -> None:
     The total is linear, and the maximum is at most the total.
     """
     values = torch.tensor([1.0, 2.0, 1e-9], dtype=torch.float64)
-    total, twice = reduce.total(values.clone()), reduce.total(2 * values)
+    total, twice = reduce.sum_over_ranks(values.clone()), reduce.sum_over_ranks(2 * values)
     expect(total.dtype == torch.float64 and total.shape == values.shape, f"the total is {total.dtype} {total.shape}")
     expect(bool((total >= values).all()) and torch.allclose(twice, 2 * total), "the total is not a sum")
-    largest = reduce.largest(values.clone())
+    largest = reduce.max_over_ranks(values.clone())
     expect(bool((largest >= values).all() and (largest <= total).all()), "the largest is not a maximum")
 
 
 def without_edges_there_are_no_channels(neighbours: Neighbours) -> None:
     """There are no channels without edges, because channels lead only to the other ends of edges."""
-    channels = neighbours.links([])
+    channels = neighbours.open_channels([])
     expect(len(channels) == 0, f"there are channels to {sorted(channels)} without an edge")

@@ -94,7 +94,7 @@ def attention_with_a_cache(kernels: Kernels) -> None:
             mask = kernels.attention_mask(documents[:, part], window, cache=cache)
             actual = kernels.attention(q[:, part], keys[:, part], v[:, part], mask, options, layer_sinks)
             _expect_close(actual, whole[:, part].double())
-        cache.advance(part.stop - part.start)
+        cache.end_pass(part.stop - part.start)
 
 
 def linear_cross_entropy(kernels: Kernels) -> None:
@@ -218,5 +218,5 @@ def a_text_in_parts_is_the_whole_text(model: LanguageModel) -> None:
             hidden = module(tokens[:, part], TokenContext(positions[:, part], documents[:, part], cache=cache))
             if not cache.layers:
                 return
-            cache.advance(part.stop - part.start)
+            cache.end_pass(part.stop - part.start)
             _expect_close(hidden, whole[:, part].double())

@@ -18,8 +18,8 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
+    make_state_of_batches,
     module_of,
-    state_of_batches,
     sum_losses,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -225,14 +225,14 @@ def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
 
 def _train(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from a training pass, float64 (2,)."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.train(state)
     return sum_losses(state)
 
 
 def _evaluate(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
     """Return the sums of losses and weights from an evaluation, float64 (2,)."""
-    state = state_of_batches(batches)
+    state = make_state_of_batches(batches)
     executor.evaluate(state)
     return sum_losses(state)
 
@@ -295,10 +295,10 @@ def every_microbatch_is_finished(passes: ForwardPasses) -> None:
     rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
     inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]
     together: dict[int, Tensor] = {}
-    passes.infer_each(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
+    passes.infer_microbatches(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
     expect(sorted(together) == [0, 1], f"the microbatches 0 and 1 come as {sorted(together)}")
     for number, alone in enumerate(inputs):
         result: dict[int, Tensor] = {}
-        passes.infer_each([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
+        passes.infer_microbatches([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
         difference = float((result[0] - together[number]).abs().max())
         expect(difference < 1e-5, f"microbatch {number} alone differs by {difference:.2g}")

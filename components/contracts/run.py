@@ -170,7 +170,7 @@ def _measure(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
         shape = metric.accumulators[name].shape
         expect(tuple(part.shape) == shape, f"{name} has shape {tuple(part.shape)}, and {shape} was declared")
     totals = {
-        name: parts.get(name, accumulator.identity()).double().cpu()
+        name: parts.get(name, accumulator.identity_element()).double().cpu()
         for name, accumulator in metric.accumulators.items()
     }
     return metric.compute(totals, step)
@@ -375,7 +375,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
-        restorer.hold(Step(index, 10))
+        restorer.keep_in_memory(Step(index, 10))
         restorer.wait_until_staged()
         restored = restorer.restore()
         expect(restored == index, f"step {index} was saved, and step {restored} is restored")
@@ -403,15 +403,15 @@ def nothing_to_restore_is_no_error(node: AfterRestore) -> None:
 
 def choices_are_named_texts(source: EnvironmentSource) -> None:
     """Names and values are texts, and the same at every call, because the process keeps its choices."""
-    chosen = dict(source.environment())
+    chosen = dict(source.list_machine_choices())
     expect(
         all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
     )
-    expect(chosen == dict(source.environment()), "a second call returns other choices")
+    expect(chosen == dict(source.list_machine_choices()), "a second call returns other choices")
 
 
 def files_that_are_read_exist(node: ReadsFiles) -> None:
     """The files exist, and their keys are names of settings, so that the run folder can copy them."""
-    for setting, paths in node.files_read().items():
+    for setting, paths in node.list_input_files().items():
         expect(isinstance(setting, str) and setting, f"{setting!r} is not the name of a setting")
         expect(all(path.is_file() for path in paths), f"{setting} names something that is not a file: {paths}")

@@ -16,7 +16,7 @@ from drawloom.graph.testing import expect
 def totals_of_nothing_have_no_distributions(metric: DistributionMetric) -> None:
     """A step without measurements has no histograms, or only histograms with finite numbers."""
     accumulators = metric.accumulators if isinstance(metric, Metric) else {}
-    totals = {name: part.identity() for name, part in accumulators.items()}
+    totals = {name: part.identity_element() for name, part in accumulators.items()}
     for name, histogram in metric.distributions(totals, Step(1, 1)).items():
         is_finite = all(map(math.isfinite, (histogram.low, histogram.high, *histogram.counts)))
         expect(is_finite, f"the histogram {name} is {histogram}")

@@ -16,7 +16,7 @@ from drawloom.components.ports.data import (
     PackedDataset,
     RowOrder,
     TokenBatch,
-    batch_types,
+    find_batch_types,
     has_pairs,
     token_batch,
 )
@@ -167,7 +167,7 @@ class Loader:
         """The position in the endless row order where the next step begins."""
         return self._find_start(self._step + 1)
 
-    def continue_at(self, position: int) -> None:
+    def skip_to_position(self, position: int) -> None:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
@@ -235,7 +235,7 @@ class Loader:
             if isinstance(length, int) and length % ranks:
                 text = f"rows of {length} tokens can't be partitioned over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
-            for writer, batch_type in batch_types(rows):
+            for writer, batch_type in find_batch_types(rows):
                 yield from _check_batch_division(writer, batch_type, ranks, node)
         if node.settings["lengths"] and rows and has_pairs(rows.component):
             text = "lengths would cut documents, and a cut pair can't be compared"

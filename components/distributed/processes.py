@@ -171,7 +171,7 @@ class TorchProcesses:
             return SingleProcess()
         return TorchGroup(name, own, self._handles[key], self._tensor_device, self._monitor)
 
-    def channel(self, name: str, first: int, second: int) -> P2PChannel:
+    def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
         up, down = self._communicator(name, first, second), self._communicator(name, second, first)
         return TorchP2PChannel(up, down) if self.rank == first else TorchP2PChannel(down, up)
 

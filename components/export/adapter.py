@@ -20,7 +20,7 @@ from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, with_averages
+from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
 from drawloom.components.storage.safetensors.writer import write_tensors
@@ -76,7 +76,7 @@ class AdapterExport:
         mapper, config = self._plan_export()
         run_on_rank0(group, lambda: remove_folder_at_once(self._target))  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             share = own_share(self.stages, mapper, group, workspace, only_inputs=True)
             tensors, _ = run_on_all(group, share.tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
@@ -104,7 +104,7 @@ class AdapterExport:
         folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
             return DECODER
-        return self.model.prefix_within(folder / "config.json")
+        return self.model.find_decoder_prefix(folder / "config.json")
 
     @property
     def _target(self) -> Path:
@@ -173,7 +173,7 @@ def adapter_mapper(whole: nn.Module, files: Mapper, tied: bool) -> Mapper:
     own = {group.inputs[0]: group for group in files.groups if group.inputs == group.outputs and len(group.inputs) == 1}
     joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
-    alone = (layer.peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
+    alone = (layer.make_peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
     layers = (sequential(_reorder_outputs(mapper.inputs, own), mapper) for mapper in alone)
     saved = (_map_saved_tensor(name, tied, own) for name in _list_saved_tensors(whole))
     return parallel(*(layer.mapper for layer in joined), *layers, *saved)
@@ -231,7 +231,12 @@ def _list_low_ranks(whole: nn.Module, files: Mapper) -> list[LowRank]:
     has_experts = any(name.endswith(".experts") for name, _ in whole.named_modules())
     joined = list(find_joined_layers(whole, files))
     parts = {name for layer in joined for name in layer.parts}
-    single = [pair for name, layer in find_adapted_layers(whole) if name not in parts for pair in layer.low_ranks(name)]
+    single = [
+        pair
+        for name, layer in find_adapted_layers(whole)
+        if name not in parts
+        for pair in layer.list_low_rank_pairs(name)
+    ]
     return [_name_by_parameter(has_experts, pair) for pair in (*(layer.pair for layer in joined), *single)]
 
 

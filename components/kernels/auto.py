@@ -117,7 +117,7 @@ class AutoKernels:
         """Return an operation's implementation and the reason for the choice."""
         return choose(operation, getattr(self, f"_{operation}"), self.device.device)
 
-    def environment(self) -> dict[str, str]:
+    def list_machine_choices(self) -> dict[str, str]:
         """Return the implementation of every operation."""
         return {operation: self.chosen(operation).name for operation in OPERATIONS}
 

@@ -199,7 +199,7 @@ class Timeouts:
                 case "step_started":
                     self._start_limit(self._step_limit())
                 case "step_ended" if event.step:
-                    self._limit_next_step(last=event.step.last)
+                    self._limit_next_step(last=event.step.is_last)
                 case "saving_started":
                     self._limit_collectives(self.saving)
                 case "saving_ended":

@@ -19,7 +19,7 @@ from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReducedPart, gradient_of
+from drawloom.components.ports.stages import ReducedPart, gradient_or_zeros
 from drawloom.components.state.trees import leaves
 
 
@@ -78,7 +78,7 @@ class ReplicatedModule:
     def reshard(self) -> None:
         """Do nothing: all parameters stay on this rank."""
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         """Start to send gradients block by block, as soon as the next backward pass has computed them."""
         if not final:
             raise ValueError("DDP replicas reduce gradients only after the last microbatch; call with final=True")
@@ -129,7 +129,7 @@ class ReplicatedModule:
         for parameter in parameters:
             if parameter in self._unsent:
                 del self._unsent[parameter]
-                self.sums.add(gradient_of(parameter))
+                self.sums.add(gradient_or_zeros(parameter))
 
 
 @attrs.define(eq=False)

@@ -95,7 +95,9 @@ class KeptFloat8:
 def _group_by_operation(module: nn.Module, precision: Precision) -> Iterator[Sequence[LinearLayer]]:
     """Yield groups of layers in float8; one operation multiplies an input by all weights in a group."""
     layers = float8_layers(module, precision)
-    joint = [group for part in module.modules() if isinstance(part, JointLayers) for group in part.joint_layers()]
+    joint = [
+        group for part in module.modules() if isinstance(part, JointLayers) for group in part.list_fused_float8_layers()
+    ]
     yield from joint
     members = {id(layer) for group in joint for layer in group}
     yield from ([layer] for layer in layers.values() if id(layer) not in members)

@@ -34,7 +34,7 @@ class Divergence:
         if late is not None:
             self._judge_step(late)
         # All ranks have the loss on a device of the same kind, and judge the same step.
-        if not step.state.is_remote(step.state["loss"]) or step.last:
+        if not step.state.is_remote(step.state["loss"]) or step.is_last:
             self._judge_step(step)
         else:
             self._late = step

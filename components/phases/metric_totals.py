@@ -67,7 +67,7 @@ def _pack(
         for name, accumulator in accumulators.items():
             if accumulator.op == op:
                 has_part = name in update and (op != "sum" or counts[accumulator.scope])
-                part = update[name] if has_part else accumulator.identity()
+                part = update[name] if has_part else accumulator.identity_element()
                 # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
                 yield part.reshape(accumulator.shape).flatten()

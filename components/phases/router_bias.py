@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, routers_of
+from drawloom.components.ports.experts import ExpertRouter, find_routers
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError, at_least, component, setting
@@ -43,7 +43,7 @@ class RouterBias:
 
     def open(self) -> None:
         """Start to count tokens in routers with a movable bias. Raises UserError if no rank has one."""
-        biased = {name: router for name, router in routers_of(self.stages).items() if _has_bias(router)}
+        biased = {name: router for name, router in find_routers(self.stages).items() if _has_bias(router)}
         is_adapted = any(stage.adapters for stage in self.stages.local)
         self._routers = {name: router for name, router in biased.items() if not is_adapted or _is_trained(router)}
         local = {name: router.num_experts for name, router in self._routers.items()}

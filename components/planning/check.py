@@ -71,7 +71,7 @@ class PlanCheck:
             self._started = self.clock()
         elif event.kind == "step_ended" and event.step is not None:
             self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
-            if event.step.last and self.processes.rank == 0:
+            if event.step.is_last and self.processes.rank == 0:
                 self._write_comparison()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)

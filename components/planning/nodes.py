@@ -146,7 +146,7 @@ class Nodes:
         """How many training rows a phase, such as sampling, makes from a data row, and the tokens it adds to a row."""
         for name in self._find_used_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
-                return component.made_rows(self.graph.view(name))
+                return component.predict_made_rows(self.graph.view(name))
         return 1, 0
 
     @property

@@ -370,4 +370,4 @@ def _training_flops(counted: ForwardFlops | None, tokens: int, rows: Rows, froze
     if counted is None:
         return None
     pairs = {window: tokens / rows.length * rows.pairs(window) for window in counted.per_pair}
-    return counted.of_training(tokens, pairs, frozen)
+    return counted.count_training_flops(tokens, pairs, frozen)

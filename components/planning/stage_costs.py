@@ -170,7 +170,7 @@ class StageMeter:
         """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
-                batch = self.batch_type.outline(self.rows, self.length)
+                batch = self.batch_type.make_meta_batch(self.rows, self.length)
             except NotImplementedError as error:
                 raise UserError(f"a plan needs the shapes of batches, and {error}", 2) from error
             if isinstance(self.loss, Referenced) and self.loss.reference != "none":

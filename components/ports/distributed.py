@@ -210,7 +210,7 @@ class Processes(Protocol):
         """
         ...
 
-    def channel(self, name: str, first: int, second: int) -> P2PChannel:
+    def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
         """
         Return the named channel between this rank and another, connected at the first call.
 
@@ -364,7 +364,7 @@ class Mesh(Protocol):
 class Neighbours(Protocol):
     """Point-to-point channels inside the mesh."""
 
-    def links(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
+    def open_channels(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """
         Return this rank's channels for `edges`, pairs of pipeline ranks, by the peer's index; a collective of all
         ranks.
@@ -465,10 +465,10 @@ class Precision(Protocol):
 class Reduce(Protocol):
     """Reductions over ranks with different parameters, for example for a squared norm."""
 
-    def total(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a float64 tensor over ranks, any shape, into a new tensor."""
         ...
 
-    def largest(self, value: Tensor) -> Tensor:
+    def max_over_ranks(self, value: Tensor) -> Tensor:
         """Reduce a float64 tensor to its maximum over ranks, any shape, in a new tensor."""
         ...

@@ -66,15 +66,15 @@ class Transfers(Protocol):
         """Return zeros in host memory, uint8 (size,), which is pinned if the device is a GPU."""
         ...
 
-    def fetch(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy tensors from host memory to the device, and return the ticket of the last copy's end."""
         ...
 
-    def store(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+    def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy tensors from the device to host memory, and return the ticket of the last copy's end."""
         ...
 
-    def mark(self) -> Ticket:
+    def mark_computation(self) -> Ticket:
         """Return a ticket for the end of the computation issued so far."""
         ...
 

@@ -168,7 +168,7 @@ class HeadLayer:
         """Return a new head for every forward pass, because wrappers may replace weights."""
         raise NotImplementedError
 
-    def finish(self, hidden: Any, finish: Finish) -> Any:
+    def finish_with_head(self, hidden: Any, finish: Finish) -> Any:
         """End a forward pass with the head. Like `forward`, it runs with gathered weights if ranks have shards."""
         return finish(hidden, self.head())
 
@@ -207,7 +207,7 @@ class LinearLayer(QuantizableLayer):
 class JointLayers(Protocol):
     """A module that multiplies one input by several layers' weights in one operation."""
 
-    def joint_layers(self) -> Sequence[Sequence[LinearLayer]]:
+    def list_fused_float8_layers(self) -> Sequence[Sequence[LinearLayer]]:
         """Return groups of layers; in float8, one operation multiplies the input by all weights in a group."""
         ...
 
@@ -270,7 +270,7 @@ class LanguageModel(Model, Protocol):
         ...
 
     @property
-    def longest_text(self) -> int | None:
+    def max_sequence_length(self) -> int | None:
         """Maximum sequence length for the model's positions; None without a limit."""
         ...
 
@@ -287,7 +287,7 @@ class LanguageModel(Model, Protocol):
 class KeepsConfig(Protocol):
     """A language model that may be a part of a larger model in a folder."""
 
-    def config_within(self, path: Path) -> dict[str, Any]:
+    def update_folder_config(self, path: Path) -> dict[str, Any]:
         """
         Return the `config.json` of a folder with this model in place of the old one.
 
@@ -295,7 +295,7 @@ class KeepsConfig(Protocol):
         """
         ...
 
-    def prefix_within(self, path: Path) -> str:
+    def find_decoder_prefix(self, path: Path) -> str:
         """
         Return the prefix of the decoder's modules in the model that transformers builds for a folder's `config.json`.
 
@@ -364,7 +364,7 @@ class TensorParallelModel(Protocol):
     """A model class that restricts tensor parallelism."""
 
     @classmethod
-    def tensor_faults(cls, node: Any, ranks: int) -> Iterator[str]:
+    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         """Yield reasons why `ranks` ranks along `tensor` can't share a node's model, as ends of a sentence."""
         ...
 
@@ -374,7 +374,7 @@ class ContextParallelModel(Protocol):
     """A model class that restricts context parallelism."""
 
     @classmethod
-    def context_faults(cls, node: Any) -> Iterator[str]:
+    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         """Yield reasons why a node's model needs whole rows, as ends of a sentence."""
         ...
 

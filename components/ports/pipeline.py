@@ -33,7 +33,7 @@ class Schedule(Protocol):
 class PartialSchedule(Protocol):
     """A schedule that computes some ranks' actions alone, so a rank builds only the part it needs."""
 
-    def program_of(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
+    def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the same program with actions for at least the `wanted` ranks; other ranks may have none."""
         ...
 
@@ -105,7 +105,7 @@ STEP_SPECS: Mapping[str, SpecTree] = {
 """The division into microbatches of the step's values that are not numbers."""
 
 
-def state_of_batches(batches: Iterable[Batch]) -> StepState:
+def make_state_of_batches(batches: Iterable[Batch]) -> StepState:
     """Return a state with microbatches as `batches` and room for their losses, for example for an evaluation."""
     microbatches = list(batches)
     return StepState({"batches": microbatches}, microbatches=len(microbatches), specs=STEP_SPECS)
@@ -202,17 +202,17 @@ class MeasuresStep(Protocol):
     A pass without gradients measures them before the step's first backward pass.
     """
 
-    def measure(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+    def measure_step_sums(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
         Return a microbatch's part of the step's sums, float64 (sums,), from hidden states (rows, length, hidden_size).
 
-        The executor adds up the parts of all microbatches and ranks, and calls `with_measured` with the result.
+        The executor adds up the parts of all microbatches and ranks, and calls `with_step_sums` with the result.
 
         Called without gradients; `batch` has its reference log-probabilities, if the loss is `Referenced`.
         """
         ...
 
-    def with_measured(self, batch: Any, sums: Tensor) -> Any:
+    def with_step_sums(self, batch: Any, sums: Tensor) -> Any:
         """Return the batch with the step's sums, float64 (sums,)."""
         ...
 
@@ -263,7 +263,7 @@ class Predictor(Protocol):
 class ForwardPasses(Protocol):
     """Inference over all stages, with a function of the last hidden states."""
 
-    def infer_each(
+    def infer_microbatches(
         self,
         microbatches: Sequence[tuple[Tensor, BatchContext]],
         each_output: Callable[[int, Any], None],

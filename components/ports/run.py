@@ -49,7 +49,7 @@ class RunFolder(Protocol):
 class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
-    def environment(self) -> Mapping[str, str]:
+    def list_machine_choices(self) -> Mapping[str, str]:
         """Return the choices by name; the node is open."""
         ...
 
@@ -89,7 +89,7 @@ class Step:
     _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = attrs.field(init=False, factory=list)
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether the run ends with this step."""
         return self.index == self.total or bool(self.stop_reason)
 
@@ -140,13 +140,13 @@ class Step:
         else:
             scale(factor)
 
-    def settle_scaling(self) -> None:
+    def apply_deferred_factors(self) -> None:
         """Multiply the gradients by all deferred factors."""
         for scale, factor in self._deferred:
             scale(factor)
         self._deferred = []
 
-    def take_factors(self) -> Tensor | None:
+    def take_deferred_factors(self) -> Tensor | None:
         """
         Return the deferred factors, float32 (factors,) on the gradients' device, or None; the caller multiplies every
         gradient by each in turn, and rounds each product to the gradient's dtype.
@@ -182,7 +182,9 @@ class Phase(Protocol):
 @runtime_checkable
 class DefersScaling(Protocol):
     """
-    A phase that may run while gradients lack deferred factors: it reads no gradient, or calls `Step.take_factors`.
+    A phase that may run while gradients lack deferred factors.
+
+    It reads no gradient, or calls `Step.take_deferred_factors`.
 
     The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
     """
@@ -411,7 +413,7 @@ class Accumulator:
     shape: tuple[int, ...] = ()
     scope: Literal["data", "rows", "activations", "model"] = "data"
 
-    def identity(self) -> torch.Tensor:
+    def identity_element(self) -> torch.Tensor:
         """Return the neutral element for `op`: the contribution from a rank without values."""
         value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
         return torch.full(self.shape, value, dtype=torch.float64)
@@ -492,10 +494,10 @@ class Restorer(Protocol):
         ...
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied, for the save in progress and for `hold`; then it may change."""
+        """Wait until the state is copied, for the save in progress and for `keep_in_memory`; then it may change."""
         ...
 
-    def hold(self, step: Step) -> None:
+    def keep_in_memory(self, step: Step) -> None:
         """Keep the state after a step in memory, to continue from after a loss, if the run survives losses."""
         ...
 
@@ -523,7 +525,7 @@ class ReadsFiles(Protocol):
     A node that reads files outside the run folder, such as a tokenizer's; checkpoints are useless without these files.
     """
 
-    def files_read(self) -> Mapping[str, Sequence[Path]]:
+    def list_input_files(self) -> Mapping[str, Sequence[Path]]:
         """Return existing files by the setting with their path or folder; the run folder keeps copies."""
         ...
 
@@ -561,7 +563,7 @@ class Stop(Protocol):
         """Return the first rank's reason that is not empty, "" if all are; a collective, equal on all ranks."""
         ...
 
-    def raising(self) -> AbstractContextManager[None]:
+    def stop_on_signal(self) -> AbstractContextManager[None]:
         """
         Return a context for the time after the last step, when all state is saved, in which a signal raises
         StoppedError.
@@ -592,11 +594,11 @@ class FinalTask(Protocol):
 Cadence = int | Literal["last", "never"]
 
 
-def due(cadence: Cadence, step: Step) -> bool:
+def is_due(cadence: Cadence, step: Step) -> bool:
     """Return whether a cadence contains the step: every n-th step and the last, only the last, or none."""
     if isinstance(cadence, int):
-        return step.last or step.index % cadence == 0
-    return cadence == "last" and step.last
+        return step.is_last or step.index % cadence == 0
+    return cadence == "last" and step.is_last
 
 
 def check_cadence(value: Cadence) -> str | None:

@@ -19,7 +19,7 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def rank_shares(length: int, ranks: int) -> list[range]:
+def divide_into_shares(length: int, ranks: int) -> list[range]:
     """
     Divide `length` elements into consecutive ranges, one per rank.
 
@@ -36,7 +36,7 @@ def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
 
     share: (..., n, ...), any dtype; the result is (..., length, ...).
     """
-    sizes = [len(indices) for indices in rank_shares(length, ranks.size)]
+    sizes = [len(indices) for indices in divide_into_shares(length, ranks.size)]
     if missing := sizes[0] - sizes[ranks.rank]:  # a group gathers tensors of equal shape
         share = F.pad(share, (*(0, 0) * (share.ndim - 1 - dim), 0, missing))
     parts = zip(ranks.gather(share), sizes, strict=True)

@@ -54,12 +54,12 @@ class Shards(Protocol):
         """Free the gathered parameters."""
         ...
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         """Reduce gradients with the stage's next backward pass; `final` marks the step's last reduction."""
         ...
 
     def end_reduction(self) -> None:
-        """End the backward pass that `reduce_next` announced; later passes accumulate gradients on this rank."""
+        """End the backward pass announced by `reduce_in_backward`; later passes only accumulate gradients."""
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
@@ -228,12 +228,12 @@ class AveragedWeights(Protocol):
         ...
 
 
-def with_averages(average: AveragedWeights | None) -> AbstractContextManager[None]:
+def use_averages_if_any(average: AveragedWeights | None) -> AbstractContextManager[None]:
     """Return a context that replaces the weights by the averages, if there are any."""
     return nullcontext() if average is None else average.use_averages()
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
+def gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
     """
     Return a parameter's gradient (any shape), not a copy; set it to zeros if it is None, because all ranks reduce the
     same tensors.

@@ -124,7 +124,7 @@ class StageRollouts:
             return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
 
         outputs: dict[int, Tensor] = {}
-        self.model.infer_each([(window, context)], outputs.__setitem__, finish)
+        self.model.infer_microbatches([(window, context)], outputs.__setitem__, finish)
         drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
         if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
             drawn = outputs[0].cpu()
@@ -134,7 +134,7 @@ class StageRollouts:
         if not drawn.isfinite().all():
             raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
         if cache is not None and layers:  # a plugin's model may not use the cache
-            cache.advance(window.shape[1])
+            cache.end_pass(window.shape[1])
         return drawn
 
     def _find_shortest_prompt(self, lengths: Tensor) -> int:

@@ -22,7 +22,7 @@ class SkippedSteps:
     def add(self, step: Step) -> None:
         """Add a completed step."""
         self._unread = step
-        if step.state.is_on_host or step.last:
+        if step.state.is_on_host or step.is_last:
             self.read()
 
     def read(self) -> None:
@@ -43,7 +43,7 @@ class SkippedSteps:
                 "lower the learning rate or clip more, and start the run again"
             )
 
-    def fail_at_the_end(self) -> None:
+    def fail_if_last_step_skipped(self) -> None:
         """Raise UserError if the last step was skipped, because the results come from an earlier step's weights."""
         if self._count and self._last is not None:
             skipped = "step was" if self._count == 1 else f"{self._count} steps were"

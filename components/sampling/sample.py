@@ -9,7 +9,7 @@ from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.ports.stages import AveragedWeights, with_averages
+from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import regular_file
@@ -53,7 +53,7 @@ class Sample:
 
     def finish(self, step: int) -> None:
         """Sample the text on the first pipeline, and write it on rank 0. A collective."""
-        with with_averages(self.average):
+        with use_averages_if_any(self.average):
             text = self._sample_text() if self.mesh.replicas.rank == 0 else ""
         run_on_rank0(self.mesh.world, lambda: self._write_text(step, text))
 

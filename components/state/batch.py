@@ -60,7 +60,7 @@ class Batch:
             raise TypeError(f'{cls.__name__} does not declare the leaf `weights`; write weights: Tensor = leaf("rows")')
 
     @classmethod
-    def outline(cls, rows: int, length: int) -> Self:
+    def make_meta_batch(cls, rows: int, length: int) -> Self:
         """
         Return a batch on the meta device, for plans; a row has `length` tokens.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Histogram, flat_properties
+from drawloom.components.ports.tracking import Histogram, flatten_properties
 from drawloom.components.storage.regular_file import make_folder, open_to_append
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.components.trackers.remembered_run import recall_run, remember_run
@@ -113,7 +113,8 @@ class MlflowTracker(ServiceTracker):
     def _log_properties(self, run: str) -> None:
         """Log new settings as params, and settings that differ from their params as tags."""
         flat = {
-            _clean_name(key): str(value)[:MAX_PARAM_LENGTH] for key, value in flat_properties(self._properties).items()
+            _clean_name(key): str(value)[:MAX_PARAM_LENGTH]
+            for key, value in flatten_properties(self._properties).items()
         }
         params = self._client.get_run(run).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in flat.items() if key not in params]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Histogram, flat_properties
+from drawloom.components.ports.tracking import Histogram, flatten_properties
 from drawloom.components.storage.regular_file import make_folder
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component
@@ -85,7 +85,7 @@ class TensorBoardTracker(ServiceTracker):
         # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
 
-        flat = flat_properties(self._properties)
+        flat = flatten_properties(self._properties)
         values = {name: value if isinstance(value, HyperparameterValue) else str(value) for name, value in flat.items()}
         for summary in hparams(values, dict.fromkeys(TABLE_METRICS, 0.0)):  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary)

@@ -110,7 +110,7 @@ class ChatCorpus:
     def documents(self, split: Split) -> TokenArrays:
         return self._splits[split]
 
-    def files_read(self) -> dict[str, list[Path]]:
+    def list_input_files(self) -> dict[str, list[Path]]:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 

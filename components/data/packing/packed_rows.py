@@ -207,7 +207,7 @@ def _name_split(split: Split, source: str) -> str:
 def warn_of_long_texts(tokens: int, models: Mapping[str, LanguageModel]) -> None:
     """Warn if the longest text, in tokens, exceeds a model's positions."""
     for name, model in models.items():
-        longest = model.longest_text
+        longest = model.max_sequence_length
         if longest is not None and tokens > longest:
             log.warning(
                 "the longest text of a row has %d tokens, and the positions of [%s] are made for %d "

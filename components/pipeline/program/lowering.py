@@ -35,8 +35,8 @@ from drawloom.components.ports.program import (
     MessageOp,
     Program,
     RankProgram,
-    flat,
     group_overlaps,
+    iterate_actions,
 )
 from drawloom.graph import UserError
 
@@ -65,7 +65,7 @@ def program_for(schedule: Schedule, rank: int, ranks: int, microbatches: int) ->
         return schedule.program(ranks, microbatches)
     hops = pairwise(schedule.stage_to_rank(ranks))
     neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
-    return schedule.program_of({rank} | neighbours, ranks, microbatches)
+    return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)
 
 
 def expect_same(program: Program, rank: int, group: Group) -> None:
@@ -99,7 +99,9 @@ def with_shard_actions(
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    positioned = [
+        (position, part) for position, item in enumerate(line) for part in iterate_actions([item]) if part.op in OPS
+    ]
     computes = sorted({position for position, _ in positioned})
     first = {part.stage: (position, part.microbatch) for position, part in reversed(positioned)}
     last = {part.stage: (position, part) for position, part in positioned}
@@ -142,7 +144,9 @@ def with_offload_actions(line: RankProgram, offloaded: Set[int]) -> RankProgram:
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [(position, part) for position, item in enumerate(line) for part in flat([item]) if part.op in OPS]
+    positioned = [
+        (position, part) for position, item in enumerate(line) for part in iterate_actions([item]) if part.op in OPS
+    ]
     for start, end in offloaded_passes([part for _, part in positioned], offloaded):
         position, part = positioned[start]
         after[position].append(Action(part.stage, "OFFLOAD", part.microbatch))
@@ -164,7 +168,7 @@ class Sharding:
 
     def apply(self, line: RankProgram) -> RankProgram:
         """Return a rank's program with its actions on shards."""
-        stages = {action.stage for action in flat(line)}
+        stages = {action.stage for action in iterate_actions(line)}
         return with_shard_actions(
             line, stages if self.gathered else set(), stages, stages if self.by_microbatch else set()
         )
@@ -179,7 +183,7 @@ def with_whole_backwards(program: Program) -> Program:
     merged[:-1] &= ~program.overlaps_previous[1:]
     merged &= dest_ranks(program) == program.rank
     op = np.where(merged, BACKWARD, program.op)
-    return attrs.evolve(program, op=op).select(~np.roll(merged, 1))
+    return attrs.evolve(program, op=op).select_actions(~np.roll(merged, 1))
 
 
 def dest_ranks(program: Program) -> NDArray[np.int64]:

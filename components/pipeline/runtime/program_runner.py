@@ -75,8 +75,8 @@ class ProgramRunner:
             "RECV_B": self._receive_backward,
             "UNSHARD": lambda action: self.stages[action.stage].unshard(),
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
-            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_next(final=False),
-            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_next(final=True),
+            "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_backward(final=False),
+            "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_backward(final=True),
             "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),
             "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),
         }

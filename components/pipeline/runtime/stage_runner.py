@@ -131,7 +131,7 @@ class StageRunner:
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: accumulate the weight gradients; after `reduce_next`, reduce every part once it is computed."""
+        """Run W: accumulate the weight gradients; after `reduce_in_backward`, reduce every part once it is computed."""
         split = _get_split(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
@@ -166,13 +166,13 @@ class StageRunner:
         """Free the gathered parameters."""
         self._shards.reshard()
 
-    def reduce_next(self, final: bool) -> None:
+    def reduce_in_backward(self, final: bool) -> None:
         """Reduce gradients with the next backward pass; if `final`, they are then complete for the step."""
-        self._shards.reduce_next(final)
+        self._shards.reduce_in_backward(final)
         self._reduces_next = True
 
     def _end_reduction(self) -> None:
-        """End the gradient reduction requested by `reduce_next`."""
+        """End the gradient reduction requested by `reduce_in_backward`."""
         self._shards.end_reduction()
         self._reduces_next = False
 

@@ -40,7 +40,7 @@ class FakeProcesses:
         self.requests.append((name, sets))
         return SingleProcess()
 
-    def channel(self, name: str, first: int, second: int) -> Any:
+    def open_channel(self, name: str, first: int, second: int) -> Any:
         raise AssertionError("no tensor is sent")
 
     def control_group(self, name: str) -> Group:

@@ -80,7 +80,7 @@ def test_a_cache_keeps_states_in_the_order_of_operations() -> None:
         for factor, wanted in zip((1, 2), whole, strict=True):
             actual = compute(mask, factor * x[:, part], weight, q, k, factor * v, g, beta)
             torch.testing.assert_close(list(actual), [tensor[:, part] for tensor in wanted])
-        cache.advance(part.stop - part.start)
+        cache.end_pass(part.stop - part.start)
     assert cache.layers == 4
 
 

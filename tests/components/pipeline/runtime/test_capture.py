@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import state_of_batches
+from drawloom.components.ports.pipeline import make_state_of_batches
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import leaves
 from drawloom.graph import UserError
@@ -106,7 +106,7 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
         return rerun(*given, **named)
 
     def after_evaluation(executor: ProgramExecutor, state: StepState) -> None:
-        executor.evaluate(state_of_batches(state["batches"]))
+        executor.evaluate(make_state_of_batches(state["batches"]))
         train(executor, state)
 
     train = ProgramExecutor.train
