@@ -18,8 +18,8 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import GrowingState, LocalState, SlicedState, Stateful, Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.ports.staging import Stager
-from drawloom.components.state.trees import transform, transform_with_path
-from drawloom.components.storage.state_tree import Packed, Tree, pack
+from drawloom.components.state.trees import map_leaves, map_leaves_with_path
+from drawloom.components.storage.state_tree import Packed, Tree, pack_state
 
 
 def is_local(node: Stateful) -> bool:
@@ -106,7 +106,7 @@ class ShardPlan:
                 }
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
-        return pack(own_part)
+        return pack_state(own_part)
 
 
 def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
@@ -131,7 +131,7 @@ def mark_slices(state: Any, tensor_slice: TensorSlice | None) -> Any:
     """
     if tensor_slice is None:
         return state
-    return transform(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
+    return map_leaves(lambda leaf: SlicedTensor(leaf, tensor_slice) if _is_sliced(leaf, tensor_slice) else leaf, state)
 
 
 def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
@@ -151,7 +151,7 @@ def assemble(pieces: Sequence[Any], tensor_slice: TensorSlice | None) -> Any:
             return leaf[tensor_slice.index()].clone()
         return leaf
 
-    return transform_with_path(assemble_leaf, pieces[0])
+    return map_leaves_with_path(assemble_leaf, pieces[0])
 
 
 def is_needed(saved: Sequence[TensorSlice], tensor_slice: TensorSlice | None) -> bool:
@@ -213,5 +213,5 @@ def _join_slices(parts: Sequence[SlicedTensor], tensor_slice: TensorSlice | None
 def _list_leaves(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Return a nested state's leaves as (path, leaf)."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []
-    transform_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
+    map_leaves_with_path(lambda path, leaf: leaves.append((path, leaf)), state)
     return leaves

@@ -57,7 +57,7 @@ def only(graph: Graph, port: type, holder: str = "the recipe") -> str:
 
 def mesh_sizes(graph: Graph) -> PerDimension:
     """Return the recipe's mesh sizes, with 1 for "auto"."""
-    return PerDimension.of_settings(graph.nodes[only(graph, Mesh)].settings)
+    return PerDimension.from_settings(graph.nodes[only(graph, Mesh)].settings)
 
 
 def microbatches_of(graph: Graph) -> int | None:

@@ -16,7 +16,7 @@ from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import only
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, Stages
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -160,7 +160,7 @@ def _load_run_recipe(project: Project, lock: Path, files: Path) -> Recipe:
 
 def _read_text(path: Path) -> str:
     """Return a regular file's text."""
-    with open_regular_file(path) as file:
+    with open_untrusted_file(path) as file:
         return file.read(0, file.size).decode("utf-8")
 
 

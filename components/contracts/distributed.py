@@ -20,7 +20,7 @@ def tensors_can_be_made_on_the_device(device: Device) -> None:
 def sizes_multiply_to_the_world(mesh: Mesh) -> None:
     """The dimension sizes multiply to the world size, and every index is below its size."""
     sizes, indices = attrs.asdict(mesh.sizes), attrs.asdict(mesh.indices)
-    dense = mesh.sizes.dense()
+    dense = mesh.sizes.without_expert_dimensions()
     expect(prod(dense.values()) == mesh.world.size, f"{dense} are not {mesh.world.size} ranks")
     for name, size in sizes.items():
         expect(0 <= indices[name] < size, f"this rank has index {indices[name]} along {name}")
@@ -28,8 +28,8 @@ def sizes_multiply_to_the_world(mesh: Mesh) -> None:
 
 def groups_match_dimensions(mesh: Mesh) -> None:
     """A dimension's group has the dimension's size, and this rank's index is its rank in the group."""
-    indices = mesh.indices.dense()
-    for name, size in mesh.sizes.dense().items():
+    indices = mesh.indices.without_expert_dimensions()
+    for name, size in mesh.sizes.without_expert_dimensions().items():
         group = mesh.group(name)
         expect((group.rank, group.size) == (indices[name], size), f"the group of {name} does not match it")
 
@@ -54,12 +54,12 @@ def ranks_are_counted(processes: Processes) -> None:
 def group_returns_the_set_with_this_rank(processes: Processes) -> None:
     """The group of several sets of ranks is the set that contains this rank, with this rank's index in it."""
     world = list(range(processes.world_size))
-    together = processes.group("together", [world])
+    together = processes.make_group("together", [world])
     expect(
         (together.rank, together.size) == (processes.rank, len(world)),
         "the group of all ranks is another",
     )
-    alone = processes.group("alone", [[rank] for rank in world])
+    alone = processes.make_group("alone", [[rank] for rank in world])
     expect((alone.rank, alone.size) == (0, 1), "the group of one rank is another")
     expect(alone.gather_json({"a": [1, None]}) == [{"a": [1, None]}], "a group of one rank gathers another value")
 

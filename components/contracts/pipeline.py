@@ -18,8 +18,8 @@ from drawloom.components.ports.pipeline import (
     Predictor,
     Referenced,
     Schedule,
+    find_loss_module,
     make_state_of_batches,
-    module_of,
     sum_losses,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -147,7 +147,7 @@ def _prepare(loss: Loss) -> Loss:
         raise BrokenContractError(
             f"the loss needs {names}, and batches in this contract have only tokens; test the loss in a run"
         )
-    if (module := module_of(loss)) is not None:
+    if (module := find_loss_module(loss)) is not None:
         module.to_empty(device="cpu").double()
         torch.manual_seed(3)
         for owner in module.modules():

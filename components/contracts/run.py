@@ -113,22 +113,22 @@ def leaves_the_number_of_the_step(phase: Phase) -> None:
 
 def microbatches_make_a_step(batching: Batching) -> None:
     """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
-    expect(batching.start(1) == 0, f"the first step begins at position {batching.start(1)}")
+    expect(batching.first_position(1) == 0, f"the first step begins at position {batching.first_position(1)}")
     expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
     for step in (1, 2, 3):
-        rows = len(batching.positions(step)) * batching.micro_size * batching.dp_size
-        size = batching.start(step + 1) - batching.start(step)
+        rows = len(batching.microbatch_positions(step)) * batching.micro_size * batching.dp_size
+        size = batching.first_position(step + 1) - batching.first_position(step)
         expect(rows == size, f"microbatches have {rows} rows in a step of {size}")
 
 
 def every_position_is_used_once(batching: Batching) -> None:
     """The positions of a rank are in the step's range of the endless order, without repetition."""
     for step in (1, 2, 3):
-        microbatches = batching.positions(step)
+        microbatches = batching.microbatch_positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
         sizes = {len(microbatch) for microbatch in microbatches}
         expect(sizes == {batching.micro_size}, f"step {step} has microbatches of other sizes")
-        inside = range(batching.start(step), batching.start(step + 1))
+        inside = range(batching.first_position(step), batching.first_position(step + 1))
         expect(all(position in inside for position in positions), f"step {step} uses positions of another")
         expect(len(set(positions)) == len(positions), f"step {step} uses a position twice")
 

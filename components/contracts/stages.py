@@ -117,7 +117,7 @@ def gradients_are_handed_over(stages: TrainableStages) -> None:
 def the_first_stage_takes_tokens(inputs: StageInputs) -> None:
     """The first stage's input is a meta tensor with the tokens' shape and dtype."""
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    spec = inputs.boundary(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
+    spec = inputs.infer_stage_inputs(0, tokens, TokenContext(torch.arange(5).repeat(2, 1), torch.zeros_like(tokens)))
     expect(isinstance(spec, torch.Tensor) and spec.is_meta, "the input of the first stage is not on the meta device")
     expect(
         (spec.shape, spec.dtype) == (tokens.shape, tokens.dtype),

@@ -39,7 +39,9 @@ def a_name_may_have_several_contexts(tracker: ContextTracker) -> None:
 def properties_of_every_kind_are_accepted(tracker: PropertyTracker) -> None:
     """A tracker accepts nested tables of strings, numbers, booleans and lists before the first step."""
     run = {"name": "run", "seed": 3}
-    tracker.describe({"run": run, "optimizer": {"betas": [0.9, 0.95], "maximize": False, "groups": [{"lr": 0.1}]}})
+    tracker.store_properties(
+        {"run": run, "optimizer": {"betas": [0.9, 0.95], "maximize": False, "groups": [{"lr": 0.1}]}}
+    )
     if isinstance(tracker, Tracker):
         tracker.rewind(0)
         tracker.track(1, {"loss": 1.0})

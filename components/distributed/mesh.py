@@ -108,7 +108,7 @@ class RankMesh(MeshView):
     def group(self, *dimensions: str) -> Group:
         if dimensions not in self._groups:
             name = "world" if dimensions == DIMENSIONS else " × ".join(dimensions)
-            self._groups[dimensions] = self.processes.group(name, self.layout.sets(*dimensions))
+            self._groups[dimensions] = self.processes.make_group(name, self.layout.sets(*dimensions))
         return self._groups[dimensions]
 
     def torch_mesh(self, *dimensions: Sequence[str]) -> Any:

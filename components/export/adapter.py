@@ -22,8 +22,8 @@ from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
-from drawloom.components.storage.durable_files import begin_folder, remove_folder_at_once
-from drawloom.components.storage.safetensors.writer import write_tensors
+from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_at_once
+from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_adapted_model, find_adapted_layers
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import parallel, same, sequential
@@ -113,9 +113,9 @@ class AdapterExport:
 
 def _write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
     """Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all."""
-    temporary = begin_folder(target)
+    temporary = create_temp_folder(target)
     try:
-        write_tensors(temporary.folder / WEIGHTS, tensors)
+        write_safetensors_file(temporary.folder / WEIGHTS, tensors)
         (temporary.folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
         (temporary.folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         temporary.commit()

@@ -226,7 +226,7 @@ class AutoKernels:
             if whole_rows and window is None and chosen.whole_rows is not None:
                 return chosen.whole_rows
             return chosen.mask(documents, window)
-        return PartMask(chosen.mask(part.gather(documents), window, part.places), part)
+        return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
     def attention(
         self,

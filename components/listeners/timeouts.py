@@ -279,6 +279,6 @@ class Timeouts:
         rank = self.mesh.world.rank
         with open_log(path) as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        diagnosis = self.processes.diagnose()
+        diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
-        self.processes.fail(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")
+        self.processes.fail_all_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}")

@@ -51,14 +51,14 @@ class ExpertLoad:
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
         for name, router in local.items():
             observer = self._make_observer(self._names.index(name))
-            router.observe(observer)
+            router.add_routing_observer(observer)
             self._observed.append((router, observer))
 
     def close(self) -> None:
         """Stop observing routers."""
         while self._observed:
             router, observer = self._observed.pop()
-            router.ignore(observer)
+            router.remove_routing_observer(observer)
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:

@@ -148,7 +148,7 @@ class AutoModel:
         return 0
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
             return _create_builder_without_kernels(node.settings["path"], node.settings["new_tokens"]).whole_module()

@@ -20,7 +20,7 @@ from drawloom.components.parallel.dimension import Dimension, SharedParameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.stages import ReducedPart, gradient_or_zeros
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 
 
 @attrs.define(eq=False)
@@ -115,7 +115,7 @@ class ReplicatedModule:
         # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
         # such as the input of a stage, has no such node, and its hook may run before the last gradients are added. So
         # the first block of a stage, or a block after frozen blocks, is sent at the end of the step.
-        tensors = (leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        tensors = (leaf for leaf in list_leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
         if (hidden := next(tensors, None)) is not None:
             hidden.register_hook(partial(self._send_block_gradients, index))  # type: ignore[no-untyped-call]
 

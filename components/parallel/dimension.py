@@ -27,7 +27,7 @@ class StageNodes:
     @property
     def sizes(self) -> PerDimension:
         """The rank count by dimension, as written in the recipe."""
-        return PerDimension.of_settings(self.mesh.settings)
+        return PerDimension.from_settings(self.mesh.settings)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Cadence, Step, check_cadence, is_due
 from drawloom.components.ports.stages import Parameters
-from drawloom.components.storage.tensor_source import bytes_of
+from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import UserError, component, setting
 
 MAX_NAMES_SHOWN = 5
@@ -34,7 +34,7 @@ class CompareReplicas:
         if replicas.size == 1 or not is_due(self.every, step):
             return
         parameters = self.parameters.named_parameters()
-        digests = {name: hashlib.sha256(bytes_of(parameter)).hexdigest() for name, parameter in parameters}
+        digests = {name: hashlib.sha256(view_bytes(parameter)).hexdigest() for name, parameter in parameters}
         total = hashlib.sha256("".join(digests.values()).encode()).hexdigest()
         if len({*replicas.gather_json(total)}) > 1:
             by_replica = replicas.gather_json({"rank": self.mesh.world.rank, "digests": digests})

@@ -180,7 +180,7 @@ class Report:
 
 def _track_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
     if isinstance(tracker, PropertyTracker):
-        tracker.describe(properties)
+        tracker.store_properties(properties)
 
 
 def _track(tracker: Tracker, step: int, measurements: Measurements) -> None:

@@ -62,8 +62,8 @@ class Rollout:
         batches = [require_prompts(batch) for batch in self.data.next_step()]
         self.events.emit(Event("data_loaded", step))
         step.state.split(len(batches), STEP_SPECS)
-        first = self.batching.start(step.index)
-        numbers = [[position - first for position in rows] for rows in self.batching.positions(step.index)]
+        first = self.batching.first_position(step.index)
+        numbers = [[position - first for position in rows] for rows in self.batching.microbatch_positions(step.index)]
         prompts = [repeat_prompts(batch, rows, self.group_size) for batch, rows in zip(batches, numbers, strict=True)]
         completions = self.rollouts.sample(prompts, "train", step.index)
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))

@@ -62,13 +62,13 @@ class RouterBias:
         self._tokens = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=self.device.device)
         for router, tokens in zip(self._routers.values(), self._tokens, strict=True):
             self._observers.append(_make_counter(tokens))
-            router.observe(self._observers[-1])
+            router.add_routing_observer(self._observers[-1])
 
     def close(self) -> None:
         """Stop counting tokens."""
         routers = [*self._routers.values()]
         while self._observers:
-            routers[len(self._observers) - 1].ignore(self._observers.pop())
+            routers[len(self._observers) - 1].remove_routing_observer(self._observers.pop())
 
     def run_phase(self, step: Step) -> None:
         """Move the biases, and reset the counts."""

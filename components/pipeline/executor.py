@@ -383,7 +383,7 @@ def check_ends(executor: NodeView, everywhere: bool) -> Iterator[Problem]:
 
 def check_context(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
-    if PerDimension.of_settings(mesh.settings).context == 1:
+    if PerDimension.from_settings(mesh.settings).context == 1:
         return
     reasons = ["documents are compared as wholes"] if has_pairs(loss.component) else []
     if issubclass(model.component, ContextParallelModel):

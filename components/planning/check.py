@@ -14,7 +14,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import find_remedies, toml_lines
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.components.storage.byte_size import byte_size
+from drawloom.components.storage.byte_size import format_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
@@ -108,7 +108,7 @@ class PlanCheck:
         ]
         settings = " or ".join("; ".join(toml_lines(remedy.values)) for remedy in fitting)
         fullest = max(planned.memory, key=lambda rank: rank.peak)
-        needed, available = map(byte_size, (fullest.peak, planned.device.memory))
+        needed, available = map(format_byte_size, (fullest.peak, planned.device.memory))
         return (
             f"the run needs {needed} on a GPU, in {fullest.when}, and each has {available}; settings "
             f"that fit: {settings}; to try the run anyway, write refuse = false in this component's node"
@@ -118,7 +118,7 @@ class PlanCheck:
 def comparison(planned: Plan, memory: int | None, seconds: float) -> str:
     """Return planned and measured values, and the plan's relative error, as one line."""
     parts = [
-        _format_pair("memory", planned.peak_memory_bytes[0], memory, byte_size),
+        _format_pair("memory", planned.peak_memory_bytes[0], memory, format_byte_size),
         _format_pair("step", planned.time.seconds, seconds, lambda value: f"{value:.3g} s"),
     ]
     return f"plan    {'; '.join(parts)}"

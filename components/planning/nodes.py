@@ -139,7 +139,7 @@ class Nodes:
     @property
     def least_ranks(self) -> int:
         """Return the minimum rank count: the product over dimensions with explicit sizes."""
-        return math.prod(PerDimension.of_settings(self.mesh_settings).dense().values())
+        return math.prod(PerDimension.from_settings(self.mesh_settings).without_expert_dimensions().values())
 
     @cached_property
     def made_rows(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class PerDimension:
     expert_shard: int = 1
     expert: int = 1
 
-    def dense(self) -> dict[str, int]:
+    def without_expert_dimensions(self) -> dict[str, int]:
         """Return the numbers by name, without the expert dimensions."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
@@ -41,10 +41,10 @@ class PerDimension:
 
     def settings(self) -> dict[str, int]:
         """Return the numbers by the mesh's setting names."""
-        return {**self.dense(), "expert": self.expert}
+        return {**self.without_expert_dimensions(), "expert": self.expert}
 
     @classmethod
-    def of_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
+    def from_settings(cls, settings: Mapping[str, Any]) -> "PerDimension":
         """Return the sizes in a mesh's settings; "auto" and omitted sizes count as 1, the smallest size."""
         names = (*DIMENSIONS, "expert")
         return cls(**{name: size for name in names if isinstance(size := settings.get(name), int)})
@@ -93,7 +93,7 @@ class Group(Protocol):
         """All-gather tensors with one shape (...) and dtype: (size, ...), in rank order."""
         ...
 
-    def gather_each(self, tensor: Tensor) -> Sequence[Tensor]:
+    def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """
         All-gather tensors with one dtype and dimension count, but different shapes (...); return them in rank order.
         """
@@ -202,7 +202,7 @@ class Processes(Protocol):
         """Machine count."""
         ...
 
-    def group(self, name: str, sets: Sequence[Sequence[int]]) -> Group:
+    def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """
         Make one process group per set of ranks, and return this process's group.
 
@@ -266,11 +266,11 @@ class Timed(Protocol):
         """Set this rank's step and phase for messages about hangs and failures."""
         ...
 
-    def diagnose(self) -> str:
+    def diagnose_hang(self) -> str:
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
-    def fail(self, text: str) -> None:
+    def fail_all_ranks(self, text: str) -> None:
         """Report a failure on this rank, and end all ranks."""
         ...
 

@@ -214,11 +214,11 @@ class ExpertRouter(Protocol):
         """Return the router's parameters, as every module does."""
         ...
 
-    def observe(self, observer: ObserveRouting) -> None:
+    def add_routing_observer(self, observer: ObserveRouting) -> None:
         """Call `observer` once per microbatch in training's forward passes from now on."""
         ...
 
-    def ignore(self, observer: ObserveRouting) -> None:
+    def remove_routing_observer(self, observer: ObserveRouting) -> None:
         """Stop calling `observer`."""
         ...
 

@@ -31,7 +31,7 @@ class RowPart(Protocol):
     """This rank's tokens in every row, if several ranks share the rows (context parallelism)."""
 
     @property
-    def places(self) -> Tensor:
+    def token_indices(self) -> Tensor:
         """Indices of this rank's tokens in a row, int64 (tokens,), ascending."""
         ...
 
@@ -40,7 +40,7 @@ class RowPart(Protocol):
         ...
 
     @property
-    def pieces(self) -> tuple[int, ...]:
+    def piece_indices(self) -> tuple[int, ...]:
         """
         Indices of this rank's pieces; all ranks' pieces are equally long runs of tokens, counted from the row's start.
         """
@@ -384,14 +384,14 @@ class KnownModule(Protocol):
     """A model class that can build a node's whole model on the meta device, without other components."""
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device, from a node's settings; None if the settings are invalid."""
         ...
 
 
-def known_module(node: Any) -> nn.Module | None:
+def build_known_module(node: Any) -> nn.Module | None:
     """Return the whole model of a model's node on the meta device, if its class is a `KnownModule`."""
-    return node.component.module_of(node) if issubclass(node.component, KnownModule) else None
+    return node.component.build_meta_module(node) if issubclass(node.component, KnownModule) else None
 
 
 @runtime_checkable

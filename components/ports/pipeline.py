@@ -162,7 +162,7 @@ class TrainableLoss(Protocol):
     """Module with the parameters, filled by `reset_parameters()`; None without parameters."""
 
 
-def module_of(loss: object) -> nn.Module | None:
+def find_loss_module(loss: object) -> nn.Module | None:
     """Return the loss's module if it has its own parameters, else None."""
     return loss.module if isinstance(loss, TrainableLoss) else None
 

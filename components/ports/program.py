@@ -124,7 +124,7 @@ class Program:
         return len(self.stage_to_rank)
 
     @property
-    def rank(self) -> NDArray[np.int64]:
+    def rank_by_action(self) -> NDArray[np.int64]:
         """Ranks by action."""
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 

@@ -268,13 +268,13 @@ class Batching(Protocol):
         """Data-parallel rank: this rank's index among the data-parallel ranks, from 0."""
         ...
 
-    def start(self, step: int) -> int:
+    def first_position(self, step: int) -> int:
         """
         Return the row count over all steps before `step` (from 1): its first position in the endless row order.
         """
         ...
 
-    def positions(self, step: int) -> list[list[int]]:
+    def microbatch_positions(self, step: int) -> list[list[int]]:
         """Return this rank's microbatches in a step (from 1) as lists of positions in the endless row order."""
         ...
 

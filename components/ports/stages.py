@@ -172,7 +172,7 @@ class TrainableStages(Stages, Protocol):
 class StageInputs(Protocol):
     """Shapes and dtypes for tensors sent between stages."""
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         """Return the inputs of `stage` for a microbatch with these inputs, as a tree of meta tensors."""
         ...
 

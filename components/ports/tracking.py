@@ -72,7 +72,7 @@ class ContextTracker(Protocol):
 class PropertyTracker(Protocol):
     """A tracker that stores run properties (hyperparameters) beside its values."""
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the resolved recipe's settings, as nested tables; called once, before `rewind`."""
         ...
 

@@ -9,7 +9,7 @@ import attrs
 from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, quick_check, step_of
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -100,5 +100,5 @@ def _read_text(path: Path, limit: int) -> str:
     """Read a file's beginning; "" if the file is missing."""
     if not path.exists() and not path.is_symlink():
         return ""
-    with open_regular_file(path) as file:
+    with open_untrusted_file(path) as file:
         return file.read(0, min(file.size, limit)).decode("utf-8", "replace")

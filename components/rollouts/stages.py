@@ -22,7 +22,7 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.state.trees import transform
+from drawloom.components.state.trees import map_leaves
 from drawloom.graph import Problem, UserError, between, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -192,4 +192,4 @@ def _compute_training_logps(
 def _split_rows(completions: Completions, rows: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
-    return [transform(itemgetter(part), completions) for part in slices]
+    return [map_leaves(itemgetter(part), completions) for part in slices]

@@ -71,10 +71,10 @@ class GlobalBatch:
         replicas = count * self.mesh.sizes.data_shard
         return not any(_explain_uneven_sizes(self.global_size, self.ramp, self.micro_size, replicas))
 
-    def start(self, step: int) -> int:
+    def first_position(self, step: int) -> int:
         return self._locate_step(step)[0]
 
-    def positions(self, step: int) -> list[list[int]]:
+    def microbatch_positions(self, step: int) -> list[list[int]]:
         first, size = self._locate_step(step)
         share = size // self.dp_size
         if self.deal == "in_turn":
@@ -106,7 +106,7 @@ class GlobalBatch:
         """Report sizes uneven for any process count, and stages without an end."""
         # a dimension of size "auto" counts as 1, which is the smallest size and divides all others
         if mesh := node.neighbour("mesh"):
-            sizes, settings = PerDimension.of_settings(mesh.settings), node.settings
+            sizes, settings = PerDimension.from_settings(mesh.settings), node.settings
             replicas = sizes.data_replicate * sizes.data_shard
             faults = _explain_uneven_sizes(settings["global_size"], settings["ramp"], settings["micro_size"], replicas)
             yield from (node.problem(key, text, hint) for key, text, hint in faults)

@@ -16,7 +16,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import make_folder, open_regular_file
+from drawloom.components.storage.regular_file import create_folder, open_untrusted_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
 
@@ -104,10 +104,10 @@ class LockedFolder:
         write_recipe(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.list_input_files().items():
-                copy_files(make_folder(make_folder(self.folder / FILES) / node) / setting, paths)
+                copy_files(create_folder(create_folder(self.folder / FILES) / node) / setting, paths)
 
         content = json.dumps(read_environment(self.environments), indent=1).encode()
-        path = make_folder(self.folder / "log") / ENVIRONMENT
+        path = create_folder(self.folder / "log") / ENVIRONMENT
         if not path.is_file() or path.read_bytes() != content:
             replace_file(path, content)
 
@@ -147,7 +147,7 @@ def find_safe_changes(folder: Path, recipe: ResolvedRecipe) -> list[RecipeChange
     path = folder / LOCK
     if not path.exists():
         return []
-    with open_regular_file(path, REMEDY) as file:
+    with open_untrusted_file(path, REMEDY) as file:
         recorded = file.read(0, file.size)
     try:
         changes = recipe.changes(recorded.decode("utf-8"))
@@ -182,7 +182,7 @@ def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChang
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
     """Copy files into the run folder, to make the run independent of the originals."""
-    make_folder(folder)
+    create_folder(folder)
     for path in paths:
         content, copy = path.read_bytes(), folder / path.name
         if _read_file_content(copy) != content:
@@ -194,7 +194,7 @@ def _read_file_content(path: Path) -> bytes | None:
     # the folder may come from somebody else, with a link or a device under the name
     if not path.exists():
         return None
-    with open_regular_file(path, REMEDY) as file:
+    with open_untrusted_file(path, REMEDY) as file:
         return file.read(0, file.size)
 
 

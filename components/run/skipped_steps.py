@@ -19,13 +19,13 @@ class SkippedSteps:
     _last: Step | None = attrs.field(init=False, default=None)
     _unread: Step | None = attrs.field(init=False, default=None)
 
-    def add(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         """Add a completed step."""
         self._unread = step
         if step.state.is_on_host or step.is_last:
-            self.read()
+            self.count_added_step()
 
-    def read(self) -> None:
+    def count_added_step(self) -> None:
         """
         Count the last step unless it is counted already, and wait for its numbers.
 

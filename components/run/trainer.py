@@ -217,16 +217,16 @@ class Trainer:
             with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
-            self._skipped.read()
+            self._skipped.count_added_step()
             self._agree_on_stop(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
         step.state.copy_to_host()
         self.events.emit(Event("step_ended", step))
-        self._skipped.add(step)
+        self._skipped.add_step(step)
         if self.checkpointer:
             self.checkpointer.keep_in_memory(step)
         if signal := self.stop.agree_on_signal():
-            self._skipped.read()
+            self._skipped.count_added_step()
             self._save_and_stop(step, signal)
 
     @cached_property

@@ -12,7 +12,7 @@ from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import regular_file
+from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
 MAX_LOGGED = 300
@@ -88,7 +88,7 @@ class Sample:
         """Return whether the file's heading is for this step."""
         heading = _format_heading(step).encode()
         try:
-            with regular_file(self._target) as file:
+            with open_regular_file(self._target) as file:
                 return file.read(0, min(file.size, len(heading))) == heading
         except OSError:  # missing, or a stranger's pipe or link, which is replaced
             return False

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import leaves, transform
+from drawloom.components.state.trees import list_leaves, map_leaves
 
 LeafSpec = Literal["rows", "tokens", "replicated", "host"]
 """
@@ -66,8 +66,10 @@ class Batch:
 
         Raises NotImplementedError for a class that does not describe its tensors.
         """
-        text = f"{cls.__name__} does not describe its tensors for plans; define the class method outline(rows, length)"
-        raise NotImplementedError(text)
+        raise NotImplementedError(
+            f"{cls.__name__} does not describe its tensors for plans; "
+            "define the class method make_meta_batch(rows, length)"
+        )
 
     @property
     def row_count(self) -> int:
@@ -110,7 +112,7 @@ class Batch:
         for name, spec in self.specs.items():
             if spec in specs:
                 value = getattr(self, name)
-                changed[name] = function(value) if isinstance(value, Tensor) else transform(change, value)
+                changed[name] = function(value) if isinstance(value, Tensor) else map_leaves(change, value)
         return self.evolve(**changed)
 
     def take_rows(self, rows: slice) -> Self:
@@ -130,7 +132,7 @@ class Batch:
     def named_tensors(self) -> Iterator[tuple[str, LeafSpec, Tensor]]:
         """Yield the name and spec of every leaf with its tensors, in order."""
         for name, spec in self.specs.items():
-            yield from ((name, spec, value) for value in leaves(getattr(self, name)) if isinstance(value, Tensor))
+            yield from ((name, spec, value) for value in list_leaves(getattr(self, name)) if isinstance(value, Tensor))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors in leaf order."""

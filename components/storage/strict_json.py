@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 
-def parse(text: bytes, *, most: int) -> Any:
+def parse_strictly(text: bytes, *, most: int) -> Any:
     """
     Parse a JSON text.
 
@@ -23,14 +23,14 @@ def parse(text: bytes, *, most: int) -> Any:
         raise ValueError("its values are nested too deeply") from None
 
 
-def dumps(value: Any) -> bytes:
+def encode_canonical(value: Any) -> bytes:
     """Encode a value in canonical form: sorted keys, no spaces. Raises ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
 
 
-def checksum(value: Any) -> str:
+def hash_canonical(value: Any) -> str:
     """Return the canonical form's hexadecimal SHA-256, independent of formatting and key order."""
-    return hashlib.sha256(dumps(value)).hexdigest()
+    return hashlib.sha256(encode_canonical(value)).hexdigest()
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class ServiceTracker(TrackerInBackground):
 
     _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
 
-    def describe(self, properties: Mapping[str, Any]) -> None:
+    def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the run's beginning, which `rewind` queues."""
         self._properties = properties
 

@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.tracking import Histogram, flatten_properties
-from drawloom.components.storage.regular_file import make_folder
+from drawloom.components.storage.regular_file import create_folder
 from drawloom.components.trackers.background import ServiceTracker
 from drawloom.graph import UserError, component
 
@@ -45,7 +45,7 @@ class TensorBoardTracker(ServiceTracker):
 
     def _prepare(self) -> None:
         self._writer_class = load_writer()
-        make_folder(self._folder)
+        create_folder(self._folder)
 
     def _begin(self, step: int) -> None:
         self._end()

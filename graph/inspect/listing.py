@@ -122,7 +122,7 @@ def format_plugins(registry: Registry) -> str:
     entries = registry.installed.entries
     if not entries:
         return f"no installed package declares components in the group {registry.installed.group!r}"
-    clashing = [name for name in registry.installed.names() if len(registry.candidates(name)) > 1]
+    clashing = [name for name in registry.installed.names() if len(registry.find_candidates(name)) > 1]
     # Sorted by name below, so that clashing entries are adjacent.
     rows = [
         (e.name, describe_distribution(e), f"{e.value}{' (clashes)' if e.name in clashing else ''}") for e in entries

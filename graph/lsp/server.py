@@ -64,7 +64,7 @@ class RecipeServer(LanguageServer):
                 lsp.DiagnosticRelatedInformation(self.to_lsp_location(diagnostic.elsewhere), diagnostic.problem.text)
             ]
         return lsp.Diagnostic(
-            self.range(path, diagnostic.start, diagnostic.end),
+            self.to_lsp_range(path, diagnostic.start, diagnostic.end),
             diagnostic.message,
             severity=severity,
             code=diagnostic.problem.code,
@@ -78,13 +78,13 @@ class RecipeServer(LanguageServer):
         line = self.recipes.text(path).split("\n")[max(position.line - 1, 0) :][:1]
         column = self.workspace.position_codec.client_num_units("".join(line)[: max(position.column - 1, 0)])
         start = lsp.Position(max(position.line - 1, 0), column)
-        return lsp.Location(self.uri(path), lsp.Range(start, start))
+        return lsp.Location(self.find_uri(path), lsp.Range(start, start))
 
-    def uri(self, path: Path) -> str:
+    def find_uri(self, path: Path) -> str:
         """Return a file's URI, as the editor writes it if the file is open."""
         return self.uris.get(path) or from_fs_path(str(path)) or str(path)
 
-    def range(self, path: Path, start: int, end: int) -> lsp.Range:
+    def to_lsp_range(self, path: Path, start: int, end: int) -> lsp.Range:
         """Convert a range of a file to the units of the editor."""
         text = self.recipes.text(path)
         return lsp.Range(self._to_lsp_position(text, start), self._to_lsp_position(text, end))
@@ -96,23 +96,23 @@ class RecipeServer(LanguageServer):
             text.count("\n", 0, offset), self.workspace.position_codec.client_num_units(text[line_start:offset])
         )
 
-    def offset(self, path: Path, position: lsp.Position) -> int:
+    def to_offset(self, path: Path, position: lsp.Position) -> int:
         """Return a position's offset in an open document."""
         lines = self.recipes.text(path).split("\n")
         start = self.workspace.position_codec.position_from_client_units(lines, position)
         return sum(len(line) + 1 for line in lines[: start.line]) + start.character
 
-    def meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
+    def find_meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
         """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
         if not (self.recipes.contains(path) and self.recipes.is_recipe(path)):
             return None
-        cursor = Cursor.at(self.recipes.text(path), self.offset(path, position))
+        cursor = Cursor.at(self.recipes.text(path), self.to_offset(path, position))
         return Meaning.of(self.recipes, self.recipes.find_analysis(path), cursor) if cursor else None
 
-    def symbol(self, path: Path, position: lsp.Position) -> Symbol | None:
+    def find_symbol_at(self, path: Path, position: lsp.Position) -> Symbol | None:
         """Return the node or variable named at a position in an open recipe, or None."""
-        meaning = self.meaning(path, position)
-        return find_symbol(meaning, self.offset(path, position)) if meaning else None
+        meaning = self.find_meaning(path, position)
+        return find_symbol(meaning, self.to_offset(path, position)) if meaning else None
 
 
 def path_from_uri(uri: str) -> Path:
@@ -203,22 +203,22 @@ def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesPara
 def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
     """Explain the key or value at a position."""
     path = path_from_uri(params.text_document.uri)
-    meaning = server.meaning(path, params.position)
+    meaning = server.find_meaning(path, params.position)
     text = describe_token(server.recipes, meaning) if meaning else ""
     if not meaning or not text:
         return None
     # Preformatted, because the columns of the text are aligned.
     content = lsp.MarkupContent(lsp.MarkupKind.Markdown, f"```text\n{text}\n```")
-    return lsp.Hover(content, server.range(path, meaning.cursor.start, meaning.cursor.end))
+    return lsp.Hover(content, server.to_lsp_range(path, meaning.cursor.start, meaning.cursor.end))
 
 
 def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
     """Offer completions at a position. Editors filter them by the typed characters."""
     path = path_from_uri(params.text_document.uri)
-    meaning = server.meaning(path, params.position)
+    meaning = server.find_meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
-    edit_range = server.range(path, *find_replaced_range(meaning, server.offset(path, params.position)))
+    edit_range = server.to_lsp_range(path, *find_replaced_range(meaning, server.to_offset(path, params.position)))
     items = [
         lsp.CompletionItem(
             label=completion.text.strip('"'),
@@ -235,7 +235,7 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
 
 def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
     """Return the locations where the token at a position is defined."""
-    meaning = server.meaning(path_from_uri(params.text_document.uri), params.position)
+    meaning = server.find_meaning(path_from_uri(params.text_document.uri), params.position)
     return (
         [server.to_lsp_location(position) for position in find_definitions(server.recipes, meaning)] if meaning else []
     )
@@ -244,10 +244,10 @@ def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[
 def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
     """Return the locations naming the node or variable at a position, including its tables."""
     path = path_from_uri(params.text_document.uri)
-    symbol = server.symbol(path, params.position)
+    symbol = server.find_symbol_at(path, params.position)
     files = References.of(server.recipes, path, symbol).files if symbol else {}
     return [
-        lsp.Location(server.uri(file), server.range(file, *source_range))
+        lsp.Location(server.find_uri(file), server.to_lsp_range(file, *source_range))
         for file, ranges in files.items()
         for source_range in ranges
     ]
@@ -256,25 +256,29 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
 def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
     """Return the name's range at a position, if it may be renamed."""
     path = path_from_uri(params.text_document.uri)
-    symbol = server.symbol(path, params.position)
-    offset = server.offset(path, params.position)
+    symbol = server.find_symbol_at(path, params.position)
+    offset = server.to_offset(path, params.position)
     ranges = [*find_symbol_ranges(server.recipes.text(path), symbol)] if symbol else []
     source_range = next((span for span in ranges if span.start <= offset <= span.end), None)
     return (
-        lsp.PrepareRenamePlaceholder(server.range(path, *source_range), symbol[-1]) if source_range and symbol else None
+        lsp.PrepareRenamePlaceholder(server.to_lsp_range(path, *source_range), symbol[-1])
+        if source_range and symbol
+        else None
     )
 
 
 def rename_all(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
     """Return the edits for renaming a node or variable in all recipes merged with each other."""
     path = path_from_uri(params.text_document.uri)
-    symbol = server.symbol(path, params.position)
+    symbol = server.find_symbol_at(path, params.position)
     try:
         files = find_rename_ranges(server.recipes, path, symbol, params.new_name) if symbol else {}
     except UserError as error:
         raise JsonRpcInvalidParams(str(error)) from error
     edits = {
-        server.uri(file): [lsp.TextEdit(server.range(file, *source_range), params.new_name) for source_range in ranges]
+        server.find_uri(file): [
+            lsp.TextEdit(server.to_lsp_range(file, *source_range), params.new_name) for source_range in ranges
+        ]
         for file, ranges in files.items()
     }
     return lsp.WorkspaceEdit(edits) if edits else None

@@ -25,7 +25,7 @@ class FileSource:
     def names(self) -> list[str]:
         return [self.module]
 
-    def candidates(self, use: str) -> list[Candidate]:
+    def find_candidates(self, use: str) -> list[Candidate]:
         return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
 
 

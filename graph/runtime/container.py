@@ -94,7 +94,7 @@ class NamedExitStack:
 
     _stack: list[tuple[str, Callable[[], None]]] = attrs.field(factory=list, init=False)
 
-    def push(self, name: str, close: Callable[[], None]) -> None:
+    def push_callback(self, name: str, close: Callable[[], None]) -> None:
         """Add a callback to run before all earlier ones."""
         self._stack.append((name, close))
 
@@ -294,7 +294,7 @@ class Container(Mapping[str, Any]):
             self._failure_handlers.append(name)
         # Pushed before open(): an object whose open() fails half-way must still release its resources.
         if hasattr(item, "close"):
-            self._opened.push(name, lambda: self._close_node(name, item))
+            self._opened.push_callback(name, lambda: self._close_node(name, item))
         if hasattr(item, "open"):
             try:
                 with StageTimer(self.timings, name, "open"), self._enter_stage_contexts("open", name):

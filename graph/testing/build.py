@@ -11,7 +11,7 @@ from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
 from drawloom.graph.types.port_match import find_mismatches, join_mismatches
-from drawloom.graph.types.structure import Values
+from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
 
@@ -61,8 +61,8 @@ def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
     SettingsResolver({}).resolve(node)
     for key in settings.keys() - plain.keys():
-        value, problems = Values().structure(None, spec.fields[key].type)
-        node.set(key, value)
+        value, problems = ValueConverter().structure(None, spec.fields[key].type)
+        node.set_setting(key, value)
         for problem in problems:
             node.add_problem(problem.code, f"{key}: {problem.text}", problem.hint)
     return node

@@ -33,7 +33,7 @@ from drawloom.graph.types.describe import (
 Hook = Callable[[Any, Any], Any]
 
 
-class Values:
+class ValueConverter:
     """
     Converter of values from tomli to the annotated types of component fields.
 

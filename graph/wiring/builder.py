@@ -93,7 +93,7 @@ class EdgeResolver:
                 value = self._substitute_variable(node, item, field)
                 targets = self._find_named_target(field, value) or self._resolve_targets(node, field, value, path)
                 if len(targets) == 1:
-                    node.connect(field.name, Edge(targets, (), (path,)))
+                    node.set_edge(field.name, Edge(targets, (), (path,)))
             elif field.kind == "mapping":
                 self._connect_mapping(node, field, item)
             else:
@@ -128,7 +128,7 @@ class EdgeResolver:
         self._report_duplicate_targets(node, field, targets, items)
         # A group "@group.*" adds several targets for one element, so elements are counted, not targets.
         incomplete = len({path[1] for path in items}) < len(values)
-        node.connect(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
+        node.set_edge(field.name, Edge(tuple(targets), items=tuple(items), incomplete=incomplete))
 
     def _report_duplicate_targets(self, node: Node, field: Field, targets: list[str], items: list[KeyPath]) -> None:
         if len(set(targets)) == len(targets):
@@ -149,7 +149,7 @@ class EdgeResolver:
             for target in self._resolve_targets(node, field, plain, (field.name, key)):
                 targets[key] = target
         paths = tuple((field.name, key) for key in targets)
-        node.connect(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
+        node.set_edge(field.name, Edge(tuple(targets.values()), tuple(targets), paths))
 
     def _find_named_target(self, field: Field, value: Any) -> tuple[str, ...]:
         """Return the node named by a written edge if it fits, the common case. Otherwise return an empty tuple."""
@@ -236,7 +236,7 @@ class EdgeResolver:
         # A node can't depend on itself.
         fitting = [name for name in self._find_candidates(field) if name != node.name]
         if len(fitting) == 1:
-            node.connect(field.name, Edge((fitting[0],), written=False))
+            node.set_edge(field.name, Edge((fitting[0],), written=False))
         elif not fitting and field.kind == "optional":
             return
         elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise an invalid table may be the node

@@ -72,11 +72,11 @@ class Node:
             return locate_part(self.table, path, key=key)
         return self.position
 
-    def set(self, key: str, value: Any) -> None:
+    def set_setting(self, key: str, value: Any) -> None:
         """Record a setting's converted value."""
         self._settings[key] = value
 
-    def connect(self, key: str, edge: Edge) -> None:
+    def set_edge(self, key: str, edge: Edge) -> None:
         """Add an edge, and its targets to the needs."""
         self._edges[key] = edge
         first = key == self.spec.traits.opens_first

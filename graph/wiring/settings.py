@@ -10,7 +10,7 @@ from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe_type, make_placeholder
-from drawloom.graph.types.structure import Values
+from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
 
 INVALID_VALUE = object()
@@ -22,7 +22,7 @@ class SettingsResolver:
     """Resolver for the settings of nodes, with the variables of their recipe."""
 
     vars: dict[str, Leaf]
-    values: Values = attrs.field(factory=Values)
+    values: ValueConverter = attrs.field(factory=ValueConverter)
 
     def resolve(self, node: Node) -> None:
         """Fill in a node's settings. Invalid values become problems."""
@@ -69,7 +69,7 @@ class SettingsResolver:
                 problem.code, f"{format_path(path)}{written}: {problem.text}", hint, path, position=position
             )
         if not problems:
-            node.set(field.name, value)
+            node.set_setting(field.name, value)
 
     def _variable_position(self, item: Leaf | Table) -> Position | None:
         """Return the variable's position if the whole value is a variable, or None."""
@@ -79,7 +79,7 @@ class SettingsResolver:
 
     def _set_default(self, node: Node, field: Field) -> None:
         if not field.required:
-            node.set(field.name, field.default_value())
+            node.set_setting(field.name, field.default_value())
             return
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
         value = make_placeholder(field.type)

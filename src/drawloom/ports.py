@@ -111,7 +111,7 @@ from drawloom.components.ports.model import (
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
     stored_formats as stored_formats,
-    known_module as known_module,
+    build_known_module as build_known_module,
     BatchContext as BatchContext,
     BufferOwner as BufferOwner,
     ContextParallelModel as ContextParallelModel,
@@ -166,7 +166,7 @@ from drawloom.components.ports.pipeline import (
     TrainableLoss as TrainableLoss,
     chooses_recompute as chooses_recompute,
     embeds_on_every_rank as embeds_on_every_rank,
-    module_of as module_of,
+    find_loss_module as find_loss_module,
     make_state_of_batches as make_state_of_batches,
     sum_losses as sum_losses,
 )

@@ -122,7 +122,7 @@ class World:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Tensor:
         return self.between
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:

@@ -510,7 +510,7 @@ def rows_of_steps(use: str, values: Values, _place: Path) -> Any:
     """Return the positions of two steps on the first of two ranks."""
     mesh = fake(Mesh, sizes=PerDimension(data_shard=2), indices=PerDimension.of_first_rank())
     batching = build(use, mesh=mesh, rows=fake(PackedDataset, length=8), **values)
-    return [batching.positions(step) for step in (1, 2)]
+    return [batching.microbatch_positions(step) for step in (1, 2)]
 
 
 def lr_factors(use: str, values: Values, _place: Path) -> Any:

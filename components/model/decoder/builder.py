@@ -192,7 +192,7 @@ class DecoderBuilder:
         return 0
 
     @classmethod
-    def module_of(cls, node: Any) -> nn.Module | None:
+    def build_meta_module(cls, node: Any) -> nn.Module | None:
         # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None

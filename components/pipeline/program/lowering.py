@@ -178,17 +178,17 @@ def with_whole_backwards(program: Program) -> Program:
     """Replace every I directly followed by its W by a B, unless another rank consumes I's result."""
     merged = np.zeros(len(program.stage), dtype=bool)
     merged[:-1] = (program.op[:-1] == BACKWARD_INPUT) & (program.op[1:] == BACKWARD_WEIGHT)
-    for column in (program.stage, program.microbatch, program.rank):
+    for column in (program.stage, program.microbatch, program.rank_by_action):
         merged[:-1] &= column[:-1] == column[1:]
     merged[:-1] &= ~program.overlaps_previous[1:]
-    merged &= dest_ranks(program) == program.rank
+    merged &= dest_ranks(program) == program.rank_by_action
     op = np.where(merged, BACKWARD, program.op)
     return attrs.evolve(program, op=op).select_actions(~np.roll(merged, 1))
 
 
 def dest_ranks(program: Program) -> NDArray[np.int64]:
     """Return the rank consuming an action's result, by action (actions,); its own rank without a consumer."""
-    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank
+    stage_to_rank, rank_of = np.array(program.stage_to_rank), program.rank_by_action
     dest_stage = program.stage + np.where(program.op == FORWARD, 1, -1)
     has_dest = (program.op != BACKWARD_WEIGHT) & (dest_stage >= 0) & (dest_stage < program.stages)
     return np.where(has_dest, stage_to_rank[np.where(has_dest, dest_stage, 0)], rank_of)
@@ -196,7 +196,7 @@ def dest_ranks(program: Program) -> NDArray[np.int64]:
 
 def with_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     """Return one rank's program with sends and receives inserted, ordered by the whole program's timing."""
-    rank_of, dest_of = program.rank, dest_ranks(program)
+    rank_of, dest_of = program.rank_by_action, dest_ranks(program)
     computes, sends, receives = (
         rank_of == rank,
         (rank_of == rank) & (dest_of != rank),

@@ -117,7 +117,7 @@ class Simulation:
     @property
     def messages(self) -> int:
         """Return the number of tensors sent between ranks."""
-        return int((dest_ranks(self.program) != self.program.rank).sum())
+        return int((dest_ranks(self.program) != self.program.rank_by_action).sum())
 
     @property
     def actions(self) -> dict[str, int]:

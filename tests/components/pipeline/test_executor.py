@@ -72,7 +72,7 @@ class Local:
     def hand_over_gradients(self) -> None:
         pass
 
-    def boundary(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         raise AssertionError("nothing travels on one rank")
 
     def open_channels(self, edges: Any) -> dict[int, Any]:

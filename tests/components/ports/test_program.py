@@ -28,7 +28,7 @@ def test_rank_programs_round_trip() -> None:
     assert [program.rank_program(rank) for rank in range(2)] == RANK_PROGRAMS
     assert (program.ranks, program.stages, program.microbatches) == (2, 4, 2)
     assert program.stage_to_rank == (0, 1, 1, 0)
-    assert program.rank.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert program.rank_by_action.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
 def test_labels_equal_those_of_torch() -> None:

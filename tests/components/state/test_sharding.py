@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drawloom.components.state.sharding import check_spec, shard_tree, unshard_tree
 from drawloom.components.state.specs import Replicate, Shard, Stack
-from drawloom.components.state.trees import branches
+from drawloom.components.state.trees import list_labelled_children
 
 
 @attrs.frozen
@@ -23,7 +23,7 @@ class Rows:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two trees are the same, type by type and number by number, NaN being the same as NaN."""
-    here, there = branches(one), branches(other)
+    here, there = list_labelled_children(one), list_labelled_children(other)
     if here is None or there is None:
         if isinstance(one, torch.Tensor):
             return isinstance(other, torch.Tensor) and _rows(one) == _rows(other)

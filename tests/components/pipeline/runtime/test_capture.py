@@ -16,7 +16,7 @@ from drawloom.components.pipeline.runtime.capture import Captures, WeightSums
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import make_state_of_batches
 from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import leaves
+from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 from drawloom.kernels import recompute_policy
 from drawloom.kernels.recompute import rerun
@@ -33,7 +33,7 @@ class Again:
 
     def replay(self) -> None:
         """Run the recorded function, as a GPU does only here, and write its results."""
-        for there, here in zip(leaves(self.outputs), leaves(self.run()), strict=True):
+        for there, here in zip(list_leaves(self.outputs), list_leaves(self.run()), strict=True):
             if isinstance(there, Tensor):
                 there.data.copy_(here)
 
