@@ -58,6 +58,6 @@ class KeyValueCache:
         self._states[self._next_state - 1] = state
 
     def end_pass(self, tokens: int) -> None:
-        """End a pass over `tokens` new tokens; the next pass begins at the first layer again."""
+        """End a forward pass over `tokens` new tokens: the next `extend` is for the first layer again."""
         self.length += tokens
         self._next = self._next_state = 0

@@ -94,7 +94,7 @@ class TokenBatch(Batch):
         return ids.is_cpu and ids.equal(ids[:, :1].expand_as(ids))
 
     def without_weights(self) -> Self:
-        """Return the same rows as padding, without targets."""
+        """Return a copy to fill up a microbatch: the same rows without targets, counted as padding."""
         targets = torch.full_like(self.targets, IGNORE_INDEX)
         return super().without_weights().evolve(targets=targets, padding=self.tokens.numel())
 
@@ -329,7 +329,7 @@ class MovableData(TrainingData, Protocol):
         ...
 
     def skip_to_position(self, position: int) -> None:
-        """Begin the next step at a position in the order, and skip the rows up to it."""
+        """Skip the rows before a position in the order; the next step begins there."""
         ...
 
 
@@ -347,7 +347,7 @@ class ValidationData(Protocol):
     """Fixed validation rows, always in the same order."""
 
     def row_counts(self) -> tuple[int, int]:
-        """Return how many rows all ranks evaluate together, and how many rows there are to choose from."""
+        """Return (rows that all ranks together evaluate, rows to choose from)."""
         ...
 
     def batches(self) -> Iterator[Batch]:

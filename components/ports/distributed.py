@@ -31,7 +31,7 @@ class PerDimension:
     expert: int = 1
 
     def without_expert_dimensions(self) -> dict[str, int]:
-        """Return the numbers by name, without the expert dimensions."""
+        """Return the numbers by dimension name, without the dimensions for expert parallelism."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @classmethod
@@ -40,7 +40,7 @@ class PerDimension:
         return cls(**dict.fromkeys(attrs.fields_dict(cls), 0))
 
     def settings(self) -> dict[str, int]:
-        """Return the numbers by the mesh's setting names."""
+        """Return the numbers by the mesh's setting names, such as `tensor` and `expert`."""
         return {**self.without_expert_dimensions(), "expert": self.expert}
 
     @classmethod
@@ -250,7 +250,7 @@ class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
     def fits_replicas(self, count: int) -> bool:
-        """Return whether `count` replicas (DDP) can share the work; the node is open."""
+        """Return whether the work can be divided among `count` replicas (DDP); called on an open node."""
         ...
 
 
@@ -263,7 +263,7 @@ class Timed(Protocol):
         ...
 
     def set_location(self, location: str) -> None:
-        """Set this rank's step and phase for messages about hangs and failures."""
+        """Record what this rank is doing, a step and a phase, for messages about hangs and failures."""
         ...
 
     def diagnose_hang(self) -> str:
@@ -271,7 +271,7 @@ class Timed(Protocol):
         ...
 
     def fail_all_ranks(self, text: str) -> None:
-        """Report a failure on this rank, and end all ranks."""
+        """End all ranks' processes with `text` as this rank's error message."""
         ...
 
 

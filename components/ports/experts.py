@@ -211,7 +211,7 @@ class ExpertRouter(Protocol):
     e_score_correction_bias: Tensor | None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the router's parameters, as every module does."""
+        """Yield the router's parameters, like `nn.Module.parameters`."""
         ...
 
     def add_routing_observer(self, observer: ObserveRouting) -> None:

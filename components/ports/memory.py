@@ -75,11 +75,11 @@ class Transfers(Protocol):
         ...
 
     def mark_computation(self) -> Ticket:
-        """Return a ticket for the end of the computation issued so far."""
+        """Return a ticket that copies can wait for: all computation issued so far is done."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
-        """Let later computation wait for a ticket."""
+        """Make computation issued from now on wait for a ticket; the host does not wait."""
         ...
 
     def synchronize(self) -> None:

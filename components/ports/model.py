@@ -165,11 +165,11 @@ class HeadLayer:
     """A layer that can be a model's head, or be tied to it."""
 
     def head(self) -> Head:
-        """Return a new head for every forward pass, because wrappers may replace weights."""
+        """Return a Head for one forward pass; FSDP and others may replace the weights between passes."""
         raise NotImplementedError
 
     def finish_with_head(self, hidden: Any, finish: Finish) -> Any:
-        """End a forward pass with the head. Like `forward`, it runs with gathered weights if ranks have shards."""
+        """Return `finish(hidden, head)`, computed like `forward` with gathered weights if FSDP shards the layer."""
         return finish(hidden, self.head())
 
 
@@ -208,7 +208,7 @@ class JointLayers(Protocol):
     """A module that multiplies one input by several layers' weights in one operation."""
 
     def list_fused_float8_layers(self) -> Sequence[Sequence[LinearLayer]]:
-        """Return groups of layers; in float8, one operation multiplies the input by all weights in a group."""
+        """Return groups of linear layers with the same input, which float8 multiplies in one operation per group."""
         ...
 
 
@@ -345,7 +345,7 @@ class UncastParameters(Protocol):
     """A model with parameters that layers use in the parameter dtype, as if `precision.uncast` named them."""
 
     def uncast_parameters(self) -> Sequence[str]:
-        """Return name patterns (fnmatch) of these parameters."""
+        """Return name patterns (fnmatch) for the parameters that are not cast to the compute dtype."""
         ...
 
 
@@ -365,7 +365,7 @@ class TensorParallelModel(Protocol):
 
     @classmethod
     def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Yield reasons why `ranks` ranks along `tensor` can't share a node's model, as ends of a sentence."""
+        """Yield reasons why tensor parallelism over `ranks` ranks can't split a node's model, as ends of a sentence."""
         ...
 
 
@@ -375,7 +375,7 @@ class ContextParallelModel(Protocol):
 
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        """Yield reasons why a node's model needs whole rows, as ends of a sentence."""
+        """Yield reasons, as ends of a sentence, why context parallelism can't split rows for a node's model."""
         ...
 
 

@@ -34,7 +34,7 @@ class PartialSchedule(Protocol):
     """A schedule that computes some ranks' actions alone, so a rank builds only the part it needs."""
 
     def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
-        """Return the same program with actions for at least the `wanted` ranks; other ranks may have none."""
+        """Return `program` for the `wanted` ranks only; other ranks' actions may be missing, which saves time."""
         ...
 
 
@@ -213,7 +213,7 @@ class MeasuresStep(Protocol):
         ...
 
     def with_step_sums(self, batch: Any, sums: Tensor) -> Any:
-        """Return the batch with the step's sums, float64 (sums,)."""
+        """Return the batch with the sums over the step's microbatches and ranks, float64 (sums,), for `loss`."""
         ...
 
 

@@ -125,11 +125,11 @@ class Program:
 
     @property
     def rank_by_action(self) -> NDArray[np.int64]:
-        """Ranks by action."""
+        """Ranks by action, in column order: int64 (actions,)."""
         return np.repeat(np.arange(self.ranks), np.diff(self.bounds))
 
     def rows(self, rank: int) -> slice:
-        """Return a rank's rows in the columns."""
+        """Return the slice that selects a rank's actions from the columns."""
         return slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
 
     def rank_program(self, rank: int) -> RankProgram:
@@ -169,16 +169,18 @@ def group_overlaps(actions: Iterable[tuple[Action, bool]]) -> RankProgram:
 
 
 def _list_actions(item: Action | Overlap) -> Iterable[tuple[Action, bool]]:
-    """Return an item's actions, with True if the action overlaps the previous one."""
+    """Return the actions in an item, with a flag: whether the action overlaps the one before."""
     if isinstance(item, Action):
         return [(item, False)]
     return [(part, number > 0) for number, part in enumerate(item.parts)]
 
 
 def _encode_action(action: Action, joined: bool) -> tuple[int, int, int, bool]:
-    """Return an action's stage, op index and microbatch, and the flag. Raises ValueError for a message."""
+    """Return an action as numbers for the columns: stage, op index, microbatch, `joined`. ValueError for a message."""
     if action.op not in OPS:
-        raise ValueError(f"{action} is a message; a program holds the compute ops {', '.join(OPS)} alone")
+        raise ValueError(
+            f"{action} sends or receives a message; a program may only contain the compute ops {', '.join(OPS)}"
+        )
     return action.stage, OPS.index(action.op), action.microbatch, joined
 
 

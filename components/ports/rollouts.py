@@ -83,7 +83,7 @@ class Completions:
 
     @property
     def sampled_counts(self) -> Tensor:
-        """Return the number of sampled tokens: int64 (rows,)."""
+        """Count the sampled tokens by row: int64 (rows,)."""
         return self.ends - self.starts
 
     @property
@@ -146,7 +146,7 @@ class MakesRows(Protocol):
 
     @classmethod
     def predict_made_rows(cls, node: Any) -> tuple[int, int]:
-        """Return the number of rows made from one, and the tokens added to a row's length, from a node's settings."""
+        """Return, from a node's settings, how many rows replace one row, and how many tokens longer these are."""
         ...
 
 

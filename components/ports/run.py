@@ -50,7 +50,7 @@ class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
     def list_machine_choices(self) -> Mapping[str, str]:
-        """Return the choices by name; the node is open."""
+        """Return choices by name, such as the GPU or a kernel; called on an open node."""
         ...
 
 
@@ -141,7 +141,7 @@ class Step:
             scale(factor)
 
     def apply_deferred_factors(self) -> None:
-        """Multiply the gradients by all deferred factors."""
+        """Multiply the gradients by all factors that `scale_gradients` deferred, and forget these."""
         for scale, factor in self._deferred:
             scale(factor)
         self._deferred = []
@@ -270,7 +270,7 @@ class Batching(Protocol):
 
     def first_position(self, step: int) -> int:
         """
-        Return the row count over all steps before `step` (from 1): its first position in the endless row order.
+        Return the position in the endless row order where `step` (from 1) begins: the row count in all earlier steps.
         """
         ...
 
@@ -414,7 +414,7 @@ class Accumulator:
     scope: Literal["data", "rows", "activations", "model"] = "data"
 
     def identity_element(self) -> torch.Tensor:
-        """Return the neutral element for `op`: the contribution from a rank without values."""
+        """Return the neutral element for `op`, such as 0 for a sum: the contribution from a rank without values."""
         value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
         return torch.full(self.shape, value, dtype=torch.float64)
 
@@ -498,7 +498,7 @@ class Restorer(Protocol):
         ...
 
     def keep_in_memory(self, step: Step) -> None:
-        """Keep the state after a step in memory, to continue from after a loss, if the run survives losses."""
+        """Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost."""
         ...
 
 
@@ -508,7 +508,7 @@ class AfterRestore(Protocol):
 
     def after_restore(self, done: int) -> None:
         """
-        Act on every rank before the first step, and again whenever the run goes back to a checkpoint.
+        Act on every rank after `done` steps are restored: before the first step, and after going back to a checkpoint.
 
         `done` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
@@ -526,7 +526,7 @@ class ReadsFiles(Protocol):
     """
 
     def list_input_files(self) -> Mapping[str, Sequence[Path]]:
-        """Return existing files by the setting with their path or folder; the run folder keeps copies."""
+        """Return the existing files that this node reads, by setting; the run folder keeps copies."""
         ...
 
 

@@ -32,7 +32,7 @@ def divide_into_shares(length: int, ranks: int) -> list[range]:
 
 def gather_shares(share: Tensor, ranks: Group, dim: int, length: int) -> Tensor:
     """
-    Gather dimension `dim`, with `length` elements, from all ranks' shares; a collective.
+    Concatenate all ranks' shares along `dim`, which then has `length` elements; a collective.
 
     share: (..., n, ...), any dtype; the result is (..., length, ...).
     """
@@ -62,7 +62,7 @@ class TensorSlice:
         return prod(self.size)
 
     def index(self, within: "TensorSlice | None" = None) -> tuple[slice, ...]:
-        """Return the slice's index in the whole tensor, or in the tensor for a slice `within` that contains it."""
+        """Return the index that selects this slice from the whole tensor, or from the slice `within` containing it."""
         base = within.offsets if within else (0,) * len(self.shape)
         return tuple(
             slice(offset - start, offset - start + size)

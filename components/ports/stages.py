@@ -63,11 +63,11 @@ class Shards(Protocol):
         ...
 
     def parts(self) -> Sequence["ReducedPart"]:
-        """Return parameter groups reduced by no autograd hook, in the order in which all ranks reduce them."""
+        """Return the parameter groups that the executor itself must reduce, in an order common to all ranks."""
         ...
 
     def reduce(self) -> None:
-        """Reduce the gradients not reduced by any part, and end the reduction."""
+        """Reduce the remaining gradients, in no group of `parts`, and end the reduction."""
         ...
 
 
@@ -164,7 +164,7 @@ class TrainableStages(Stages, Protocol):
         ...
 
     def hand_over_gradients(self) -> None:
-        """Pass gradients to the optimizer's parameters, after a step's backward passes."""
+        """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
         ...
 
 
@@ -173,7 +173,7 @@ class StageInputs(Protocol):
     """Shapes and dtypes for tensors sent between stages."""
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        """Return the inputs of `stage` for a microbatch with these inputs, as a tree of meta tensors."""
+        """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
         ...
 
 

@@ -73,7 +73,7 @@ class PropertyTracker(Protocol):
     """A tracker that stores run properties (hyperparameters) beside its values."""
 
     def store_properties(self, properties: Mapping[str, Any]) -> None:
-        """Store the resolved recipe's settings, as nested tables; called once, before `rewind`."""
+        """Store the run's settings, as nested tables; called once, before `rewind`."""
         ...
 
 

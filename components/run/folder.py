@@ -61,7 +61,7 @@ class LockedFolder:
             raise
 
     def after_restore(self, done: int) -> None:
-        """Write the recipe and copy its files; any earlier, a failed resume would replace them."""
+        """Write the recipe and copy its files: only now, so a failed resume does not replace them."""
         self._is_new = False
         run_on_rank0(self.mesh.world, self._write_run_records)
 

@@ -147,7 +147,7 @@ class Trainer:
         self._skipped.fail_if_last_step_skipped()
 
     def _stop_if_asked(self, step: Step) -> str:
-        """Return the reason of a stop that the loop over the steps asks for on any rank, after saving the step."""
+        """Save the step if the caller's loop asked for a stop on any rank, and return the reason, or ""."""
         reason = self.stop.agree_on_reason(step.stop_reason)
         if reason:
             log.info("the run ends after step %d: %s", step.index, reason)
@@ -273,7 +273,7 @@ class Trainer:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str) -> tuple[str, str] | None:
-        """Return "safe" for changed `steps`, unless a phase such as a learning rate schedule derives from it."""
+        """Return "safe" for changed `steps`, unless a phase such as a learning-rate schedule depends on them."""
         if key != "steps":
             return None
         derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_step_count(phase)]

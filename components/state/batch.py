@@ -83,7 +83,7 @@ class Batch:
 
     @property
     def token_count(self) -> int:
-        """Return the number of tokens a run counts: the number of weights, including zeros."""
+        """Count this batch's tokens: all positions with a weight, even 0."""
         return self.weights.numel()
 
     def has_whole_rows(self) -> bool:
@@ -124,7 +124,7 @@ class Batch:
         return self.map_tensors(lambda tensor: tensor.index_select(1, indices), {"tokens"})
 
     def without_host_values(self) -> Self:
-        """Return a copy with default values for all leaves declared "host"."""
+        """Return a copy in which leaves declared "host", which stay off the device, have their default values."""
         return self.evolve(
             **{field.name: field.default for field in attrs.fields(type(self)) if field.metadata["spec"] == "host"}
         )

@@ -155,7 +155,10 @@ def _unshard_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
     rows = [{step: child for step, child, _ in entries or ()} for entries in children]
     if other := next((row for row in rows if first is not None and row.keys() != rows[0].keys()), None):
         names = ", ".join(sorted(other.keys() ^ rows[0].keys()))
-        raise _make_error(path, f"microbatch {rows.index(other)} has other entries than the first: {names}")
+        raise _make_error(
+            path,
+            f"microbatch {rows.index(other)} and the first one do not both have {names}; write the same entries in all",
+        )
     if first is None or len(set(map(type, values))) > 1:
         raise _make_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
     children = [_unshard_nodes([row[step] for row in rows], below, path + step) for step, _, below in first]
@@ -184,7 +187,7 @@ def _unshard_tensors(values: list[Any], spec: Shard | Stack, path: str) -> Tenso
         return torch.stack(values, spec.dim) if is_stack else torch.cat(values, spec.dim)
     except RuntimeError as error:
         shapes = "equal shapes" if is_stack else f"shapes that differ only in dimension {spec.dim}"
-        text = f"microbatches have tensors that can't be joined by {spec}: {_describe_kinds(values)}; use {shapes}"
+        text = f"{spec} can't join the microbatches' tensors, {_describe_kinds(values)}; use {shapes}"
         raise _make_error(path, text) from error
 
 
@@ -202,7 +205,8 @@ def _require_equal(values: list[Any], path: str) -> Any:
     """Return the common value of all microbatches; ValueError if values differ."""
     for index, value in enumerate(values):
         if not _are_equal(values[0], value):
-            raise _make_error(path, f"it is replicated, but differs between microbatches 0 and {index}")
+            text = f"the spec is Replicate(), but microbatches 0 and {index} have different values; write Stack()"
+            raise _make_error(path, text)
     return values[0]
 
 

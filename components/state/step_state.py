@@ -82,7 +82,7 @@ class StepState:
 
     def split(self, microbatches: int, specs: Mapping[str, SpecTree]) -> None:
         """
-        Set the number of microbatches, and the specs by which values are sharded and joined; drop all values.
+        Begin a step: drop all values, and set the microbatch count and the specs to shard and join values.
 
         Specs of other names are inferred. Raises PipelineStateError for a negative number or an invalid spec.
         """
@@ -129,7 +129,7 @@ class StepState:
         return self[key]
 
     def microbatches_present(self, key: str) -> list[int]:
-        """Return the microbatches in whose view a name can be read; none for a name that has not been written."""
+        """Return the microbatches, counted from 0, with a written value; [] if it was never written."""
         return [*range(self.microbatches)] if key in self._written else sorted(self._shards.get(key, ()))
 
     def is_remote(self, tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ class FileWriter:
     def content(self) -> Content:
         """Return size and SHA-256 for the bytes written in order from the start."""
         if self.sha256 is None:
-            raise ValueError(f"{self.name} was opened without a hash")
+            raise ValueError(f"{self.name} was opened without hashing, so it has no checksum")
         return self.sha256.finish()
 
 

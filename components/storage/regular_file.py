@@ -117,7 +117,9 @@ def create_folder(path: Path) -> Path:
             raise OSError(errno.ENOTDIR, "it is a symbolic link, which may lead anywhere", str(path))
     except OSError as error:
         text = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
-        raise UserError(f"{path} can't be written to ({text}); remove it, or use another run name") from error
+        raise UserError(
+            f"{path} can't be opened for writing ({text}); remove this file, or use another run name"
+        ) from error
     return path
 
 

@@ -33,7 +33,7 @@ class Packed(NamedTuple):
 
 def pack_state(state: Any) -> Packed:
     """
-    Return a state's tree and its tensors, which are not copied; a repeated tensor is stored once.
+    Split a state into a JSON tree, with tensor names as leaves, and distinct tensors by name, which are not copied.
 
     Raises TypeError with the path to a value that `unpack_state` would not restore exactly.
     """
@@ -61,7 +61,7 @@ def tensor_names(tree: Tree) -> set[str]:
 
 
 def iterate_tensor_leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
-    """Yield the tensor names in a tree, with their slices (None for a whole tensor)."""
+    """Yield (tensor name, slice) for every tensor in a tree; None for a whole tensor."""
     if isinstance(tree, list):
         for part in tree:
             yield from iterate_tensor_leaves(part)
@@ -96,7 +96,7 @@ def list_dict_entries(tree: Tree) -> dict[str, Tree]:
     """Return the entries in a dict's tree. Raises ValueError for another tree."""
     content = tree.get("dict") if isinstance(tree, dict) else None
     if not isinstance(content, dict):
-        raise ValueError("a state is not a dict")
+        raise ValueError("the saved state is not a dict")
     return content
 
 

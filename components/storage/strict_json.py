@@ -14,7 +14,7 @@ def parse_strictly(text: bytes, *, most: int) -> Any:
     than `most` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > most:
-        raise ValueError(f"it has {parts} parts, and more than {most} are not read")
+        raise ValueError(f"it has {parts} values, above the limit of {most}")
     try:
         return json.loads(
             text.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant

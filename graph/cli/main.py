@@ -88,7 +88,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     with redirect_stdout_to_stderr() if options.format == JSON else nullcontext():
         result = function(options, project)
     if result is None:
-        raise TypeError(f"the command {options.command} has no result")
+        raise TypeError(f"the command {options.command} returned no result; its main must return a Result")
     text = dump_json(as_data(result)) if options.format == JSON else result.render(options.format)
     if text and console.warns:  # one process of several
         print_text(text)

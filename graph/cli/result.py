@@ -177,7 +177,7 @@ def _make_type_schema(kind: Any) -> Schema:
         return _make_array_schema(origin, inner)
     if attrs.has(kind):
         return _make_object_schema(kind)
-    raise TypeError(f"{kind} is not a type of results; see Result")
+    raise TypeError(f"a field of a Result can't have the type {kind}; see Result for the supported types")
 
 
 def _make_array_schema(origin: type, inner: tuple[Any, ...]) -> Schema:

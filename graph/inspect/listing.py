@@ -97,7 +97,7 @@ def _format_table(rows: Mapping[str, str]) -> str:
 
 def find_replacement_conditions(graph: Graph, name: str) -> Iterator[Callable[[Spec], bool]]:
     """
-    Yield, for every edge to a node or to a group's member, a predicate: whether a component can replace its target.
+    Yield a predicate for every edge to the node or group `name`: whether a component could be its target.
     """
     for node in graph.nodes.values():
         if node.name == name or node.name.startswith(f"{name}."):

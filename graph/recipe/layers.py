@@ -132,7 +132,7 @@ class Table:
         return str(attrs.evolve(self.layer.value_position(self.path), source=self.layer.label))
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return the origin for a part outside all items."""
+        """Return the table itself as the origin of a path that leads to none of its items."""
         return Origin(self.layer, (*self.path, *path))
 
     @property

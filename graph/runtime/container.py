@@ -182,7 +182,7 @@ class Container(Mapping[str, Any]):
         """
         root = self._built_objects.get(self.graph.root)
         if root is None or not hasattr(root, "iterate"):
-            raise TypeError(f"[{self.graph.root}] is not open, or has no steps")
+            raise TypeError(f"[{self.graph.root}] has no method `iterate`, or this container is not open")
         steps: Iterator[Any] = root.iterate()
         return steps
 

@@ -168,7 +168,7 @@ class Graph:
         return True
 
     def _advance_trail(self, trail: dict[str, Iterator[str]], done: set[str]) -> str | None:
-        """Pop finished nodes from the trail, and return the first need not done; None at the end of the walk."""
+        """Return the next node to visit, a dependency on the trail; pop finished nodes. None at the end."""
         while trail:
             last = next(reversed(trail))
             for need in trail[last]:

@@ -97,7 +97,7 @@ class Node:
         self.problems.append(Problem(code, text, hint, self.name, position or self.position_of(path, key=key)))
 
     def add_component_bug(self, failure: str, error: Exception) -> None:
-        """Add a problem for the component's author, not for the recipe's author."""
+        """Add a problem for an exception in the component's code, which its author must fix."""
         self.add_problem(
             "DL206",
             f"{self.spec.use!r}: {failure}: {type(error).__name__}: {error}",
@@ -138,7 +138,9 @@ class NodeView:
         nodes = self.neighbours(edge)
         if len(nodes) > 1:
             names = ", ".join(node.name for node in nodes)
-            raise ValueError(f"{edge!r} leads to {len(nodes)} nodes: {names}; call neighbours({edge!r})")
+            raise ValueError(
+                f"the edge {edge!r} leads to {len(nodes)} nodes: {names}; call neighbours({edge!r}) to get a list"
+            )
         return nodes[0] if nodes else None
 
     def neighbours(self, edge: str) -> "list[NodeView]":

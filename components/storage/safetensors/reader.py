@@ -152,7 +152,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     """
     with open_untrusted_file(path) as file:
         if file.size > MAX_INDEX_SIZE:
-            raise UserError(f"{path} has {file.size} bytes, and more than {MAX_INDEX_SIZE} are not read; copy it again")
+            raise UserError(
+                f"{path} has {file.size} bytes, above the limit of {MAX_INDEX_SIZE} for an index; copy it again"
+            )
         text = file.read(0, file.size)
     try:
         index = parse_strictly(text, most=3 * MAX_TENSORS)
@@ -166,7 +168,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
             problem = f"{path} places {name!r:.99} in {file_name!r:.99}"
             raise UserError(f"{problem}, which is not a plain file name; take another copy")
     if (count := len(set(files_by_tensor.values()))) > MAX_FILES:
-        raise UserError(f"{path} names {count} files, and more than {MAX_FILES} are not read; take another copy")
+        raise UserError(f"{path} names {count} files, above the limit of {MAX_FILES}; use another copy of the model")
     return files_by_tensor, _read_total_size(index, path)
 
 

@@ -109,6 +109,6 @@ def check_writable(specs: Mapping[str, TensorSpec]) -> None:
         if not is_valid_tensor_name(name):
             raise ValueError(f"{name!r:.99} is not a valid name of a tensor")
         if spec.dtype not in CODES:
-            raise ValueError(f"{name} has the dtype {spec.dtype}, which safetensors does not have")
+            raise ValueError(f"{name} has the dtype {spec.dtype}, which the safetensors format does not support")
         if len(spec.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {len(spec.shape)} dimensions, and more than {MAX_DIMENSIONS} are not read")
+            raise ValueError(f"{name} has {len(spec.shape)} dimensions, above the limit of {MAX_DIMENSIONS}")

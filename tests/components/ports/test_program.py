@@ -54,7 +54,7 @@ def test_flat_takes_overlaps_apart() -> None:
 
 def test_a_program_holds_no_messages() -> None:
     """A program with a send is refused."""
-    with pytest.raises(ValueError, match="0SEND_F0 is a message"):
+    with pytest.raises(ValueError, match="0SEND_F0 sends or receives a message"):
         Program.of([[Action(0, "SEND_F", 0, peer=1)]])
 
 

@@ -85,7 +85,7 @@ def test_a_new_file_is_created_and_an_old_one_appended_to(tmp_path: Path) -> Non
 def test_a_folder_that_is_a_link_or_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     """A link to a folder elsewhere would make every file in it one outside."""
     path = make_special_file(tmp_path, kind)
-    with pytest.raises(UserError, match="can't be written to"):
+    with pytest.raises(UserError, match="can't be opened for writing"):
         create_folder(path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "log").symlink_to("elsewhere")

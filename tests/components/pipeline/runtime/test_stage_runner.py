@@ -250,6 +250,6 @@ def test_losses_are_in_the_order_of_microbatches() -> None:
 def test_named_sums_that_differ_between_microbatches_are_named() -> None:
     """The message names the microbatch and its differing sum."""
     state = state_of_losses((1.0, {}), (1.0, {"hits": torch.tensor(1.0)}))
-    message = r"\['losses'\]: at \['sums'\]: microbatch 1 has other entries than the first: \['hits'\]"
+    message = r"\['losses'\]: at \['sums'\]: microbatch 1 and the first one do not both have \['hits'\]"
     with pytest.raises(ValueError, match=message):
         state["losses"]
