@@ -157,7 +157,7 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     is_training = use == "phases.rollout"
     data = fake_data(batch, is_training)
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
-    batching = fake(Batching, dp_size=1, positions=lambda step: [[0]])
+    batching = fake(Batching, dp_size=1, microbatch_positions=lambda step: [[0]])
     edges: Values = {"events": fake(Events)} if is_training else {}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
     phase = build(use, data=data, batching=batching, **edges, **values)
