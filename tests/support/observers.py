@@ -454,8 +454,9 @@ def _rows() -> Any:
 
 
 def _batching() -> Any:
-    positions = {"positions": lambda step: [[2 * step, 2 * step + 1]], "start": lambda step: 2 * step - 2}
-    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions)
+    positions = {"microbatch_positions": lambda step: [[2 * step, 2 * step + 1]]}
+    first = {"first_position": lambda step: 2 * step - 2}
+    return fake(Batching, global_size=2, micro_size=2, dp_size=1, dp_rank=0, **positions, **first)
 
 
 def load_microbatches(use: str, values: Values, _place: Path) -> Any:
