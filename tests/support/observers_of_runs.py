@@ -205,7 +205,7 @@ def export_files(use: str, values: Values, folder: Path) -> Any:
 
 def sizes_of_mesh(use: str, values: Values, _place: Path) -> Any:
     """Return the mesh sizes over 4 ranks."""
-    world = {"rank": 0, "world_size": 4, "group": lambda name, sets: SingleProcess()}
+    world = {"rank": 0, "world_size": 4, "make_group": lambda name, rank_sets: SingleProcess()}
     mesh = build(use, processes=fake(Processes, **world), **values)
     mesh.open()
     return mesh.sizes.settings()
